@@ -1,0 +1,165 @@
+"""QuantizationPolicy: which modules become how many bits. It is also the checkpoint's `quantization_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kbit.format.codebook import BLOCK_SIZE, check_bits, get_codebook
+from kbit.format.scales import absmax_format
+
+QUANT_METHOD = "kbit"
+FORMAT_VERSION = 1
+
+# Never quantized unless an override names them: routers decide where tokens go and are tiny.
+_ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embedding|embeddings|wte|lm_head|embed_out)$")
+
+Codebook = str | Sequence[float] | Mapping[int, Sequence[float]]
+
+
+@dataclass
+class QuantizationPolicy:
+    """Which modules are quantized, and how.
+
+    Attributes:
+        bits: width of every quantized module that no override names.
+        codebook: name of a codebook, 2^bits numbers, or {bits: numbers} when several widths are used.
+        absmax_format: block scale format, "e4m4" (one byte), "float16" or "float32".
+        search: search block scales (default) or take the rounded absmax (plain).
+        overrides: {regular expression: bits}; the first that `re.search`es in a module's name wins.
+            0 leaves the module unquantized.
+        modules_to_not_convert: names; a module is skipped if one of them is its name, or one of its parents.
+        embedding_bits: width of input embeddings and the output head; None leaves them unquantized.
+
+    Raises:
+        TypeError, ValueError: a field is out of range; the message names it.
+    """
+
+    bits: int = 4
+    codebook: Codebook = "nf"
+    absmax_format: str = "e4m4"
+    search: bool = True
+    overrides: dict[str, int] = field(default_factory=dict)
+    modules_to_not_convert: list[str] | None = None
+    embedding_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            TypeError, ValueError: see the class.
+        """
+        self.overrides = dict(self.overrides or {})
+        for width in self.widths():
+            get_codebook(self._codebook_entry(width), width)
+        for pattern in self.overrides:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from None
+        absmax_format(self.absmax_format)
+        skipped = self.modules_to_not_convert
+        if isinstance(skipped, str) or not all(isinstance(name, str) for name in skipped or ()):
+            raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
+
+    def widths(self) -> list[int]:
+        """Every width this policy can assign, ascending."""
+        named = [self.bits, *self.overrides.values()]
+        if self.embedding_bits is not None:
+            named.append(self.embedding_bits)
+        return sorted({check_bits(bits) for bits in named if bits != 0} | {check_bits(self.bits)})
+
+    def bits_for(self, module_name: str) -> int | None:
+        """The width of a module, or None where it stays unquantized.
+
+        Args:
+            module_name: dotted name of a linear, embedding or experts module, without ".weight".
+        """
+        for skipped in self.modules_to_not_convert or ():
+            if module_name == skipped or module_name.startswith(skipped + "."):
+                return None
+        for pattern, bits in self.overrides.items():
+            if re.search(pattern, module_name):
+                return bits or None
+        if _ROUTERS.search(module_name):
+            return None
+        if _EMBEDDINGS.search(module_name):
+            return self.embedding_bits
+        return self.bits
+
+    def codebook_for(self, bits: int) -> torch.Tensor:
+        """float32 [2^bits]: the codebook used at a width."""
+        return get_codebook(self._codebook_entry(bits), bits)
+
+    def _codebook_entry(self, bits: int) -> str | Sequence[float]:
+        if isinstance(self.codebook, Mapping):
+            # JSON turns integer keys into strings.
+            by_width = {int(width): levels for width, levels in self.codebook.items()}
+            if bits not in by_width:
+                raise ValueError(f"codebook: no levels for {bits} bits, only for {sorted(by_width)}.")
+            return by_width[bits]
+        return self.codebook
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `config.json` holds under `quantization_config`."""
+        codebook: Any = self.codebook
+        if isinstance(codebook, Mapping):
+            codebook = {str(width): list(map(float, levels)) for width, levels in codebook.items()}
+        elif not isinstance(codebook, str):
+            codebook = list(map(float, codebook))
+        return {
+            "quant_method": QUANT_METHOD,
+            "version": FORMAT_VERSION,
+            "bits": self.bits,
+            "block_size": BLOCK_SIZE,
+            "codebook": codebook,
+            "absmax_format": self.absmax_format,
+            "search": self.search,
+            "overrides": self.overrides,
+            "modules_to_not_convert": self.modules_to_not_convert,
+            "embedding_bits": self.embedding_bits,
+        }
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> QuantizationPolicy:
+        """Read a checkpoint's `quantization_config`.
+
+        Raises:
+            TypeError, ValueError: not a kbit config, a newer version, an unknown block size or field.
+        """
+        return cls(**policy_fields(config))
+
+
+def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor arguments in a `quantization_config`, after checking what is not a field.
+
+    Raises:
+        ValueError: another method, a newer version, another block size, an unknown key.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config must be an object, got {type(config).__name__}.")
+    values = dict(config)
+    method = values.pop("quant_method", QUANT_METHOD)
+    if method != QUANT_METHOD:
+        raise ValueError(f"quantization_config: quant_method is {method!r}, kbit reads {QUANT_METHOD!r}.")
+    version = values.pop("version", FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ValueError(
+            f"quantization_config: format version {version!r}, this kbit reads up to {FORMAT_VERSION}. "
+            f"Upgrade kbit."
+        )
+    block_size = values.pop("block_size", BLOCK_SIZE)
+    if block_size != BLOCK_SIZE:
+        raise ValueError(f"quantization_config: block_size is {block_size!r}, the format has {BLOCK_SIZE}.")
+    unknown = set(values) - set(QuantizationPolicy.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"quantization_config: unknown keys {sorted(unknown)}. Upgrade kbit?")
+    return values

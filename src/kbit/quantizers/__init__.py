@@ -1,0 +1,43 @@
+"""How codes and scales are chosen. `quantize` is the reference that every backend equals bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format import reference
+from kbit.format.scales import absmax_format
+from kbit.quantizers import absmax, scale_search
+
+# Rows are processed in chunks so that float32 temporaries stay near this many weights.
+_CHUNK_WEIGHTS = 4 * 2**20
+
+
+def quantize(
+    w: torch.Tensor, codebook: torch.Tensor, absmax_format_name: str, search: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize weights in pure PyTorch.
+
+    Args:
+        w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite.
+        codebook: float32 [2^bits] on w's device.
+        absmax_format_name: a name in `kbit.format.scales.ABSMAX_FORMATS`.
+        search: search the scale (default quantizer) or take the rounded absmax (plain).
+
+    Returns:
+        packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
+    """
+    fmt = absmax_format(absmax_format_name)
+    method = scale_search if search else absmax
+    rows = max(1, _CHUNK_WEIGHTS // max(1, w.shape[-1]))
+    factors, packed, scales = [], [], []
+    for matrix in w.unbind(0) if w.dim() == 3 else (w,):
+        chunks = matrix.split(rows)
+        largest = torch.cat([reference.split_blocks(chunk).abs().amax(-1) for chunk in chunks])
+        factor = fmt.tensor_factor(largest)
+        pairs = [method.quantize_blocks(reference.split_blocks(c), codebook, fmt, factor) for c in chunks]
+        factors.append(factor)
+        packed.append(torch.cat([p for p, _ in pairs]))
+        scales.append(torch.cat([s for _, s in pairs]))
+    if w.dim() == 2:
+        return packed[0], scales[0], factors[0]
+    return torch.stack(packed), torch.stack(scales), torch.stack(factors)
