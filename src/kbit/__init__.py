@@ -1,0 +1,46 @@
+"""kbit: LLM weights in 2 to 5 bits with an arbitrary codebook.
+
+>>> q = kbit.quantize(torch.randn(64, 256), bits=4)
+>>> y = kbit.linear(torch.randn(3, 256), q)
+
+Importing kbit also makes transformers able to load kbit checkpoints; transformers itself is imported only
+when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kbit import dispatch  # noqa: F401  (imported for the implementations it registers)
+from kbit._version import __version__
+from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
+from kbit.format.errors import KbitError, NonFiniteWeightError
+from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
+
+if TYPE_CHECKING:
+    from kbit.integrations.transformers import KbitConfig
+
+__all__ = [
+    "KbitConfig",
+    "KbitError",
+    "NonFiniteWeightError",
+    "QuantizationPolicy",
+    "QuantizedTensor",
+    "__version__",
+    "dequantize",
+    "embedding",
+    "grouped_linear",
+    "linear",
+    "normal_float",
+    "quantize",
+]
+
+
+
+def __getattr__(name: str) -> Any:
+    # KbitConfig subclasses a class of transformers, which takes a second to import.
+    if name == "KbitConfig":
+        from kbit.integrations.transformers import KbitConfig
+
+        return KbitConfig
+    raise AttributeError(f"module 'kbit' has no attribute {name!r}")

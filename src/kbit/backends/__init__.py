@@ -1,0 +1,1 @@
+"""Implementations of the ops, one package per kind of machine."""

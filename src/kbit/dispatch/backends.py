@@ -1,0 +1,90 @@
+"""The backends in order of preference, and the legality of each: may it take this problem, and if not, why.
+
+`KBIT_BACKEND=cpu` or `reference` forces one; where that one may not take a problem, the error says why.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from kbit.backends import cpu, reference
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A module of op implementations, and the function that says which problems it may take.
+
+    `legal(op, device, absmax_dtype)` returns None where it may, else the reason why not.
+    """
+
+    name: str
+    module: ModuleType
+    legal: Callable[[str, torch.device, torch.dtype], str | None]
+
+
+def _cpu_legal(op: str, device: torch.device, absmax_dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"the CPU kernels need CPU tensors, got {device}"
+    reason = cpu.unavailable_reason()
+    if reason is not None:
+        return reason
+    if not hasattr(cpu, op):
+        return f"the CPU kernels have no {op}"
+    if op == "quantize" and absmax_dtype != torch.uint8:
+        return f"the CPU kernels quantize with E4M4 scales only, got {absmax_dtype}"
+    return None
+
+
+backends: tuple[Backend, ...] = (
+    Backend("cpu", cpu, _cpu_legal),
+    Backend("reference", reference, lambda op, device, absmax_dtype: None),
+)
+
+_warned = False
+
+
+def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Backend:
+    """The backend that answers `op`.
+
+    Raises:
+        ValueError: KBIT_BACKEND names none, or one that may not take this problem.
+    """
+    forced = os.environ.get("KBIT_BACKEND")
+    if forced:
+        return _forced(forced, op, device, absmax_dtype)
+    for backend in backends:
+        if backend.legal(op, device, absmax_dtype) is None:
+            if backend.name == "reference" and device.type == "cpu":
+                _say_once_that_kernels_are_missing()
+            return backend
+    raise AssertionError("the reference backend takes every problem")
+
+
+def _forced(name: str, op: str, device: torch.device, absmax_dtype: torch.dtype) -> Backend:
+    for backend in backends:
+        if backend.name == name:
+            reason = backend.legal(op, device, absmax_dtype)
+            if reason is not None:
+                raise ValueError(f"KBIT_BACKEND={name} cannot run {op}: {reason}. Unset it, or set another.")
+            return backend
+    known = ", ".join(backend.name for backend in backends)
+    raise ValueError(f"KBIT_BACKEND is {name!r}; known: {known}.")
+
+
+def _say_once_that_kernels_are_missing() -> None:
+    global _warned
+    reason = cpu.unavailable_reason()
+    if _warned or reason is None:
+        return
+    _warned = True
+    warnings.warn(
+        f"kbit runs on its reference backend, many times slower than its CPU kernels: {reason}. "
+        f"`kbit doctor` says what to do.",
+        stacklevel=2,
+    )

@@ -1,0 +1,222 @@
+"""Argument checks of every op. Eager kernels and fake kernels call the same functions.
+
+They look at dtypes, shapes and devices only, so they can be traced; what needs the data (finite weights,
+offsets, ids) is checked by the implementations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.codebook import check_bits
+from kbit.format.scales import absmax_format
+from kbit.format.tensor import check_parts
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _tail(where: str) -> str:
+    return f" ({where})" if where else ""
+
+
+def _float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{_tail(where)}. Cast it first."
+        )
+
+
+def quantize(w: torch.Tensor, codebook: torch.Tensor, bits: int, absmax_format_name: str) -> None:
+    """Check the arguments of `kbit::quantize`.
+
+    Raises:
+        TypeError: w is not float32, float16 or bfloat16; the codebook is not float32.
+        ValueError: w is not [N, K] or [E, N, K] with K >= 1, or codebook, bits, format are illegal.
+    """
+    check_bits(bits)
+    absmax_format(absmax_format_name)
+    _float_dtype("quantize", "w", w.dtype)
+    if w.dim() not in (2, 3) or w.shape[-1] < 1:
+        raise ValueError(
+            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}. Reshape it."
+        )
+    if codebook.dtype != torch.float32 or codebook.dim() != 1 or codebook.shape[0] != 2**bits:
+        raise ValueError(
+            f"quantize: a {bits}-bit codebook is float32 [{2**bits}], got {codebook.dtype} "
+            f"{tuple(codebook.shape)}."
+        )
+    if codebook.device != w.device:
+        raise ValueError(
+            f"quantize: w is on {w.device}, the codebook on {codebook.device}. Move them together."
+        )
+
+
+def dequantize(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    """Check the arguments of `kbit::dequantize`.
+
+    Raises:
+        TypeError, ValueError: see `check_parts`; also a dtype that is not float.
+    """
+    check_parts(packed, absmax, codebook, scale, in_features)
+    _float_dtype("dequantize", "dtype", dtype)
+
+
+def activation(
+    op: str, x: torch.Tensor, in_features: int, device: torch.device, where: str = ""
+) -> None:
+    """Check the input of a linear op against its weight.
+
+    Raises:
+        TypeError: x is not float32, float16 or bfloat16.
+        ValueError: x is a scalar, has other features than the weight, or is on another device.
+    """
+    _float_dtype(op, "x", x.dtype, where)
+    if x.dim() < 1 or x.shape[-1] != in_features:
+        features = x.shape[-1] if x.dim() else "no"
+        raise ValueError(
+            f"{op}: x has {features} features, the weight expects {in_features}{_tail(where)}. "
+            f"Check what feeds this layer."
+        )
+    if x.device != device:
+        raise ValueError(
+            f"{op}: x is on {x.device}, the weight on {device}{_tail(where)}. Move one of them."
+        )
+
+
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    in_features: int,
+    where: str = "",
+) -> None:
+    """Check the arguments of `kbit::linear`.
+
+    Raises:
+        TypeError, ValueError: see `check_parts` and `activation`; also a stacked weight or a wrong bias.
+    """
+    check_parts(packed, absmax, codebook, scale, in_features, where=where)
+    activation("linear", x, in_features, packed.device, where)
+    if packed.dim() != 2:
+        raise ValueError(
+            f"linear: the weight is a stack of {packed.shape[0]} matrices{_tail(where)}. Use grouped_linear."
+        )
+    if bias is None:
+        return
+    if bias.shape != packed.shape[:1]:
+        raise ValueError(
+            f"linear: bias must have shape ({packed.shape[0]},), got {tuple(bias.shape)}{_tail(where)}."
+        )
+    if bias.dtype != x.dtype or bias.device != x.device:
+        raise TypeError(
+            f"linear: bias is {bias.dtype} on {bias.device}, x is {x.dtype} on {x.device}{_tail(where)}. "
+            f"Make them equal."
+        )
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    in_features: int,
+    where: str = "",
+) -> None:
+    """Check the arguments of `kbit::grouped_linear`.
+
+    Raises:
+        TypeError: offsets are not int32; x is not float.
+        ValueError: shapes or devices do not belong together.
+    """
+    check_parts(packed, absmax, codebook, scale, in_features, where=where)
+    activation("grouped_linear", x, in_features, packed.device, where)
+    if packed.dim() != 3 or x.dim() != 2:
+        raise ValueError(
+            f"grouped_linear: x must be [T, K] and the weight [E, N, K], got x {tuple(x.shape)} and packed "
+            f"{tuple(packed.shape)}{_tail(where)}. Use linear for one matrix."
+        )
+    if expert_offsets.dtype != torch.int32:
+        raise TypeError(
+            f"grouped_linear: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. "
+            f"Use .int()."
+        )
+    if expert_offsets.dim() != 1 or expert_offsets.shape[0] != packed.shape[0] + 1:
+        raise ValueError(
+            f"grouped_linear: {packed.shape[0]} experts need expert_offsets of shape "
+            f"({packed.shape[0] + 1},), got {tuple(expert_offsets.shape)}{_tail(where)}."
+        )
+    if expert_offsets.device != x.device:
+        raise ValueError(
+            f"grouped_linear: expert_offsets is on {expert_offsets.device}, x on {x.device}{_tail(where)}."
+        )
+
+
+def embedding(
+    ids: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    """Check the arguments of `kbit::embedding`.
+
+    Raises:
+        TypeError: ids are not integers, or dtype is not float.
+        ValueError: see `check_parts`; also a stacked weight or another device.
+    """
+    dequantize(packed, absmax, codebook, scale, in_features, dtype)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}.")
+    if packed.dim() != 2:
+        raise ValueError(f"embedding: the weight must be [N, K], got packed {tuple(packed.shape)}.")
+    if ids.device != packed.device:
+        raise ValueError(f"embedding: ids are on {ids.device}, the weight on {packed.device}. Move one of them.")
+
+
+def grad_input(
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    in_features: int,
+) -> None:
+    """Check the arguments of the grad_input ops: grad is [..., N], or [T, N] for a stack of experts.
+
+    Raises:
+        TypeError, ValueError: see `check_parts` and `activation`.
+    """
+    check_parts(packed, absmax, codebook, scale, in_features)
+    activation("backward of linear", grad, packed.shape[-2], packed.device)
+
+
+def output(
+    op: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check a caller's `out=` against the result to be written.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if out.dtype != dtype:
+        raise TypeError(f"{op}: out must be {dtype}, got {out.dtype}.")
+    if tuple(out.shape) != tuple(shape) or out.device != device or not out.is_contiguous():
+        raise ValueError(
+            f"{op}: out must be contiguous with shape {tuple(shape)} on {device}, got "
+            f"{tuple(out.shape)} with strides {out.stride()} on {out.device}."
+        )

@@ -1,0 +1,117 @@
+"""The ops `torch.ops.kbit.*`: schemas, and fake kernels that describe results without computing them.
+
+Implementations are registered by `kbit.dispatch`. Shapes: W is [N, K] or [E, N, K]; see `QuantizedTensor`
+for packed, absmax, codebook and scale. Python-side `Library.define` is used, not `custom_op`, because a
+call then costs 3 us instead of 10.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.reference import blocks_of
+from kbit.format.scales import absmax_format
+from kbit.ops import checks
+
+LIBRARY = torch.library.Library("kbit", "DEF")
+
+_WEIGHT = "Tensor packed, Tensor absmax, Tensor codebook, Tensor scale"
+
+# name -> (arguments, has an out= variant)
+SCHEMAS: dict[str, tuple[str, bool]] = {
+    "dequantize": (f"({_WEIGHT}, SymInt in_features, ScalarType dtype)", True),
+    "linear": (f"(Tensor x, {_WEIGHT}, Tensor? bias, SymInt in_features)", True),
+    "grouped_linear": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", True),
+    "embedding": (f"(Tensor ids, {_WEIGHT}, SymInt in_features, ScalarType dtype)", False),
+    # grad [..., N] -> [..., K]: the product with W itself instead of its transpose.
+    "linear_grad_input": (f"(Tensor grad, {_WEIGHT}, SymInt in_features)", False),
+    "grouped_linear_grad_input": (f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", False),
+    # The same results as linear and grouped_linear, with an autograd formula: registering one costs every
+    # call microseconds, so inference does not pass through these.
+    "linear_train": (f"(Tensor x, {_WEIGHT}, Tensor? bias, SymInt in_features)", False),
+    "grouped_linear_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", False),
+}
+
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+
+def _define() -> None:
+    LIBRARY.define(
+        "quantize(Tensor w, Tensor codebook, int bits, str absmax_format, bool search)"
+        " -> (Tensor packed, Tensor absmax, Tensor scale)",
+        tags=_TAGS,
+    )
+    for name, (arguments, has_out) in SCHEMAS.items():
+        LIBRARY.define(f"{name}{arguments} -> Tensor", tags=_TAGS)
+        if has_out:
+            # Returning nothing, not the aliased out: torch.compile functionalizes only such custom ops.
+            LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=_TAGS)
+
+
+_define()
+
+
+@torch.library.register_fake("kbit::quantize", lib=LIBRARY)
+def quantize(w, codebook, bits, absmax_format, search):  # noqa: D103
+    checks.quantize(w, codebook, bits, absmax_format)
+    blocks = blocks_of(w.shape[-1])
+    stored = _absmax_dtype(absmax_format)
+    packed = w.new_empty((*w.shape[:-1], blocks * bits), dtype=torch.int32)
+    absmax = w.new_empty((*w.shape[:-1], blocks), dtype=stored)
+    return packed, absmax, w.new_empty(w.shape[:-2], dtype=torch.float32)
+
+
+def _absmax_dtype(name: str) -> torch.dtype:
+    return absmax_format(name).dtype
+
+
+@torch.library.register_fake("kbit::dequantize", lib=LIBRARY)
+def dequantize(packed, absmax, codebook, scale, in_features, dtype):  # noqa: D103
+    checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
+    return packed.new_empty((*packed.shape[:-1], in_features), dtype=dtype)
+
+
+@torch.library.register_fake("kbit::linear", lib=LIBRARY)
+def linear(x, packed, absmax, codebook, scale, bias, in_features):  # noqa: D103
+    checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@torch.library.register_fake("kbit::grouped_linear", lib=LIBRARY)
+def grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features):  # noqa: D103
+    checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
+    return x.new_empty((x.shape[0], packed.shape[1]))
+
+
+@torch.library.register_fake("kbit::embedding", lib=LIBRARY)
+def embedding(ids, packed, absmax, codebook, scale, in_features, dtype):  # noqa: D103
+    checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
+    return packed.new_empty((*ids.shape, in_features), dtype=dtype)
+
+
+@torch.library.register_fake("kbit::linear_grad_input", lib=LIBRARY)
+def linear_grad_input(grad, packed, absmax, codebook, scale, in_features):  # noqa: D103
+    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    return grad.new_empty((*grad.shape[:-1], in_features))
+
+
+@torch.library.register_fake("kbit::grouped_linear_grad_input", lib=LIBRARY)
+def grouped_linear_grad_input(  # noqa: D103
+    grad, packed, absmax, codebook, scale, expert_offsets, in_features
+):
+    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    return grad.new_empty((grad.shape[0], in_features))
+
+
+def _out_variant(functional):
+    def fake(*args, out):
+        result = functional(*args)
+        checks.output(functional.__name__, out, result.shape, result.dtype, result.device)
+
+    return fake
+
+
+for _functional in (dequantize, linear, grouped_linear):
+    torch.library.register_fake(f"kbit::{_functional.__name__}.out", _out_variant(_functional), lib=LIBRARY)
+torch.library.register_fake("kbit::linear_train", linear, lib=LIBRARY)
+torch.library.register_fake("kbit::grouped_linear_train", grouped_linear, lib=LIBRARY)
