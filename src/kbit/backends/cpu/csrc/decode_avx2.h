@@ -1,0 +1,163 @@
+// AVX2 + FMA decoding: two blocks (four at k = 2) at a time, one in each 128-bit lane.
+//
+//   vpshufb       puts byte j of four planes into 32-bit lane j: a 4 (planes) x 8 (elements) bit matrix
+//   two delta swaps transpose its two 4x4 halves: byte i then holds the code of element 8j + i in the low
+//   nibble
+//                 and of element 8j + 4 + i in the high one (k = 2: the codes of two blocks in each nibble)
+//   vpshufb       looks the bytes of the float32 level up, two tables when the low halves are zero (bfloat16
+//                 codebooks), four otherwise; unpacks put them together
+//   k = 5         the fifth plane selects between two tables
+#pragma once
+
+#include <immintrin.h>
+
+#include "scales.h"
+
+namespace kbit {
+namespace {
+
+using Vec = __m256;
+constexpr int kLanes = 8;
+constexpr int kTileTokens = 3;  // 3 * 4 accumulators + 3 activations + 1 weight: all 16 registers
+constexpr int kTileRows = 4;
+
+inline Vec load(const float* p) {
+    return _mm256_loadu_ps(p);
+}
+inline void store(float* p, Vec v) {
+    _mm256_storeu_ps(p, v);
+}
+inline Vec splat(float v) {
+    return _mm256_set1_ps(v);
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+
+// out[i] += sum of the lanes of v[i], i < 4.
+inline void add_sums(const Vec v[4], float* out) {
+    const __m256 quads = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps(quads, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums));
+}
+
+inline __m256i join(__m128i low, __m128i high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+inline __m128i load16(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+
+inline __m256i swap_bits(__m256i x, int distance, int mask) {
+    const __m256i t =
+        _mm256_and_si256(_mm256_xor_si256(x, _mm256_srli_epi32(x, distance)), _mm256_set1_epi32(mask));
+    return _mm256_xor_si256(_mm256_xor_si256(x, t), _mm256_slli_epi32(t, distance));
+}
+
+// WIDE: levels need all four bytes of a float32; otherwise the lower two are zero.
+template <int BITS, bool WIDE>
+struct PairDecoder {
+    static constexpr int kBlocks = BITS == 2 ? 4 : 2;
+    static constexpr int kBytes = kBlocks * BITS * 4;
+    static constexpr int kUnitVecs = 8;
+    static constexpr int kUnits = kBlocks / 2;
+    static constexpr bool kNatural = false;
+    static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
+    static constexpr int kFirstByte = WIDE ? 0 : 2;
+
+    explicit PairDecoder(const float* levels) {
+        for (int t = 0; t < kTables; ++t) {
+            for (int byte = kFirstByte; byte < 4; ++byte) {
+                alignas(16) uint8_t column[16];
+                for (int i = 0; i < 16; ++i) {
+                    const int level = BITS == 2 ? (t == 0 ? i & 3 : i >> 2) : 16 * t + i;
+                    column[i] = uint8_t(bits_of(levels[level]) >> (8 * byte));
+                }
+                tables[t][byte] = _mm256_broadcastsi128_si256(load16(column));
+            }
+        }
+    }
+
+    static __m256i planes(const uint8_t* p) {
+        if (BITS == 3) {  // the second load starts early so that it ends with the pair
+            const __m256i order = _mm256_setr_epi8(0, 4, 8, -1, 1, 5, 9, -1, 2, 6, 10, -1, 3, 7, 11, -1,  //
+                                                   4, 8, 12, -1, 5, 9, 13, -1, 6, 10, 14, -1, 7, 11, 15, -1);
+            return _mm256_shuffle_epi8(join(load16(p), load16(p + 8)), order);
+        }
+        const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                               0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return _mm256_shuffle_epi8(join(load16(p), load16(p + (BITS == 5 ? 20 : 16))), order);
+    }
+
+    // All ones in the bytes whose fifth bit is set: elements 8j + i for bits = 1 << i, 8j + 4 + i for 16 <<
+    // i.
+    static __m256i fifth_bit(const uint8_t* p, int bits) {
+        int32_t a, b;
+        memcpy(&a, p + 16, 4);
+        memcpy(&b, p + 36, 4);
+        const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,  //
+                                               0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        const __m256i plane = _mm256_shuffle_epi8(join(_mm_cvtsi32_si128(a), _mm_cvtsi32_si128(b)), order);
+        const __m256i select = _mm256_set1_epi32(bits);
+        return _mm256_cmpeq_epi8(_mm256_and_si256(plane, select), select);
+    }
+
+    inline __attribute__((always_inline)) __m256i lookup(int byte, int unit, __m256i index,
+                                                         __m256i fifth) const {
+        if (BITS == 5) {
+            return _mm256_blendv_epi8(_mm256_shuffle_epi8(tables[0][byte], index),
+                                      _mm256_shuffle_epi8(tables[kTables - 1][byte], index), fifth);
+        }
+        return _mm256_shuffle_epi8(tables[unit][byte], index);
+    }
+
+    inline __attribute__((always_inline)) void operator()(const uint8_t* p, Vec* w) const {
+        __m256i codes = swap_bits(planes(p), 7, 0x00aa00aa);
+        codes = swap_bits(codes, 14, 0x0000cccc);
+        const __m256i nibble = _mm256_set1_epi8(15), zero = _mm256_setzero_si256();
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+            const __m256i index = _mm256_and_si256(h == 0 ? codes : _mm256_srli_epi32(codes, 4), nibble);
+            const __m256i fifth = BITS == 5 ? fifth_bit(p, h == 0 ? 0x08040201 : int(0x80402010)) : zero;
+#pragma GCC unroll 2
+            for (int u = 0; u < kUnits; ++u) {
+                const __m256i b2 = lookup(2, u, index, fifth), b3 = lookup(3, u, index, fifth);
+                const __m256i b0 = WIDE ? lookup(kFirstByte, u, index, fifth) : zero;
+                const __m256i b1 = WIDE ? lookup(kFirstByte + 1, u, index, fifth) : zero;
+                const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
+                const __m256i high0 = _mm256_unpacklo_epi8(b2, b3), high1 = _mm256_unpackhi_epi8(b2, b3);
+                Vec* out = w + u * kUnitVecs + h;
+                out[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
+                out[2] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
+                out[4] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
+                out[6] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
+            }
+        }
+    }
+
+    // Vector v of unit u: elements 4v..4v+3 of block u in the low lane, of block u + kUnits in the high one.
+    static Vec unit_scale(const float* scales, int unit) {
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(scales + unit)),
+                                    _mm_broadcast_ss(scales + unit + kUnits), 1);
+    }
+    static int position(int block, int e) {
+        return block % kUnits * 2 * kBlock + e / 4 * 8 + block / kUnits * 4 + e % 4;
+    }
+    static void store_natural(float* dst, const Vec* w) {
+        for (int i = 0; i < kUnits * kUnitVecs; ++i) {
+            float* at = dst + i / kUnitVecs * kBlock + i % kUnitVecs * 4;
+            _mm_storeu_ps(at, _mm256_castps256_ps128(w[i]));
+            _mm_storeu_ps(at + kUnits * kBlock, _mm256_extractf128_ps(w[i], 1));
+        }
+    }
+
+    __m256i tables[kTables][4];
+};
+
+template <int BITS, bool WIDE>
+using DecoderFor = PairDecoder<BITS, WIDE>;
+constexpr bool kHasNarrowTables = true;
+
+}  // namespace
+}  // namespace kbit

@@ -1,0 +1,98 @@
+// y[t, n] = tensor_scale * sum_b absmax[n, b] * (sum_{i < 32} table[code[n, b, i]] * x[t, b, i]) + bias[n], t
+// < 4.
+//
+// Packed words are read once and decoded in registers; nothing is written but y. Used for up to kGemvTokens
+// tokens, where decoding costs more than multiplying; gemm.h takes over above.
+// x: float32 in decoded order, zero-padded to whole groups. Sums are float32: per block, lane by lane, the
+// block scale applied by one fused multiply-add, blocks alternate between two accumulators, lanes are summed
+// last. The order depends on neither threads nor row splits.
+#pragma once
+
+#include "rows.h"
+
+namespace kbit {
+namespace {
+
+constexpr int kGemvTokens = 4;
+
+template <int TOKENS, class D>
+inline __attribute__((always_inline)) void gemv_row(const LinearJob& job, const D& decode, int64_t row,
+                                                    float* scales, Vec* sums) {
+    const Weight& w = job.weight;
+    const float* x = static_cast<const float*>(job.x);
+    decode_scales(w, row, 0, w.blocks, round_up(w.blocks, D::kBlocks), scales);
+    Vec even[TOKENS], odd[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+        even[t] = odd[t] = splat(0.0f);
+    }
+    for_each_group<D>(w, row, 0, w.blocks, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+        Vec v[D::kUnits * D::kUnitVecs];
+        decode(p, v);
+#pragma GCC unroll 8
+        for (int u = 0; u < D::kUnits; ++u) {
+            const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
+            const int64_t column = g * D::kBlocks * kBlock + u * D::kUnitVecs * kLanes;
+#pragma GCC unroll 4
+            for (int t = 0; t < TOKENS; ++t) {
+                const float* xt = x + t * job.x_stride + column;
+                Vec a = v[u * D::kUnitVecs] * load(xt), b = v[u * D::kUnitVecs + 1] * load(xt + kLanes);
+#pragma GCC unroll 8
+                for (int i = 2; i < D::kUnitVecs; i += 2) {
+                    a = fma(v[u * D::kUnitVecs + i], load(xt + i * kLanes), a);
+                    b = fma(v[u * D::kUnitVecs + i + 1], load(xt + (i + 1) * kLanes), b);
+                }
+                Vec& acc = u % 2 == 0 ? even[t] : odd[t];
+                acc = fma(a + b, scale, acc);
+            }
+        }
+    });
+    for (int t = 0; t < TOKENS; ++t) {
+        sums[4 * t] = even[t] + odd[t];
+    }
+}
+
+inline void write_output(const LinearJob& job, int64_t token, int64_t row, const float* sums, int64_t count) {
+    with_dtype(job.dtype, [&](auto sample) {
+        using T = decltype(sample);
+        T* out = static_cast<T*>(job.out) + token * job.out_stride + row;
+        const T* bias = static_cast<const T*>(job.bias);
+        for (int64_t i = 0; i < count; ++i) {
+            narrow(bias ? sums[i] + widen(bias[row + i]) : sums[i], out[i]);
+        }
+    });
+}
+
+// ROW(row, sums) leaves one vector of partial sums per token at sums[4 * t]; four rows share a lane
+// reduction.
+template <int TOKENS, class Row>
+inline void gemv_quads(const LinearJob& job, int64_t row_begin, int64_t row_end, Row row_sums) {
+    for (int64_t row = row_begin; row < row_end; row += 4) {
+        const int64_t count = row_end - row < 4 ? row_end - row : 4;
+        Vec sums[4 * TOKENS];
+        for (int i = 0; i < 4 * TOKENS; ++i) {
+            sums[i] = splat(0.0f);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            row_sums(row + i, sums + i);
+        }
+        for (int t = 0; t < TOKENS; ++t) {
+            float y[4] = {};
+            add_sums(sums + 4 * t, y);
+            for (float& value : y) {
+                value *= job.weight.tensor_scale;
+            }
+            write_output(job, t, row, y, count);
+        }
+    }
+}
+
+template <int TOKENS>
+inline void gemv_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, float* scales) {
+    with_decoder(job.weight, [&](auto decode) {
+        gemv_quads<TOKENS>(job, row_begin, row_end,
+                           [&](int64_t row, Vec* sums) { gemv_row<TOKENS>(job, decode, row, scales, sums); });
+    });
+}
+
+}  // namespace
+}  // namespace kbit

@@ -1,0 +1,118 @@
+// Splitting linear and grouped_linear over threads. Each output element is computed by one thread in an order
+// that does not depend on the split, so results are the same for any number of threads.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "convert.h"
+#include "driver.h"
+#include "parallel.h"
+
+namespace kbit {
+namespace {
+
+constexpr int64_t kTokensPerPass = 256;  // bounds the workspace; weights are decoded again for the next pass
+constexpr int64_t kSerialWork = int64_t(1) << 17;  // decoded weights: below ~10 us waking threads costs more
+
+int64_t rows_per_item(int64_t rows, int threads) {
+    const int64_t even = rows / (int64_t(threads) * 8) / 32 * 32;
+    return std::clamp<int64_t>(even, 32, 256);
+}
+
+int threads_for(int64_t weights, int64_t tokens, int threads) {
+    return weights * (1 + tokens / 8) < kSerialWork ? 1 : threads;
+}
+
+struct Prepared {
+    const LinearKernels& kernels;
+    const char* x;
+    int64_t stride;  // elements
+};
+
+Prepared prepare(const Kernels& isa, const WeightArgs& w, const Activations& a, int threads) {
+    const bool bf16 = a.dtype == DType::kBFloat16 && isa.linear_bf16 != nullptr;
+    const LinearKernels& kernels = bf16 ? *isa.linear_bf16 : isa.linear;
+    const int64_t stride = kernels.padded_k(w.bits, w.k);
+    const int64_t row_bytes = stride * kernels.element_bytes,
+                  x_bytes = w.k * (a.dtype == DType::kFloat32 ? 4 : 2);
+    char* x = static_cast<char*>(scratch(Purpose::kActivations, size_t(a.tokens * row_bytes)));
+    parallel_for(a.tokens, a.tokens < 8 ? 1 : threads, [&](int64_t t, int) {
+        kernels.prepare_x(static_cast<const char*>(a.x) + t * x_bytes, a.dtype, w.k, w.bits,
+                          x + t * row_bytes);
+    });
+    return {kernels, x, stride};
+}
+
+LinearJob make_job(const Prepared& p, const WeightArgs& w, const Activations& a, int64_t expert,
+                   int64_t token, int64_t tokens) {
+    LinearJob job;
+    job.weight = make_weight(w, expert, a.dtype);
+    job.x = p.x + token * p.stride * p.kernels.element_bytes;
+    job.x_stride = p.stride;
+    job.tokens = std::min(tokens, kTokensPerPass);
+    job.bias = a.bias;
+    job.out = static_cast<char*>(a.out) + token * w.n * (a.dtype == DType::kFloat32 ? 4 : 2);
+    job.out_stride = w.n;
+    job.dtype = a.dtype;
+    return job;
+}
+
+// One weight matrix and the tokens that meet it, in passes of kTokensPerPass.
+struct Task {
+    std::vector<LinearJob> passes;
+};
+
+Task make_task(const Prepared& p, const WeightArgs& w, const Activations& a, int64_t expert, int64_t begin,
+               int64_t end) {
+    Task task;
+    for (int64_t t = begin; t < end; t += kTokensPerPass) {
+        task.passes.push_back(make_job(p, w, a, expert, t, end - t));
+    }
+    return task;
+}
+
+void run_tasks(const Prepared& p, const std::vector<Task>& tasks, int64_t n, int threads) {
+    size_t workspace = 0;
+    for (const Task& task : tasks) {
+        for (const LinearJob& job : task.passes) {
+            workspace = std::max(workspace, p.kernels.workspace_bytes(job));
+        }
+    }
+    workspace = (workspace + 63) / 64 * 64;
+    char* buffers = static_cast<char*>(scratch(Purpose::kWorkspace, workspace * size_t(threads)));
+    const int64_t step = rows_per_item(n * int64_t(tasks.size()), threads), splits = (n + step - 1) / step;
+    parallel_for(int64_t(tasks.size()) * splits, threads, [&](int64_t item, int slot) {
+        const int64_t row = item % splits * step;
+        for (const LinearJob& job : tasks[size_t(item / splits)].passes) {
+            p.kernels.rows(job, row, std::min(n, row + step), buffers + size_t(slot) * workspace);
+        }
+    });
+}
+
+}  // namespace
+
+void linear(const Kernels& isa, const WeightArgs& w, const Activations& a, int threads) {
+    threads = threads_for(w.n * w.k, a.tokens, threads);
+    const Prepared p = prepare(isa, w, a, threads);
+    run_tasks(p, {make_task(p, w, a, 0, 0, a.tokens)}, w.n, threads);
+}
+
+void grouped_linear(const Kernels& isa, const WeightArgs& w, const Activations& a, const int32_t* offsets,
+                    int threads) {
+    const size_t row_bytes = size_t(w.n) * (a.dtype == DType::kFloat32 ? 4 : 2);
+    char* out = static_cast<char*>(a.out);
+    const int64_t first = offsets[0], last = offsets[w.experts];
+    memset(out, 0, size_t(first) * row_bytes);
+    memset(out + size_t(last) * row_bytes, 0, size_t(a.tokens - last) * row_bytes);
+    threads = threads_for(w.n * w.k * std::min(w.experts, a.tokens), 0, threads);
+    const Prepared p = prepare(isa, w, a, threads);
+    std::vector<Task> tasks;
+    for (int64_t e = 0; e < w.experts; ++e) {
+        if (offsets[e + 1] > offsets[e]) {
+            tasks.push_back(make_task(p, w, a, e, offsets[e], offsets[e + 1]));
+        }
+    }
+    run_tasks(p, tasks, w.n, threads);
+}
+
+}  // namespace kbit

@@ -1,0 +1,94 @@
+// The linear kernels in float32 arithmetic, for any dtype of x: 16-bit activations are widened once per call.
+#pragma once
+
+#include "gemm.h"
+
+namespace kbit {
+namespace {
+
+struct FloatOps {
+    using Element = float;
+    using Operand = Vec;
+    static constexpr int kStep = kLanes;
+    static Operand operand(const float* p) { return load(p); }
+    static Vec multiply(Vec a, Vec b, Vec acc) { return fma(a, b, acc); }
+    template <class D>
+    static void store_group(float* dst, const Vec* v) {
+        for (int i = 0; i < D::kUnits * D::kUnitVecs; ++i) {
+            store(dst + i * kLanes, v[i]);
+        }
+    }
+};
+
+inline int64_t padded_k(int bits, int64_t k) {
+    const int blocks = bits == 2   ? DecoderFor<2, true>::kBlocks
+                       : bits == 3 ? DecoderFor<3, true>::kBlocks
+                       : bits == 4 ? DecoderFor<4, true>::kBlocks
+                                   : DecoderFor<5, true>::kBlocks;
+    return round_up(k, blocks * kBlock);
+}
+
+template <int BITS, class T>
+inline void prepare_row(const T* __restrict x, int64_t k, float* __restrict dst) {
+    using D = DecoderFor<BITS, true>;
+    constexpr int64_t kGroup = D::kBlocks * kBlock;
+    const int64_t whole = D::kNatural ? k : k / kGroup * kGroup;
+    if (D::kNatural) {
+        for (int64_t i = 0; i < k; ++i) {
+            dst[i] = widen(x[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < whole; i += 4) {  // runs of four stay together
+            float* at = dst + i / kGroup * kGroup + D::position(int(i % kGroup / kBlock), int(i % kBlock));
+            for (int j = 0; j < 4; ++j) {
+                at[j] = widen(x[i + j]);
+            }
+        }
+    }
+    for (int64_t i = whole; i < round_up(k, kGroup); ++i) {
+        dst[i / kGroup * kGroup + D::position(int(i % kGroup / kBlock), int(i % kBlock))] =
+            i < k ? widen(x[i]) : 0.0f;
+    }
+}
+
+inline void prepare_x(const void* x, DType dtype, int64_t k, int bits, void* dst) {
+    with_dtype(dtype, [&](auto sample) {
+        const auto* src = static_cast<const decltype(sample)*>(x);
+        float* out = static_cast<float*>(dst);
+        switch (bits) {
+            case 2:
+                return prepare_row<2>(src, k, out);
+            case 3:
+                return prepare_row<3>(src, k, out);
+            case 4:
+                return prepare_row<4>(src, k, out);
+            default:
+                return prepare_row<5>(src, k, out);
+        }
+    });
+}
+
+inline size_t linear_workspace(const LinearJob& job) {
+    return job.tokens > kGemvTokens ? gemm_workspace(job.tokens) : size_t(job.weight.blocks + 8) * 4;
+}
+
+inline void linear_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, void* workspace) {
+    float* scales = static_cast<float*>(workspace);
+    switch (job.tokens) {
+        case 1:
+            return gemv_rows<1>(job, row_begin, row_end, scales);
+        case 2:
+            return gemv_rows<2>(job, row_begin, row_end, scales);
+        case 3:
+            return gemv_rows<3>(job, row_begin, row_end, scales);
+        case 4:
+            return gemv_rows<4>(job, row_begin, row_end, scales);
+        default:
+            return gemm_rows<FloatOps>(job, row_begin, row_end, workspace);
+    }
+}
+
+constexpr LinearKernels kFloatLinear = {4, padded_k, prepare_x, linear_workspace, linear_rows};
+
+}  // namespace
+}  // namespace kbit

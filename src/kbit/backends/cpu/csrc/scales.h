@@ -1,0 +1,41 @@
+// Block scales of one row as float32.
+//
+// E4M4, bias 11: byte >= 16 is the float32 with bits (byte << 19) + (116 << 23); below that it is byte *
+// 2^-14.
+#pragma once
+
+#include "convert.h"
+
+namespace kbit {
+namespace {
+
+inline float decode_e4m4(uint32_t byte) {
+    const float normal = float_of((byte << 19) + (116u << 23));
+    const float subnormal = float(int32_t(byte)) * 6.103515625e-5f;  // 2^-14
+    return byte < 16u ? subnormal : normal;
+}
+
+// out[0, count): scales of blocks [first, first + count) of `row`; out[count, padded): zeros.
+inline void decode_scales(const Weight& w, int64_t row, int64_t first, int64_t count, int64_t padded,
+                          float* __restrict out) {
+    const int64_t offset = row * w.blocks + first;
+    if (w.format == ScaleFormat::kE4M4) {
+        const uint8_t* __restrict src = w.absmax + offset;
+        for (int64_t i = 0; i < count; ++i) {
+            out[i] = decode_e4m4(src[i]);
+        }
+    } else if (w.format == ScaleFormat::kFloat16) {
+        const Half* __restrict src = reinterpret_cast<const Half*>(w.absmax) + offset;
+        for (int64_t i = 0; i < count; ++i) {
+            out[i] = widen(src[i]);
+        }
+    } else {
+        memcpy(out, w.absmax + 4 * offset, size_t(count) * 4);
+    }
+    for (int64_t i = count; i < padded; ++i) {
+        out[i] = 0.0f;
+    }
+}
+
+}  // namespace
+}  // namespace kbit
