@@ -126,7 +126,7 @@ def _embedding(ids, packed, absmax, codebook, scale, in_features, dtype):
     if out.numel():
         run = backend_for("embedding", ids.device, absmax.dtype).module.embedding
         weight = _contiguous(packed, absmax, codebook, scale)
-        run(ids.reshape(-1).contiguous(), *weight, in_features, out.view(-1, in_features))
+        run(ids.reshape(-1).long().contiguous(), *weight, in_features, out.view(-1, in_features))
     return out
 
 

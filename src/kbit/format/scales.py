@@ -46,6 +46,8 @@ class AbsmaxFormat:
             float32 [...]: 1 where every non-zero absmax is in range already, else 2^e with the smallest
             integer e, at least -126, for which the largest absmax divided by 2^e fits.
         """
+        if absmax.numel() == 0:
+            return absmax.new_ones(absmax.shape[:-2])
         flat = absmax.flatten(-2)
         largest = flat.amax(-1)
         smallest = torch.where(flat > 0, flat, torch.inf).amin(-1)

@@ -68,9 +68,7 @@ def dequantize(
     _float_dtype("dequantize", "dtype", dtype)
 
 
-def activation(
-    op: str, x: torch.Tensor, in_features: int, device: torch.device, where: str = ""
-) -> None:
+def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device, where: str = "") -> None:
     """Check the input of a linear op against its weight.
 
     Raises:
@@ -85,9 +83,7 @@ def activation(
             f"Check what feeds this layer."
         )
     if x.device != device:
-        raise ValueError(
-            f"{op}: x is on {x.device}, the weight on {device}{_tail(where)}. Move one of them."
-        )
+        raise ValueError(f"{op}: x is on {x.device}, the weight on {device}{_tail(where)}. Move one of them.")
 
 
 def linear(
@@ -184,7 +180,9 @@ def embedding(
     if packed.dim() != 2:
         raise ValueError(f"embedding: the weight must be [N, K], got packed {tuple(packed.shape)}.")
     if ids.device != packed.device:
-        raise ValueError(f"embedding: ids are on {ids.device}, the weight on {packed.device}. Move one of them.")
+        raise ValueError(
+            f"embedding: ids are on {ids.device}, the weight on {packed.device}. Move one of them."
+        )
 
 
 def grad_input(

@@ -25,7 +25,10 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "embedding": (f"(Tensor ids, {_WEIGHT}, SymInt in_features, ScalarType dtype)", False),
     # grad [..., N] -> [..., K]: the product with W itself instead of its transpose.
     "linear_grad_input": (f"(Tensor grad, {_WEIGHT}, SymInt in_features)", False),
-    "grouped_linear_grad_input": (f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", False),
+    "grouped_linear_grad_input": (
+        f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)",
+        False,
+    ),
     # The same results as linear and grouped_linear, with an autograd formula: registering one costs every
     # call microseconds, so inference does not pass through these.
     "linear_train": (f"(Tensor x, {_WEIGHT}, Tensor? bias, SymInt in_features)", False),

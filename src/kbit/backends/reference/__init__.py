@@ -103,11 +103,11 @@ def embedding(
     """`kbit::embedding` into `out` [T, K]; ids is [T]."""
     rows = packed.shape[0]
     if not ids.is_cuda and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
-        bad = ids[(ids < 0) | (ids >= rows)][0]
-        raise IndexError(f"embedding: id {int(bad)} is outside the table's {rows} rows. Check the tokenizer.")
-    return out.copy_(
-        fmt.dequantize(packed[ids], absmax[ids], codebook, scale, in_features, out.dtype)
-    )
+        position = int(((ids < 0) | (ids >= rows)).int().argmax())
+        raise IndexError(
+            f"embedding: id {int(ids[position])} at position {position} is outside 0..{rows - 1}"
+        )
+    return out.copy_(fmt.dequantize(packed[ids], absmax[ids], codebook, scale, in_features, out.dtype))
 
 
 def grouped_linear(

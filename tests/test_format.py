@@ -1,0 +1,204 @@
+"""The format against golden values and against definitions written out a second time."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import kbit
+from kbit.format import SUPPORTED_BITS, bitplanes, e4m4, reference
+from kbit.format.codebook import CODEBOOKS, get_codebook, midpoints, nearest_code, validate_codebook
+from kbit.format.scales import ABSMAX_FORMATS, absmax_format
+
+GOLDEN = Path(__file__).parent / "golden"
+ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+
+
+def test_e4m4_decodes_every_byte_to_its_golden_value():
+    golden = torch.tensor(json.loads((GOLDEN / "e4m4.json").read_text()))
+    assert torch.equal(e4m4.decode(ALL_BYTES), golden)
+
+
+def test_e4m4_encode_inverts_decode_for_every_byte():
+    assert torch.equal(e4m4.encode(e4m4.table()), ALL_BYTES)
+
+
+def test_e4m4_rounds_every_tie_to_even_carrying_into_the_exponent():
+    values = e4m4.table()
+    ties = (values[1:] + values[:-1]) / 2
+    lower = torch.arange(255)
+    assert torch.equal(e4m4.encode(ties).long(), lower + lower % 2)
+
+
+def test_e4m4_rounds_to_the_nearest_on_both_sides_of_every_tie():
+    values = e4m4.table()
+    ties = (values[1:] + values[:-1]) / 2
+    assert torch.equal(e4m4.encode(torch.nextafter(ties, torch.zeros_like(ties))), ALL_BYTES[:-1])
+    assert torch.equal(e4m4.encode(torch.nextafter(ties, torch.full_like(ties, 99.0))), ALL_BYTES[1:])
+
+
+def test_e4m4_saturates():
+    assert e4m4.encode(torch.tensor([31.0, 31.6, 1e9, math.inf])).tolist() == [255] * 4
+
+
+def test_e4m4_identities_that_kernels_use():
+    normal = ALL_BYTES[16:].int()
+    assert torch.equal(((normal << 19) + (116 << 23)).view(torch.float32), e4m4.decode(ALL_BYTES[16:]))
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_normal_float_equals_its_golden_levels(bits):
+    golden = json.loads((GOLDEN / "codebooks.json").read_text())[str(bits)]
+    assert kbit.normal_float(bits).tolist() == pytest.approx(golden, rel=0, abs=6e-8)
+    validate_codebook(kbit.normal_float(bits), bits)
+
+
+@pytest.mark.parametrize("name", sorted(CODEBOOKS))
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_midpoints_make_nearest_code_exact_with_ties_to_the_lower_index(name, bits):
+    levels = get_codebook(name, bits)
+    thresholds = midpoints(levels)
+    above = torch.nextafter(thresholds, torch.full_like(thresholds, 9.0))
+    above = torch.where(thresholds == 0, 1e-9, above)  # float64 cannot tell 1 - 1e-45 from 1
+    values = torch.cat([thresholds, above, torch.linspace(-1.2, 1.2, 4001), levels])
+    distance = (values.double()[:, None] - levels.double()).abs()
+    # argmin returns the first of equal minima, which is the lower index.
+    assert torch.equal(nearest_code(values, levels).long(), distance.argmin(1))
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_bitplanes_put_bit_j_of_element_i_into_bit_i_of_word_j(bits):
+    codes = torch.randint(0, 2**bits, (3, 64), dtype=torch.uint8)
+    packed = bitplanes.pack(codes, bits)
+    for row in range(3):
+        for block in range(2):
+            for plane in range(bits):
+                word = int(packed[row, block * bits + plane]) & 0xFFFFFFFF
+                expected = sum(((int(codes[row, block * 32 + i]) >> plane) & 1) << i for i in range(32))
+                assert word == expected
+    assert torch.equal(bitplanes.unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("fmt", ABSMAX_FORMATS.values(), ids=ABSMAX_FORMATS)
+def test_tensor_factor_is_the_smallest_power_of_two_that_fits(fmt):
+    inside = torch.tensor([[1.0, 0.0, 0.5]])
+    assert fmt.tensor_factor(inside) == 1.0
+    assert fmt.tensor_factor(torch.zeros(2, 3)) == 1.0
+    if fmt.name == "float32":
+        return
+    for largest in (fmt.max * 1.01, fmt.max * 2, fmt.max * 2.5, fmt.min_normal / 3):
+        factor = fmt.tensor_factor(torch.tensor([[largest, largest]]))
+        assert math.frexp(float(factor))[0] == 0.5, "a power of two"
+        assert largest / factor <= fmt.max < largest / factor * 2
+
+
+def test_weights_outside_the_scale_range_are_not_flushed():
+    tiny = torch.randn(8, 64) * 1e-8
+    huge = torch.randn(8, 64) * 1e6
+    for w in (tiny, huge):
+        q = kbit.quantize(w, bits=5)
+        assert q.scale != 1.0
+        assert (kbit.dequantize(q) - w).norm() / w.norm() < 0.1
+
+
+def test_factor_is_per_expert():
+    w = torch.stack([torch.randn(4, 32), torch.randn(4, 32) * 1e-9])
+    q = kbit.quantize(w)
+    assert q.scale.shape == (2,)
+    assert q.scale[0] == 1.0 and q.scale[1] < 1e-6
+    for expert in range(2):
+        assert torch.equal(kbit.dequantize(q)[expert], kbit.dequantize(kbit.quantize(w[expert])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_decode_is_the_products_in_float32_rounded_once(dtype):
+    q = kbit.quantize(torch.randn(5, 70), bits=4)
+    codes = bitplanes.unpack(q.packed, 4)[:, :70].long()
+    levels = q.codebook.to(dtype).float()
+    block_scale = e4m4.decode(q.absmax).repeat_interleave(32, dim=1)[:, :70]
+    assert torch.equal(kbit.dequantize(q, dtype), (levels[codes] * block_scale * q.scale).to(dtype))
+
+
+def test_all_zero_block_decodes_to_zero_with_the_code_nearest_zero():
+    q = kbit.quantize(torch.zeros(2, 64), bits=3)
+    assert q.absmax.eq(0).all()
+    assert bitplanes.unpack(q.packed, 3).eq(3).all(), "levels 3 and 4 tie; the lower index wins"
+    assert kbit.dequantize(q).eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (1000, 31), (3, 576), (2, 5, 40)])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_any_shape_round_trips(shape, bits):
+    w = torch.randn(shape)
+    q = kbit.quantize(w, bits=bits)
+    assert q.shape == shape
+    assert q.packed.shape == (*shape[:-1], reference.blocks_of(shape[-1]) * bits)
+    assert kbit.dequantize(q).shape == w.shape
+
+
+def test_bits_per_weight_counts_scales_and_padding():
+    assert kbit.quantize(torch.randn(8, 64), bits=4).bits_per_weight == 4.25
+    assert kbit.quantize(torch.randn(8, 64), bits=2, scale="float16").bits_per_weight == 2.5
+    assert kbit.quantize(torch.randn(8, 48), bits=4).bits_per_weight == pytest.approx(4.25 * 64 / 48)
+
+
+def test_absmax_format_is_found_by_name_and_dtype():
+    for fmt in ABSMAX_FORMATS.values():
+        assert absmax_format(fmt.name) is fmt is absmax_format(fmt.dtype)
+    with pytest.raises(ValueError, match="unknown absmax format 'int8'"):
+        absmax_format("int8")
+
+
+@pytest.mark.parametrize(
+    ("levels", "error", "message"),
+    [
+        ([-1.0, 0.0, 1.0], ValueError, "has 4 levels, got shape"),
+        ([-1.0, 0.5, 0.0, 1.0], ValueError, "ascending"),
+        ([-1.0, 0.0, 0.0, 1.0], ValueError, "ascending"),
+        ([-1.0, 0.0, math.nan, 1.0], ValueError, "finite"),
+        ([-1.0, 0.0, 0.5, math.inf], ValueError, "finite"),
+        ([-2.0, 0.0, 0.5, 1.0], ValueError, "largest magnitude 1, got 2"),
+        (torch.tensor([-1, 0, 1, 2]), TypeError, "float32"),
+        ("fp4", ValueError, "unknown codebook 'fp4'"),
+    ],
+)
+def test_bad_codebooks_are_refused(levels, error, message):
+    with pytest.raises(error, match=message):
+        kbit.quantize(torch.randn(4, 32), bits=2, codebook=levels)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 6, 8, 4.0, True, "4", None])
+def test_bad_bits_are_refused(bits):
+    with pytest.raises(ValueError, match=r"bits must be one of \(2, 3, 4, 5\)"):
+        kbit.quantize(torch.randn(4, 32), bits=bits)
+
+
+def test_parts_that_do_not_belong_together_are_refused():
+    q = kbit.quantize(torch.randn(8, 64), bits=4)
+    make = kbit.QuantizedTensor
+    with pytest.raises(ValueError, match="need 12 words and 3 scales a row, got 8 and 2"):
+        make(q.packed, q.absmax, q.codebook, q.scale, 4, (8, 65))
+    with pytest.raises(ValueError, match="16 levels for 4 bits"):
+        make(q.packed, q.absmax, kbit.normal_float(3), q.scale, 4, (8, 64))
+    with pytest.raises(TypeError, match="packed must be int32, got torch.int64"):
+        make(q.packed.long(), q.absmax, q.codebook, q.scale, 4, (8, 64))
+    with pytest.raises(ValueError, match="do not belong to one weight"):
+        make(q.packed[:4], q.absmax, q.codebook, q.scale, 4, (8, 64))
+    with pytest.raises(ValueError, match="does not match absmax"):
+        make(q.packed, q.absmax, q.codebook, q.scale, 4, (9, 64))
+
+
+def test_moving_to_the_same_device_is_free():
+    q = kbit.quantize(torch.randn(8, 64))
+    assert q.to("cpu") is q
+    assert "bits_per_weight=4.25" in repr(q)
+    assert q.to("meta").packed.is_meta
+
+
+def test_no_warning_at_import_of_the_format():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kbit.normal_float(4)

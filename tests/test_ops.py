@@ -1,0 +1,258 @@
+"""The ops: schemas under opcheck, traced and eager alike, gradients, `out=`, and every refusal."""
+
+import pytest
+import torch
+
+import kbit
+from kbit.format import SUPPORTED_BITS
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def weight_parts(q):
+    return q.packed, q.absmax, q.codebook, q.scale
+
+
+@pytest.fixture
+def dense():
+    return kbit.quantize(torch.randn(48, 72, generator=torch.Generator().manual_seed(1)), bits=3)
+
+
+@pytest.fixture
+def experts():
+    return kbit.quantize(torch.randn(4, 24, 40, generator=torch.Generator().manual_seed(2)), bits=4)
+
+
+def opcheck_cases():
+    q = kbit.quantize(torch.randn(48, 72), bits=3)
+    e = kbit.quantize(torch.randn(4, 24, 40), bits=4)
+    x, bias, rows = torch.randn(5, 72), torch.randn(48), torch.randn(9, 40)
+    offsets = torch.tensor([0, 2, 2, 7, 9], dtype=torch.int32)
+    ops = torch.ops.kbit
+    dense, stack = weight_parts(q), weight_parts(e)
+    return {
+        "quantize": (ops.quantize.default, (torch.randn(5, 40), kbit.normal_float(3), 3, "e4m4", True), {}),
+        "dequantize": (ops.dequantize.default, (*dense, 72, torch.bfloat16), {}),
+        "dequantize.out": (ops.dequantize.out, (*dense, 72, torch.float32), {"out": torch.empty(48, 72)}),
+        "linear": (ops.linear.default, (x, *dense, bias, 72), {}),
+        "linear.out": (ops.linear.out, (x, *dense, None, 72), {"out": torch.empty(5, 48)}),
+        "linear_train": (
+            ops.linear_train.default,
+            (x.clone().requires_grad_(), *dense, bias.clone().requires_grad_(), 72),
+            {},
+        ),
+        "linear_grad_input": (ops.linear_grad_input.default, (torch.randn(5, 48), *dense, 72), {}),
+        "grouped_linear": (ops.grouped_linear.default, (rows, *stack, offsets, 40), {}),
+        "grouped_linear.out": (
+            ops.grouped_linear.out,
+            (rows, *stack, offsets, 40),
+            {"out": torch.empty(9, 24)},
+        ),
+        "grouped_linear_train": (
+            ops.grouped_linear_train.default,
+            (rows.clone().requires_grad_(), *stack, offsets, 40),
+            {},
+        ),
+        "grouped_linear_grad_input": (
+            ops.grouped_linear_grad_input.default,
+            (torch.randn(9, 24), *stack, offsets, 40),
+            {},
+        ),
+        "embedding": (
+            ops.embedding.default,
+            (torch.tensor([[1, 2], [0, 47]]), *dense, 72, torch.float16),
+            {},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(opcheck_cases()))
+def test_opcheck(name):
+    op, args, kwargs = opcheck_cases()[name]
+    torch.library.opcheck(op, args, kwargs)
+
+
+def test_every_op_is_checked():
+    from kbit.ops.schemas import SCHEMAS
+
+    checked = {name.removesuffix(".out") for name in opcheck_cases()}
+    assert checked == {"quantize", *SCHEMAS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_one_hot_activations_return_the_decoded_weights_exactly(bits, dtype):
+    q = kbit.quantize(torch.randn(19, 100), bits=bits)
+    assert torch.equal(kbit.linear(torch.eye(100, dtype=dtype), q), kbit.dequantize(q, dtype).T)
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (1,), (5,), (2, 0), (2, 3)])
+def test_linear_takes_any_leading_shape(dense, rows):
+    x = torch.randn(*rows, 72)
+    y = kbit.linear(x, dense, torch.ones(48))
+    assert y.shape == (*rows, 48)
+    torch.testing.assert_close(y, x @ kbit.dequantize(dense).T + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_takes_strided_activations(dense):
+    x = torch.randn(72, 6).t()
+    assert torch.equal(kbit.linear(x, dense), kbit.linear(x.contiguous(), dense))
+    wide = torch.randn(6, 144)[:, ::2]
+    assert torch.equal(kbit.linear(wide, dense), kbit.linear(wide.contiguous(), dense))
+
+
+def test_compile_fullgraph_with_dynamic_rows(dense):
+    compiled = torch.compile(lambda x: kbit.linear(x, dense).relu(), fullgraph=True, dynamic=True)
+    for rows in (2, 3, 9):
+        x = torch.randn(rows, 72)
+        assert torch.equal(compiled(x), kbit.linear(x, dense).relu())
+
+
+def test_compile_fullgraph_grouped_and_out(experts):
+    offsets = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32)
+    out = torch.empty(6, 24)
+
+    @torch.compile(fullgraph=True)
+    def run(x):
+        kbit.grouped_linear(x, experts, offsets, out=out)
+        return out + 1
+
+    x = torch.randn(6, 40)
+    assert torch.equal(run(x), kbit.grouped_linear(x, experts, offsets) + 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_linear(dense, compiled):
+    def run(x, bias):
+        return kbit.linear(x, dense, bias)
+
+    function = torch.compile(run, fullgraph=True) if compiled else run
+    x, bias = torch.randn(2, 3, 72, requires_grad=True), torch.randn(48, requires_grad=True)
+    grad = torch.randn(2, 3, 48)
+    function(x, bias).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ kbit.dequantize(dense), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+
+
+def test_gradients_of_grouped_linear(experts):
+    x = torch.randn(7, 40, requires_grad=True)
+    offsets = torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32)
+    grad = torch.randn(7, 24)
+    kbit.grouped_linear(x, experts, offsets).backward(grad)
+    w = kbit.dequantize(experts)
+    owner = [0, 0, 0, 2, 2, 3]
+    expected = torch.stack([*(grad[row] @ w[expert] for row, expert in enumerate(owner)), torch.zeros(40)])
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_inference_does_not_pass_through_autograd(dense):
+    assert kbit.linear(torch.randn(2, 72), dense).grad_fn is None
+    with torch.no_grad():
+        assert kbit.linear(torch.randn(2, 72, requires_grad=True), dense).grad_fn is None
+
+
+def test_out_is_written_and_returned(dense):
+    out = torch.full((3, 48), float("nan"))
+    x = torch.randn(3, 72)
+    assert kbit.linear(x, dense, out=out) is out
+    assert torch.equal(out, kbit.linear(x, dense))
+    decoded = torch.full((48, 72), float("nan"))
+    assert kbit.dequantize(dense, out=decoded) is decoded
+    assert torch.equal(decoded, kbit.dequantize(dense))
+
+
+def test_bad_out_is_refused(dense):
+    x = torch.randn(3, 72)
+    with pytest.raises(ValueError, match=r"out must be contiguous with shape \(3, 48\)"):
+        kbit.linear(x, dense, out=torch.empty(3, 47))
+    with pytest.raises(TypeError, match=r"out must be torch.float32, got torch.float16"):
+        kbit.linear(x, dense, out=torch.empty(3, 48).half())
+    with pytest.raises(ValueError, match="contiguous"):
+        kbit.linear(x, dense, out=torch.empty(48, 3).t())
+    with pytest.raises(ValueError, match="out= cannot be combined with gradients"):
+        kbit.linear(x.requires_grad_(), dense, out=torch.empty(3, 48))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_bad_activations_are_refused_with_the_layer_name_eager_and_traced(dense, traced):
+    def run(x, bias=None):
+        return kbit.linear(x, dense, bias, where="layers.3.up_proj")
+
+    function = torch.compile(run, fullgraph=True) if traced else run
+    cases = [
+        ((torch.randn(2, 73),), "x has 73 features, the weight expects 72"),
+        ((torch.randn(2, 72).double(),), "x must be float32, float16 or bfloat16, got torch.float64"),
+        ((torch.ones(2, 72, dtype=torch.int32),), "got torch.int32"),
+        ((torch.randn(2, 72), torch.randn(47)), r"bias must have shape \(48,\), got \(47,\)"),
+        ((torch.randn(2, 72), torch.randn(48).half()), "bias is torch.float16"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(Exception, match=message) as error:
+            function(*arguments)
+        assert "layers.3.up_proj" in str(error.value)
+
+
+def test_devices_that_differ_are_refused(dense):
+    with pytest.raises(ValueError, match="x is on meta, the weight on cpu"):
+        kbit.linear(torch.empty(2, 72, device="meta"), dense)
+
+
+def test_ops_called_directly_check_the_same(dense):
+    with pytest.raises(ValueError, match="x has 5 features, the weight expects 72"):
+        torch.ops.kbit.linear(torch.randn(2, 5), *weight_parts(dense), None, 72)
+    with pytest.raises(ValueError, match="72 in-features|needs? 9 words|128 in-features"):
+        torch.ops.kbit.linear(torch.randn(2, 128), *weight_parts(dense), None, 128)
+
+
+def test_a_stack_and_a_matrix_are_not_mixed_up(dense, experts):
+    with pytest.raises(ValueError, match="Use grouped_linear"):
+        kbit.linear(torch.randn(2, 40), experts)
+    with pytest.raises(ValueError, match="Use linear"):
+        kbit.grouped_linear(torch.randn(2, 72), dense, torch.tensor([0, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 1, 2, 3], r"need expert_offsets of shape \(5,\)"),
+        ([0, 3, 2, 4, 5], "must ascend"),
+        ([0, 1, 2, 3, 99], r"within 0\.\.5"),
+        ([-1, 1, 2, 3, 4], "must ascend"),
+    ],
+)
+def test_bad_offsets_are_refused(experts, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        kbit.grouped_linear(torch.randn(5, 40), experts, torch.tensor(offsets, dtype=torch.int32))
+    with pytest.raises(TypeError, match="must be int32"):
+        kbit.grouped_linear(torch.randn(5, 40), experts, torch.tensor([0, 1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_embedding_returns_decoded_rows(dense, ids_dtype):
+    ids = torch.tensor([[3, 47], [0, 3]], dtype=ids_dtype)
+    assert torch.equal(
+        kbit.embedding(ids, dense, torch.bfloat16), kbit.dequantize(dense, torch.bfloat16)[ids.long()]
+    )
+    assert kbit.embedding(torch.empty(0, dtype=torch.int64), dense, torch.float32).shape == (0, 72)
+
+
+@pytest.mark.parametrize("bad", [-1, 48])
+def test_embedding_refuses_ids_outside_the_table(dense, bad):
+    with pytest.raises(IndexError, match=rf"id {bad} .*outside"):
+        kbit.embedding(torch.tensor([0, bad]), dense, torch.float32)
+    with pytest.raises(TypeError, match="ids must be int32 or int64"):
+        kbit.embedding(torch.tensor([0.0]), dense, torch.float32)
+
+
+def test_backend_can_be_forced_and_a_bad_name_is_explained(dense, monkeypatch):
+    x = torch.randn(4, 72)
+    expected = kbit.linear(x, dense)
+    monkeypatch.setenv("KBIT_BACKEND", "reference")
+    torch.testing.assert_close(kbit.linear(x, dense), expected, rtol=1e-5, atol=1e-5)
+    monkeypatch.setenv("KBIT_BACKEND", "tpu")
+    with pytest.raises(ValueError, match="KBIT_BACKEND is 'tpu'; known: cpu, reference"):
+        kbit.linear(x, dense)
+    monkeypatch.setenv("KBIT_BACKEND", "cpu")
+    w = torch.randn(4, 32)
+    with pytest.raises(ValueError, match="KBIT_BACKEND=cpu cannot run quantize"):
+        kbit.quantize(w, scale="float32")

@@ -1,0 +1,123 @@
+"""Error bounds and quality of the two quantizers, from the requirement's error budget."""
+
+import math
+
+import pytest
+import torch
+
+import kbit
+from kbit.format import SUPPORTED_BITS, bitplanes, e4m4, reference
+from kbit.format.scales import ABSMAX_FORMATS
+from kbit.quantizers import scale_search
+
+CODEBOOKS = {
+    "nf": lambda bits: kbit.normal_float(bits),
+    "one-sided": lambda bits: torch.linspace(0, 1, 2**bits),
+    "negative": lambda bits: torch.linspace(-1, -0.1, 2**bits),
+    "skewed": lambda bits: torch.cat([torch.linspace(-0.3, 0.4, 2**bits - 1), torch.ones(1)]),
+}
+
+
+def sqnr(w, q):
+    return float(10 * torch.log10(w.square().sum() / (kbit.dequantize(q) - w).square().sum()))
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_plain_error_per_element_is_within_the_budget(bits):
+    """At most (largest codebook gap / 2 + 1/32 for the rounded scale) times the block's absmax."""
+    w = torch.randn(512, 1024)
+    error = (kbit.dequantize(kbit.quantize(w, bits=bits, search=False)) - w).abs()
+    absmax = reference.split_blocks(w).abs().amax(-1).repeat_interleave(32, dim=1)
+    largest_gap = kbit.normal_float(bits).diff().max()
+    assert (error <= (largest_gap / 2 + 1 / 32) * absmax * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("bits", "least"), [(2, 5), (3, 10), (4, 15), (5, 20)])
+def test_sqnr_on_a_million_normal_values(bits, least):
+    w = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(bits))
+    plain, searched = (sqnr(w, kbit.quantize(w, bits=bits, search=s)) for s in (False, True))
+    assert plain > least
+    assert searched > plain
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("search", [False, True])
+def test_e4m4_costs_at_most_a_decibel_and_a_half(bits, search):
+    w = torch.randn(256, 1024)
+    one_byte, exact = (sqnr(w, kbit.quantize(w, bits, scale=s, search=search)) for s in ("e4m4", "float32"))
+    assert exact - one_byte < 1.5
+
+
+@pytest.mark.parametrize("absmax", ABSMAX_FORMATS)
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_search_is_never_worse_than_plain_in_any_block(bits, codebook, absmax):
+    levels = CODEBOOKS[codebook](bits)
+    w = torch.randn(64, 320) * torch.logspace(-4, 1, 64)[:, None]
+    errors = []
+    for search in (True, False):
+        decoded = kbit.dequantize(kbit.quantize(w, bits, codebook=levels, scale=absmax, search=search))
+        errors.append(reference.split_blocks((decoded - w).double()).square().sum(-1))
+    assert (errors[0] <= errors[1] * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_search_finds_the_best_scale_of_its_window(bits):
+    """Against a search written out block by block in float64."""
+    w = torch.randn(8, 64)
+    q = kbit.quantize(w, bits=bits)
+    first, last = scale_search.WINDOWS[bits]
+    levels = q.codebook.double()
+    for row in range(8):
+        for block in range(2):
+            values = w[row, block * 32 : block * 32 + 32].double()
+            plain = int(e4m4.encode(values.abs().max().float()))
+            errors = {}
+            for byte in range(max(1, plain + first), min(255, plain + last) + 1):
+                scale = e4m4.table()[byte].double()
+                nearest = (values[:, None] / scale - levels).abs().argmin(1)
+                errors[byte] = float((levels[nearest] * scale - values).square().sum())
+            assert errors[int(q.absmax[row, block])] <= min(errors.values()) * (1 + 1e-5)
+
+
+def test_codes_are_chosen_against_the_rounded_scale():
+    w = torch.randn(16, 128)
+    q = kbit.quantize(w, bits=4, search=False)
+    scale = e4m4.decode(q.absmax)
+    codes = reference.codes_for_scale(reference.split_blocks(w), scale, q.codebook)
+    assert torch.equal(bitplanes.unpack(q.packed, 4), codes.flatten(-2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights_are_widened_exactly(dtype):
+    w = torch.randn(16, 100).to(dtype)
+    a, b = kbit.quantize(w), kbit.quantize(w.float())
+    assert torch.equal(a.packed, b.packed)
+    assert torch.equal(a.absmax, b.absmax)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_counted_and_named(value):
+    w = torch.randn(2, 8, 40)
+    w[1, 3, 39] = w[0, 0, 0] = value
+    with pytest.raises(
+        kbit.NonFiniteWeightError, match=r"layers\.3\.down_proj holds 2 NaN or Inf values"
+    ) as error:
+        kbit.quantize(w, where="layers.3.down_proj")
+    assert error.value.count == 2
+
+
+def test_weights_of_a_wrong_kind_are_refused():
+    with pytest.raises(TypeError, match="w must be float32, float16 or bfloat16, got torch.float64"):
+        kbit.quantize(torch.randn(4, 32).double())
+    with pytest.raises(ValueError, match=r"\[N, K\] or \[E, N, K\] with K >= 1, got \(32,\)"):
+        kbit.quantize(torch.randn(32))
+    with pytest.raises(ValueError, match="K >= 1"):
+        kbit.quantize(torch.randn(4, 0))
+    with pytest.raises(ValueError, match="unknown absmax format"):
+        kbit.quantize(torch.randn(4, 32), scale="fp8")
+
+
+def test_no_rows_is_legal():
+    q = kbit.quantize(torch.randn(0, 64))
+    assert kbit.dequantize(q).shape == (0, 64)
