@@ -28,7 +28,7 @@ def check_bits(bits: int) -> int:
     return bits
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _normal_float_levels(bits: int) -> tuple[float, ...]:
     count = 2**bits
     probabilities = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -85,7 +85,7 @@ def validate_codebook(codebook: torch.Tensor, bits: int) -> None:
     largest = float(codebook.abs().max())
     if largest != 1.0:
         raise ValueError(
-            f"codebook must have largest magnitude 1, got {largest}. Divide it by that; block scales carry it."
+            f"codebook must have largest magnitude 1, got {largest}. Divide it by that: scales carry it."
         )
 
 

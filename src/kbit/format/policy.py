@@ -1,4 +1,4 @@
-"""QuantizationPolicy: which modules become how many bits. It is also the checkpoint's `quantization_config`."""
+"""QuantizationPolicy: which modules become how many bits. A checkpoint's `quantization_config` holds it."""
 
 from __future__ import annotations
 
