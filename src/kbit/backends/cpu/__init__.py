@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from kbit.backends.cpu.panels import linear_by_panels, panels_win
+from kbit.format.errors import NonFiniteWeightError
 
 _native: ModuleType | None
 try:
@@ -126,7 +127,7 @@ def quantize(
         packed int32 [..., N, blocks * bits], absmax uint8 [..., N, blocks], scale float32 [...].
 
     Raises:
-        ValueError: w holds NaN or Inf.
+        NonFiniteWeightError: w holds NaN or Inf.
     """
     *leading, n, k = w.shape
     blocks = -(-k // 32)
@@ -155,10 +156,7 @@ def quantize(
         scale.data_ptr(),
     )
     if nonfinite:
-        raise ValueError(
-            f"quantize: the weight holds {nonfinite} values that are NaN or Inf. "
-            "Repair or re-download it: such a model is broken before quantization."
-        )
+        raise NonFiniteWeightError(nonfinite)
     return packed, absmax, scale
 
 

@@ -14,7 +14,9 @@ namespace kbit {
 namespace {
 
 constexpr int kChunkRows = 32;
-constexpr int64_t kChunkBytes = 8192;
+constexpr int64_t kChunkBytes = 4096;
+constexpr int64_t kFewTokens = 16;
+constexpr int64_t kPadBytes = 64;  // equal rows of a power of two apart would share cache sets
 
 template <class Ops>
 struct GemmChunk {
@@ -29,7 +31,9 @@ void tile(const GemmChunk<Ops>& c, int64_t token, int64_t row) {
     const auto* x = c.x + token * c.x_stride;
     const auto* w = c.weights + row * c.stride;
     Vec acc[TOKENS][kTileRows];
+#pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t) {
+#pragma GCC unroll 4
         for (int r = 0; r < kTileRows; ++r) {
             acc[t][r] = splat(0.0f);
         }
@@ -49,6 +53,7 @@ void tile(const GemmChunk<Ops>& c, int64_t token, int64_t row) {
             }
         }
     }
+#pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t) {
         add_sums(acc[t], c.sums + (token + t) * kChunkRows + row);
     }
@@ -63,14 +68,17 @@ inline void tile_tail(const GemmChunk<Ops>& c, int64_t left, int64_t token, int6
     }
 }
 
+// The token tile is the outer loop: it stays in the first-level cache while the rows pass by.
 template <class Ops>
 inline void multiply_chunk(const GemmChunk<Ops>& c, int64_t tokens, int64_t rows) {
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-        int64_t token = 0;
-        for (; token + kTileTokens <= tokens; token += kTileTokens) {
-            tile<Ops, kTileTokens>(c, token, row);
+    for (int64_t token = 0; token < tokens; token += kTileTokens) {
+        for (int64_t row = 0; row < rows; row += kTileRows) {
+            if (tokens - token >= kTileTokens) {
+                tile<Ops, kTileTokens>(c, token, row);
+            } else {
+                tile_tail<Ops, kTileTokens - 1>(c, tokens - token, token, row);
+            }
         }
-        tile_tail<Ops, kTileTokens>(c, tokens - token, token, row);
     }
 }
 
@@ -83,18 +91,23 @@ struct GemmBuffers {
 inline GemmBuffers gemm_buffers(void* workspace) {
     char* p = static_cast<char*>(workspace);
     return {reinterpret_cast<float*>(p), p + 1024,
-            reinterpret_cast<float*>(p + 1024 + kChunkRows * kChunkBytes)};
+            reinterpret_cast<float*>(p + 1024 + kChunkRows * (kChunkBytes + kPadBytes))};
 }
 
 inline size_t gemm_workspace(int64_t tokens) {
-    return size_t(1024 + kChunkRows * kChunkBytes + tokens * kChunkRows * 4);
+    return size_t(1024 + kChunkRows * (kChunkBytes + kPadBytes) + tokens * kChunkRows * 4);
 }
 
 template <class Ops>
 inline void gemm_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, void* workspace) {
     using Element = typename Ops::Element;
-    constexpr int64_t kDepth = kChunkBytes / int64_t(sizeof(Element)), kDepthBlocks = kDepth / kBlock;
-    static_assert(kDepthBlocks * 4 <= 1024, "scales overrun their part of the workspace");
+    constexpr int64_t kDepth = kChunkBytes / int64_t(sizeof(Element));
+    constexpr int64_t kStride = kDepth + kPadBytes / int64_t(sizeof(Element));
+    static_assert(kDepth / kBlock * 4 <= 1024, "scales overrun their part of the workspace");
+    // Few tokens: rows are decoded four at a time and multiplied at once, and weights and activations both stay in
+    // the first-level cache (8 KB and 32 KB). Writing 32 rows out and reading them back is slower by a third then.
+    const bool few = job.tokens <= kFewTokens;
+    const int64_t depth_blocks = (few ? kDepth / 2 : kDepth) / kBlock, step = few ? kTileRows : kChunkRows;
     const Weight& w = job.weight;
     const GemmBuffers buffers = gemm_buffers(workspace);
     Element* weights = static_cast<Element*>(buffers.weights);
@@ -104,19 +117,22 @@ inline void gemm_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, 
         for (int64_t row = row_begin; row < row_end; row += kChunkRows) {
             const int64_t rows = row_end - row < kChunkRows ? row_end - row : kChunkRows;
             memset(buffers.sums, 0, size_t(job.tokens * kChunkRows) * 4);
-            for (int64_t first = 0; first < w.blocks; first += kDepthBlocks) {
-                const int64_t blocks = w.blocks - first < kDepthBlocks ? w.blocks - first : kDepthBlocks;
-                const int64_t depth = round_up(blocks * kBlock, kGroup);
-                for (int64_t r = 0; r < rows; ++r) {
-                    Element* dst = weights + r * kDepth;
-                    scaled_groups(w, decode, row + r, first, blocks, buffers.scales,
-                                  [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
-                                      Ops::template store_group<D>(dst + g * kGroup, v);
-                                  });
-                }
+            for (int64_t first = 0; first < w.blocks; first += depth_blocks) {
+                const int64_t blocks = w.blocks - first < depth_blocks ? w.blocks - first : depth_blocks;
                 const Element* x = static_cast<const Element*>(job.x) + first * kBlock;
-                multiply_chunk<Ops>({weights, x, kDepth, job.x_stride, depth, buffers.sums}, job.tokens,
-                                    rows);
+                for (int64_t part = 0; part < rows; part += step) {
+                    const int64_t count = rows - part < step ? rows - part : step;
+                    for (int64_t r = 0; r < count; ++r) {
+                        Element* dst = weights + r * kStride;
+                        scaled_groups(w, decode, row + part + r, first, blocks, buffers.scales,
+                                      [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
+                                          Ops::template store_group<D>(dst + g * kGroup, v);
+                                      });
+                    }
+                    const int64_t depth = round_up(blocks * kBlock, kGroup);
+                    multiply_chunk<Ops>({weights, x, kStride, job.x_stride, depth, buffers.sums + part}, job.tokens,
+                                        count);
+                }
             }
             for (int64_t t = 0; t < job.tokens; ++t) {
                 write_output(job, t, row, buffers.sums + t * kChunkRows, rows);

@@ -32,7 +32,8 @@ struct Prepared {
 Prepared prepare(const Kernels& isa, const WeightArgs& w, const Activations& a, int threads) {
     const bool bf16 = a.dtype == DType::kBFloat16 && isa.linear_bf16 != nullptr;
     const LinearKernels& kernels = bf16 ? *isa.linear_bf16 : isa.linear;
-    const int64_t stride = kernels.padded_k(w.bits, w.k);
+    // Rows a power of two apart would share cache sets.
+    const int64_t stride = kernels.padded_k(w.bits, w.k) + 64 / kernels.element_bytes;
     const int64_t row_bytes = stride * kernels.element_bytes,
                   x_bytes = w.k * (a.dtype == DType::kFloat32 ? 4 : 2);
     char* x = static_cast<char*>(scratch(Purpose::kActivations, size_t(a.tokens * row_bytes)));
