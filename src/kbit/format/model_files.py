@@ -1,0 +1,107 @@
+"""The files of a model folder: its config and the tensors that its safetensors headers announce."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kbit.format.safetensors_header import TensorInfo, parse_json, read_header
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read `config.json`.
+
+    Raises:
+        ValueError: there is none, or it is not a JSON object.
+    """
+    path = Path(folder) / CONFIG_NAME
+    return _read_object(path, "Give a model folder in the layout of Hugging Face transformers.")
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file. {remedy}")
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}). Fetch the file again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(content).__name__}.")
+    return content
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a checkpoint, in order.
+
+    Args:
+        folder: a model folder.
+
+    Raises:
+        ValueError: no such folder, only pickled weights, no weights, or an index that names files that are
+            missing or outside the folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder. Give a folder with config.json and *.safetensors.")
+    if (folder / INDEX_NAME).is_file():
+        return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ValueError(
+            f"{folder}: holds pickled weights only ({', '.join(pickles[:3])}). Loading a pickle runs code "
+            f"from it, so kbit refuses; convert the model with save_pretrained."
+        )
+    raise ValueError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}. Is it a model folder?")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_NAME
+    weight_map = _read_object(path, "").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must map tensor names to files.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or re.search(r"[/\\\0]", file):
+            raise ValueError(
+                f"{path}: tensor {name!r} is said to be in {str(file)[:80]!r}; shards must be *.safetensors "
+                f"files of the same folder."
+            )
+        if not (folder / file).is_file():
+            raise ValueError(
+                f"{path}: tensor {name!r} is said to be in {file}, which is missing. Fetch that shard."
+            )
+    return weight_map
+
+
+def read_index(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint, from headers alone.
+
+    Args:
+        folder: a model folder.
+
+    Returns:
+        {tensor name: TensorInfo}, file by file, in the order of the data.
+
+    Raises:
+        ValueError: a file is damaged or pickled, a shard is missing, a name occurs twice, or the index names
+            tensors that its file does not hold.
+    """
+    folder = Path(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for path in checkpoint_files(folder):
+        for name, info in read_header(path).items():
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} too.")
+            tensors[name] = info
+    if (folder / INDEX_NAME).is_file():
+        for name, file in _weight_map(folder).items():
+            if name not in tensors or tensors[name].file.name != file:
+                raise ValueError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {file} as stated.")
+    return tensors
