@@ -29,6 +29,15 @@ struct BFloat16 {
     uint16_t raw;
 };
 
+template <class T>
+struct IsBFloat16 {
+    static constexpr bool value = false;
+};
+template <>
+struct IsBFloat16<BFloat16> {
+    static constexpr bool value = true;
+};
+
 inline float widen(float v) {
     return v;
 }

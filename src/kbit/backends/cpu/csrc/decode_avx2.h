@@ -4,8 +4,9 @@
 //   two delta swaps transpose its two 4x4 halves: byte i then holds the code of element 8j + i in the low
 //   nibble
 //                 and of element 8j + 4 + i in the high one (k = 2: the codes of two blocks in each nibble)
-//   vpshufb       looks the bytes of the float32 level up, two tables when the low halves are zero (bfloat16
-//                 codebooks), four otherwise; unpacks put them together
+//   vpshufb       looks the bytes of the float32 level up: four tables, put together by unpacks, or two for
+//   bfloat16
+//                 levels, whose low halves are zero; a shift and a mask then widen the even and the odd ones
 //   k = 5         the fifth plane selects between two tables
 #pragma once
 
@@ -55,7 +56,7 @@ inline __m256i swap_bits(__m256i x, int distance, int mask) {
     return _mm256_xor_si256(_mm256_xor_si256(x, t), _mm256_slli_epi32(t, distance));
 }
 
-// WIDE: levels need all four bytes of a float32; otherwise the lower two are zero.
+// WIDE: levels need all four bytes of a float32; otherwise they are bfloat16 values.
 template <int BITS, bool WIDE>
 struct PairDecoder {
     static constexpr int kBlocks = BITS == 2 ? 4 : 2;
@@ -87,7 +88,8 @@ struct PairDecoder {
         }
         const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
                                                0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        return _mm256_shuffle_epi8(join(load16(p), load16(p + (BITS == 5 ? 20 : 16))), order);
+        return _mm256_shuffle_epi8(
+            BITS == 5 ? join(load16(p), load16(p + 20)) : join(load16(p), load16(p + 16)), order);
     }
 
     // All ones in the bytes whose fifth bit is set: elements 8j + i for bits = 1 << i, 8j + 4 + i for 16 <<
@@ -123,33 +125,51 @@ struct PairDecoder {
 #pragma GCC unroll 2
             for (int u = 0; u < kUnits; ++u) {
                 const __m256i b2 = lookup(2, u, index, fifth), b3 = lookup(3, u, index, fifth);
-                const __m256i b0 = WIDE ? lookup(kFirstByte, u, index, fifth) : zero;
-                const __m256i b1 = WIDE ? lookup(kFirstByte + 1, u, index, fifth) : zero;
-                const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
                 const __m256i high0 = _mm256_unpacklo_epi8(b2, b3), high1 = _mm256_unpackhi_epi8(b2, b3);
-                Vec* out = w + u * kUnitVecs + h;
-                out[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
-                out[2] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
-                out[4] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
-                out[6] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
+                Vec* out = w + u * kUnitVecs + 4 * h;
+                if constexpr (WIDE) {
+                    const __m256i b0 = lookup(0, u, index, fifth), b1 = lookup(1, u, index, fifth);
+                    const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
+                    out[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
+                    out[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
+                    out[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
+                    out[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
+                } else {
+                    const __m256i odd = _mm256_set1_epi32(int(0xffff0000));
+                    out[0] = _mm256_castsi256_ps(_mm256_slli_epi32(high0, 16));
+                    out[1] = _mm256_castsi256_ps(_mm256_and_si256(high0, odd));
+                    out[2] = _mm256_castsi256_ps(_mm256_slli_epi32(high1, 16));
+                    out[3] = _mm256_castsi256_ps(_mm256_and_si256(high1, odd));
+                }
             }
         }
     }
 
-    // Vector v of unit u: elements 4v..4v+3 of block u in the low lane, of block u + kUnits in the high one.
+    // Unit u holds block u in its low 128-bit lanes and block u + kUnits in the high ones. Vector 4h + j of a
+    // unit holds elements 8j + 4h + (0 1 2 3) if WIDE; otherwise vectors 4h + 2(j / 2) and the next one hold
+    // the even and the odd ones of j and j + 1.
     static Vec unit_scale(const float* scales, int unit) {
         return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(scales + unit)),
                                     _mm_broadcast_ss(scales + unit + kUnits), 1);
     }
     static int position(int block, int e) {
-        return block % kUnits * 2 * kBlock + e / 4 * 8 + block / kUnits * 4 + e % 4;
+        const int j = e / 8, h = e / 4 % 2, i = e % 4;
+        const int vec = WIDE ? 4 * h + j : 4 * h + j / 2 * 2 + i % 2, lane = WIDE ? i : j % 2 * 2 + i / 2;
+        return block % kUnits * 2 * kBlock + vec * kLanes + block / kUnits * 4 + lane;
     }
     static void store_natural(float* dst, const Vec* w) {
-        for (int i = 0; i < kUnits * kUnitVecs; ++i) {
-            float* at = dst + i / kUnitVecs * kBlock + i % kUnitVecs * 4;
-            _mm_storeu_ps(at, _mm256_castps256_ps128(w[i]));
-            _mm_storeu_ps(at + kUnits * kBlock, _mm256_extractf128_ps(w[i], 1));
+        for (int u = 0; u < kUnits; ++u) {
+            for (int i = 0; i < kUnitVecs; i += 2) {
+                const Vec a = w[u * kUnitVecs + i], b = w[u * kUnitVecs + i + 1];
+                float* at = dst + u * kBlock + i % 4 * 8 + i / 4 * 4;
+                store_lanes(at, WIDE ? a : _mm256_unpacklo_ps(a, b));
+                store_lanes(at + 8, WIDE ? b : _mm256_unpackhi_ps(a, b));
+            }
         }
+    }
+    static void store_lanes(float* at, Vec v) {
+        _mm_storeu_ps(at, _mm256_castps256_ps128(v));
+        _mm_storeu_ps(at + kUnits * kBlock, _mm256_extractf128_ps(v, 1));
     }
 
     __m256i tables[kTables][4];

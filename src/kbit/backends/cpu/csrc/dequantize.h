@@ -8,7 +8,8 @@
 namespace kbit {
 namespace {
 
-constexpr int64_t kDecodeBlocks = 64;  // blocks per step: 8 KB of float32 stay in the first-level cache
+constexpr int64_t kDecodeAhead = 2048;  // bytes
+constexpr int64_t kDecodeBlocks = 64;   // blocks per step: 8 KB of float32 stay in the first-level cache
 
 template <class T>
 inline void narrow_span(const float* __restrict src, int64_t count, T* __restrict dst) {
@@ -18,7 +19,7 @@ inline void narrow_span(const float* __restrict src, int64_t count, T* __restric
 }
 
 inline void store_span(const DecodeJob& job, float* src, int64_t column, int64_t count, void* dst) {
-    if (job.value == DType::kFloat16 && job.store == DType::kFloat32) {
+    if (job.weight.arithmetic == DType::kFloat16 && job.store == DType::kFloat32) {
         Half rounded[kDecodeBlocks * kBlock];
         narrow_span(src, count, rounded);
         float* out = static_cast<float*>(dst) + column;
@@ -41,7 +42,7 @@ inline void decode_row(const DecodeJob& job, int64_t row, void* dst) {
         alignas(64) float values[kDecodeBlocks * kBlock];
         for (int64_t first = 0; first < w.blocks; first += kDecodeBlocks) {
             const int64_t count = w.blocks - first < kDecodeBlocks ? w.blocks - first : kDecodeBlocks;
-            scaled_groups(w, decode, row, first, count, scales, [&](int64_t g, const Vec* v) {
+            scaled_groups(w, decode, row, first, count, scales, kDecodeAhead, [&](int64_t g, const Vec* v) {
                 D::store_natural(values + g * D::kBlocks * kBlock, v);
             });
             const int64_t column = first * kBlock, left = w.k - column;

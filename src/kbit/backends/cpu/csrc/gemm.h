@@ -104,13 +104,17 @@ inline void gemm_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, 
     constexpr int64_t kDepth = kChunkBytes / int64_t(sizeof(Element));
     constexpr int64_t kStride = kDepth + kPadBytes / int64_t(sizeof(Element));
     static_assert(kDepth / kBlock * 4 <= 1024, "scales overrun their part of the workspace");
-    // Few tokens: rows are decoded four at a time and multiplied at once, and weights and activations both stay in
-    // the first-level cache (8 KB and 32 KB). Writing 32 rows out and reading them back is slower by a third then.
+    // Few tokens: rows are decoded four at a time and multiplied at once, and weights and activations both
+    // stay in the first-level cache (8 KB and 32 KB). Writing 32 rows out and reading them back is slower by
+    // a third then.
     const bool few = job.tokens <= kFewTokens;
     const int64_t depth_blocks = (few ? kDepth / 2 : kDepth) / kBlock, step = few ? kTileRows : kChunkRows;
     const Weight& w = job.weight;
     const GemmBuffers buffers = gemm_buffers(workspace);
     Element* weights = static_cast<Element*>(buffers.weights);
+    // Columns are read in slabs, which hardware prefetchers do not follow: fetch the same slab kChunkRows
+    // below.
+    const int64_t ahead = kChunkRows * w.blocks * w.bits * 4;
     with_decoder(w, [&](auto decode) {
         using D = decltype(decode);
         constexpr int64_t kGroup = D::kBlocks * kBlock;
@@ -124,14 +128,14 @@ inline void gemm_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, 
                     const int64_t count = rows - part < step ? rows - part : step;
                     for (int64_t r = 0; r < count; ++r) {
                         Element* dst = weights + r * kStride;
-                        scaled_groups(w, decode, row + part + r, first, blocks, buffers.scales,
+                        scaled_groups(w, decode, row + part + r, first, blocks, buffers.scales, ahead,
                                       [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
                                           Ops::template store_group<D>(dst + g * kGroup, v);
                                       });
                     }
                     const int64_t depth = round_up(blocks * kBlock, kGroup);
-                    multiply_chunk<Ops>({weights, x, kStride, job.x_stride, depth, buffers.sums + part}, job.tokens,
-                                        count);
+                    multiply_chunk<Ops>({weights, x, kStride, job.x_stride, depth, buffers.sums + part},
+                                        job.tokens, count);
                 }
             }
             for (int64_t t = 0; t < job.tokens; ++t) {

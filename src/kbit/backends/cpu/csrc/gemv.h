@@ -14,6 +14,7 @@ namespace kbit {
 namespace {
 
 constexpr int kGemvTokens = 4;
+constexpr int64_t kGemvAhead = 4096;  // bytes prefetched before those being decoded
 
 template <int TOKENS, class D>
 inline __attribute__((always_inline)) void gemv_row(const LinearJob& job, const D& decode, int64_t row,
@@ -25,27 +26,28 @@ inline __attribute__((always_inline)) void gemv_row(const LinearJob& job, const 
     for (int t = 0; t < TOKENS; ++t) {
         even[t] = odd[t] = splat(0.0f);
     }
-    for_each_group<D>(w, row, 0, w.blocks, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
-        Vec v[D::kUnits * D::kUnitVecs];
-        decode(p, v);
+    for_each_group<D>(
+        w, row, 0, w.blocks, kGemvAhead, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+            Vec v[D::kUnits * D::kUnitVecs];
+            decode(p, v);
 #pragma GCC unroll 8
-        for (int u = 0; u < D::kUnits; ++u) {
-            const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
-            const int64_t column = g * D::kBlocks * kBlock + u * D::kUnitVecs * kLanes;
+            for (int u = 0; u < D::kUnits; ++u) {
+                const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
+                const int64_t column = g * D::kBlocks * kBlock + u * D::kUnitVecs * kLanes;
 #pragma GCC unroll 4
-            for (int t = 0; t < TOKENS; ++t) {
-                const float* xt = x + t * job.x_stride + column;
-                Vec a = v[u * D::kUnitVecs] * load(xt), b = v[u * D::kUnitVecs + 1] * load(xt + kLanes);
+                for (int t = 0; t < TOKENS; ++t) {
+                    const float* xt = x + t * job.x_stride + column;
+                    Vec a = v[u * D::kUnitVecs] * load(xt), b = v[u * D::kUnitVecs + 1] * load(xt + kLanes);
 #pragma GCC unroll 8
-                for (int i = 2; i < D::kUnitVecs; i += 2) {
-                    a = fma(v[u * D::kUnitVecs + i], load(xt + i * kLanes), a);
-                    b = fma(v[u * D::kUnitVecs + i + 1], load(xt + (i + 1) * kLanes), b);
+                    for (int i = 2; i < D::kUnitVecs; i += 2) {
+                        a = fma(v[u * D::kUnitVecs + i], load(xt + i * kLanes), a);
+                        b = fma(v[u * D::kUnitVecs + i + 1], load(xt + (i + 1) * kLanes), b);
+                    }
+                    Vec& acc = u % 2 == 0 ? even[t] : odd[t];
+                    acc = fma(a + b, scale, acc);
                 }
-                Vec& acc = u % 2 == 0 ? even[t] : odd[t];
-                acc = fma(a + b, scale, acc);
             }
-        }
-    });
+        });
     for (int t = 0; t < TOKENS; ++t) {
         sums[4 * t] = even[t] + odd[t];
     }

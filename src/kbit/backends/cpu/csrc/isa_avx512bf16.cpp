@@ -71,7 +71,7 @@ inline void bf16_gemv(const LinearJob& job, int64_t row_begin, int64_t row_end, 
             even[t] = odd[t] = splat(0.0f);
         }
         for_each_group<D>(
-            w, row, 0, w.blocks, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+            w, row, 0, w.blocks, kGemvAhead, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
                 __m512i v[D::kBlocks];
                 decode(p, v);
 #pragma GCC unroll 8

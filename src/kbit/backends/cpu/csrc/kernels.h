@@ -27,14 +27,14 @@ struct Weight {
     float tensor_scale;       // power of two, 1 for most tensors
     int bits;                 // 2..5
     int64_t n, k, blocks;     // blocks = ceil(k / 32)
-    float table[kMaxLevels];  // codebook rounded to the arithmetic dtype, repeated to fill 32 entries
+    DType arithmetic;         // T
+    float table[kMaxLevels];  // codebook rounded to T, repeated to fill 32 entries
 };
 
 // Decoding whole rows: round_T(table[code] * scale * tensor_scale), stored as `store` (T itself, or float32
 // when a float32 matmul is to follow).
 struct DecodeJob {
     Weight weight;
-    DType value;  // T
     DType store;
 };
 
@@ -47,7 +47,7 @@ struct LinearJob {
     const void* bias;  // [n] of `dtype`, or null
     void* out;         // [tokens, out_stride] of `dtype`
     int64_t out_stride;
-    DType dtype;
+    DType dtype;  // T
 };
 
 struct LinearKernels {

@@ -28,43 +28,46 @@ inline int64_t padded_k(int bits, int64_t k) {
     return round_up(k, blocks * kBlock);
 }
 
-template <int BITS, class T>
+template <class D, class T>
 inline void prepare_row(const T* __restrict x, int64_t k, float* __restrict dst) {
-    using D = DecoderFor<BITS, true>;
-    constexpr int64_t kGroup = D::kBlocks * kBlock;
-    const int64_t whole = D::kNatural ? k : k / kGroup * kGroup;
+    constexpr int kGroup = D::kBlocks * kBlock;
+    const int64_t padded = round_up(k, kGroup);
     if (D::kNatural) {
         for (int64_t i = 0; i < k; ++i) {
             dst[i] = widen(x[i]);
         }
-    } else {
-        for (int64_t i = 0; i < whole; i += 4) {  // runs of four stay together
-            float* at = dst + i / kGroup * kGroup + D::position(int(i % kGroup / kBlock), int(i % kBlock));
-            for (int j = 0; j < 4; ++j) {
-                at[j] = widen(x[i + j]);
-            }
+        memset(dst + k, 0, size_t(padded - k) * 4);
+        return;
+    }
+    int positions[kGroup];
+    for (int i = 0; i < kGroup; ++i) {
+        positions[i] = D::position(i / kBlock, i % kBlock);
+    }
+    for (int64_t first = 0; first < padded; first += kGroup) {
+        for (int i = 0; i < kGroup; ++i) {
+            dst[first + positions[i]] = first + i < k ? widen(x[first + i]) : 0.0f;
         }
     }
-    for (int64_t i = whole; i < round_up(k, kGroup); ++i) {
-        dst[i / kGroup * kGroup + D::position(int(i % kGroup / kBlock), int(i % kBlock))] =
-            i < k ? widen(x[i]) : 0.0f;
+}
+
+template <class T>
+inline void prepare_typed(const T* x, int64_t k, int bits, float* dst) {
+    constexpr bool WIDE = !(kHasNarrowTables && IsBFloat16<T>::value);
+    switch (bits) {
+        case 2:
+            return prepare_row<DecoderFor<2, WIDE>>(x, k, dst);
+        case 3:
+            return prepare_row<DecoderFor<3, WIDE>>(x, k, dst);
+        case 4:
+            return prepare_row<DecoderFor<4, WIDE>>(x, k, dst);
+        default:
+            return prepare_row<DecoderFor<5, WIDE>>(x, k, dst);
     }
 }
 
 inline void prepare_x(const void* x, DType dtype, int64_t k, int bits, void* dst) {
     with_dtype(dtype, [&](auto sample) {
-        const auto* src = static_cast<const decltype(sample)*>(x);
-        float* out = static_cast<float*>(dst);
-        switch (bits) {
-            case 2:
-                return prepare_row<2>(src, k, out);
-            case 3:
-                return prepare_row<3>(src, k, out);
-            case 4:
-                return prepare_row<4>(src, k, out);
-            default:
-                return prepare_row<5>(src, k, out);
-        }
+        prepare_typed(static_cast<const decltype(sample)*>(x), k, bits, static_cast<float*>(dst));
     });
 }
 

@@ -103,6 +103,7 @@ Weight make_weight(const WeightArgs& args, int64_t expert, DType arithmetic) {
     w.format = args.format;
     w.tensor_scale = args.scale[expert];
     w.bits = args.bits;
+    w.arithmetic = arithmetic;
     w.n = args.n;
     w.k = args.k;
     for (int i = 0; i < kMaxLevels; ++i) {
@@ -116,7 +117,7 @@ void dequantize(const Kernels& isa, const WeightArgs& args, int64_t row_begin, i
     std::vector<DecodeJob> jobs;
     const int64_t first = row_begin / args.n;
     for (int64_t e = first; e * args.n < row_end; ++e) {
-        jobs.push_back({make_weight(args, e, value), value, store});
+        jobs.push_back({make_weight(args, e, value), store});
     }
     const int64_t row_bytes = args.k * element_bytes(store);
     for_each_row(row_end - row_begin, args.k, threads, [&](int64_t i, int) {
@@ -128,7 +129,7 @@ void dequantize(const Kernels& isa, const WeightArgs& args, int64_t row_begin, i
 
 void embedding(const Kernels& isa, const WeightArgs& args, const int64_t* ids, int64_t count, DType dtype,
                void* out, int threads) {
-    const DecodeJob job = {make_weight(args, 0, dtype), dtype, dtype};
+    const DecodeJob job = {make_weight(args, 0, dtype), dtype};
     const int64_t row_bytes = args.k * element_bytes(dtype);
     for_each_row(count, args.k, threads, [&](int64_t i, int) {
         isa.decode_row(job, ids[i], static_cast<char*>(out) + i * row_bytes);

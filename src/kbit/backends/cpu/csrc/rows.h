@@ -13,14 +13,9 @@ struct Constant {
     static constexpr bool value = VALUE;
 };
 
-// Calls f with the decoder for this weight's width; with `narrow` codebooks (low halves zero) a cheaper one.
+// Calls f with the decoder for this weight's width and arithmetic: bfloat16 levels may have a cheaper one.
 template <class F>
 inline void with_decoder(const Weight& w, F f) {
-    uint32_t low_halves = 0;
-    for (int i = 0; i < kMaxLevels; ++i) {
-        low_halves |= bits_of(w.table[i]) & 0xffffu;
-    }
-    const bool narrow_table = kHasNarrowTables && low_halves == 0;
     const auto pick = [&](auto wide) {
         constexpr bool WIDE = decltype(wide)::value;
         switch (w.bits) {
@@ -34,7 +29,7 @@ inline void with_decoder(const Weight& w, F f) {
                 return f(DecoderFor<5, WIDE>(w.table));
         }
     };
-    narrow_table ? pick(Constant<!kHasNarrowTables>()) : pick(Constant<true>());
+    w.arithmetic == DType::kBFloat16 ? pick(Constant<!kHasNarrowTables>()) : pick(Constant<true>());
 }
 
 // Calls f(group, bytes) for blocks [first, first + count) of a row, D::kBlocks at a time. A last, partial
@@ -42,11 +37,12 @@ inline void with_decoder(const Weight& w, F f) {
 // D::kBlocks.
 template <class D, class F>
 inline __attribute__((always_inline)) void for_each_group(const Weight& w, int64_t row, int64_t first,
-                                                          int64_t count, F f) {
+                                                          int64_t count, int64_t ahead, F f) {
     const int64_t block_bytes = 4 * w.bits;
     const uint8_t* p = w.packed + (row * w.blocks + first) * block_bytes;
     const int64_t whole = count / D::kBlocks;
     for (int64_t g = 0; g < whole; ++g) {
+        __builtin_prefetch(p + g * D::kBytes + ahead);
         f(g, p + g * D::kBytes);
     }
     const int64_t rest = count % D::kBlocks;
@@ -62,29 +58,30 @@ inline __attribute__((always_inline)) void for_each_group(const Weight& w, int64
 template <class D, class F>
 inline __attribute__((always_inline)) void scaled_groups(const Weight& w, const D& decode, int64_t row,
                                                          int64_t first, int64_t count, float* scales,
-                                                         F emit) {
+                                                         int64_t ahead, F emit) {
     constexpr int kVecs = D::kUnits * D::kUnitVecs;
     decode_scales(w, row, first, count, round_up(count, D::kBlocks), scales);
-    for_each_group<D>(w, row, first, count, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
-        Vec v[kVecs];
-        decode(p, v);
+    for_each_group<D>(w, row, first, count, ahead,
+                      [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+                          Vec v[kVecs];
+                          decode(p, v);
 #pragma GCC unroll 8
-        for (int u = 0; u < D::kUnits; ++u) {
-            const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
+                          for (int u = 0; u < D::kUnits; ++u) {
+                              const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
 #pragma GCC unroll 8
-            for (int i = 0; i < D::kUnitVecs; ++i) {
-                v[u * D::kUnitVecs + i] = v[u * D::kUnitVecs + i] * scale;
-            }
-        }
-        // Kept apart from the block scale: the reference multiplies left to right, and products may be
-        // subnormal.
-        if (w.tensor_scale != 1.0f) {
-            for (int i = 0; i < kVecs; ++i) {
-                v[i] = v[i] * splat(w.tensor_scale);
-            }
-        }
-        emit(g, static_cast<const Vec*>(v));
-    });
+                              for (int i = 0; i < D::kUnitVecs; ++i) {
+                                  v[u * D::kUnitVecs + i] = v[u * D::kUnitVecs + i] * scale;
+                              }
+                          }
+                          // Kept apart from the block scale: the reference multiplies left to right, and
+                          // products may be subnormal.
+                          if (w.tensor_scale != 1.0f) {
+                              for (int i = 0; i < kVecs; ++i) {
+                                  v[i] = v[i] * splat(w.tensor_scale);
+                              }
+                          }
+                          emit(g, static_cast<const Vec*>(v));
+                      });
 }
 
 }  // namespace
