@@ -19,9 +19,8 @@ PARTS = (PACKED, ABSMAX, SCALE)
 # the projection's name, as in experts.7.gate_proj.weight, experts.7.w1.weight and experts.gate_up_proj.
 _EXPERT_TENSOR = re.compile(r"^((?:.*\.)?experts)\.(?:\d+\.)?\w+(?:\.(?:weight|bias))?$")
 # Only these parameters are ever replaced by parts; a plain "input_scale" or "weight_scale_inv" is no part.
-_PART = re.compile(
-    r"(weight|(?:^|(?<=\.))(?:gate_up_proj|down_proj|gate_proj|up_proj))(_packed|_absmax|_scale)$"
-)
+_PARAMETER = r"(weight|(?:^|(?<=\.))(?:gate_up_proj|down_proj|gate_proj|up_proj))"
+_PART = re.compile(_PARAMETER + r"(_packed|_absmax|_scale)$")
 
 
 def original_of(tensor_name: str) -> str:

@@ -1,0 +1,9 @@
+"""Layers on quantized weights, and their placement in a model."""
+
+from kbit.nn.embedding import KbitEmbedding
+from kbit.nn.experts import KbitExperts
+from kbit.nn.linear import KbitLinear
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.replace import quantize_model
+
+__all__ = ["KbitEmbedding", "KbitExperts", "KbitLinear", "QuantizedModule", "quantize_model"]

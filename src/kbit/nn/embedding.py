@@ -1,0 +1,153 @@
+"""KbitEmbedding: nn.Embedding on a quantized table, which a KbitLinear head may share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.format.codebook import check_bits, get_codebook
+from kbit.nn.linear import KbitLinear
+from kbit.nn.parts import QuantizedModule
+from kbit.ops import api
+
+
+class KbitEmbedding(QuantizedModule, nn.Embedding):
+    """Look rows up in a table [num_embeddings, embedding_dim] of 2 to 5 bits, decoding only those rows.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding.
+        bits: code width, 2 to 5.
+        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        absmax_format: block scale format.
+        device: where the table lives.
+        dtype: dtype of the rows returned; follows .half(), .bfloat16() and .to(dtype).
+        name: the layer's name in its model, for error messages.
+
+    >>> table = KbitEmbedding.from_embedding(nn.Embedding(1000, 64), bits=4)
+    >>> table(torch.tensor([1, 2, 3])).shape
+    torch.Size([3, 64])
+    """
+
+    _hf_quantized_needs_local_tp = True
+
+    dtype_probe: torch.Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        bits: int = 4,
+        codebook: str | Sequence[float] | torch.Tensor = "nf",
+        absmax_format: str = "e4m4",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        # The rest of nn.Embedding's attributes, at its defaults: renormalizing would write to the table.
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        shape = (num_embeddings, embedding_dim)
+        self._init_parts({"weight": shape}, check_bits(bits), absmax_format, device, name)
+        if self.codebook.device.type != "meta":
+            self.codebook = get_codebook(codebook, bits).to(self.codebook.device)
+        # Holds no data: it is what .half() and .to(dtype) cast, and so remembers the dtype to answer in.
+        probe = torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=device)
+        self.register_buffer("dtype_probe", probe, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The packed codes, int32 [num_embeddings, blocks * bits]; see KbitLinear.weight."""
+        return self.weight_packed
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        bits: int = 4,
+        codebook: str | Sequence[float] | torch.Tensor = "nf",
+        absmax_format: str = "e4m4",
+        search: bool = True,
+        name: str = "",
+    ) -> KbitEmbedding:
+        """Quantize an embedding.
+
+        Raises:
+            NonFiniteWeightError: the table holds NaN or Inf.
+            TypeError, ValueError: see `kbit.quantize`; also an embedding with max_norm.
+        """
+        if embedding.max_norm is not None:
+            raise ValueError(
+                f"embedding {name!r} has max_norm={embedding.max_norm}, which rewrites the table in use. "
+                f"Leave it out (modules_to_not_convert)."
+            )
+        where = f"{name}.weight" if name else ""
+        weight = embedding.weight.detach()
+        q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
+        layer = cls.empty_like(embedding, bits, absmax_format, name, device="meta")
+        layer.fill("weight", q)
+        layer.dtype_probe = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return layer
+
+    @classmethod
+    def empty_like(
+        cls, embedding: nn.Embedding, bits: int, absmax_format: str, name: str = "", device: Any = None
+    ) -> KbitEmbedding:
+        """A layer of the same shape with empty parts."""
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            bits=bits,
+            absmax_format=absmax_format,
+            device=device or embedding.weight.device,
+            dtype=embedding.weight.dtype,
+            name=name,
+        )
+        layer.training = embedding.training
+        return layer
+
+    def tied_head(self, head: nn.Linear | None = None, name: str = "") -> KbitLinear:
+        """A linear layer whose weight is this very table: its parameters are the same objects.
+
+        Args:
+            head: the layer it replaces, for its bias; None makes a head without one.
+            name: its name in the model.
+        """
+        layer = KbitLinear(
+            self.embedding_dim,
+            self.num_embeddings,
+            bias=False,
+            bits=self.bits,
+            device="meta",
+            name=name,
+        )
+        layer.register_parameter("bias", None if head is None else head.bias)
+        layer.share(self)
+        layer.codebook = self.codebook
+        layer.training = self.training
+        return layer
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[num_embeddings, embedding_dim] of `dtype`: the table decoded."""
+        return api.dequantize(self.quantized(), dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int ids of any shape -> [*ids.shape, embedding_dim].
+
+        Raises:
+            IndexError: an id is out of range (on the CPU).
+        """
+        parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
+        return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: a quantized table is loaded, not drawn."""
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{nn.Embedding.extra_repr(self)}, {self._describe()}"

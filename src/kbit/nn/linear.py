@@ -1,0 +1,139 @@
+"""KbitLinear: nn.Linear on a quantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.format.codebook import check_bits, get_codebook
+from kbit.nn.parts import QuantizedModule
+from kbit.ops import api, checks
+
+
+class KbitLinear(QuantizedModule, nn.Linear):
+    """y = x @ W^T + bias with W [out_features, in_features] in 2 to 5 bits.
+
+    A new one holds zeros; `from_linear` and `load_state_dict` fill it. The bias stays as it is. Gradients
+    flow to x and to the bias, so adapters can train on top; the weight gets none.
+
+    Args:
+        in_features, out_features, bias: as in nn.Linear.
+        bits: code width, 2 to 5.
+        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        absmax_format: block scale format, "e4m4", "float16" or "float32".
+        device: where the weight lives.
+        dtype: dtype of the bias; the weight has none of its own and computes in x's.
+        name: the layer's name in its model, for error messages.
+
+    >>> layer = KbitLinear.from_linear(nn.Linear(256, 64), bits=4)
+    >>> layer(torch.randn(3, 256)).shape
+    torch.Size([3, 64])
+    """
+
+    # Tensor parallelism of transformers then hands local shards to forward instead of DTensors.
+    _hf_quantized_needs_local_tp = True
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        bits: int = 4,
+        codebook: str | Sequence[float] | torch.Tensor = "nf",
+        absmax_format: str = "e4m4",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        shape = (out_features, in_features)
+        self._init_parts({"weight": shape}, check_bits(bits), absmax_format, device, name)
+        if self.codebook.device.type != "meta":
+            self.codebook = get_codebook(codebook, bits).to(self.codebook.device)
+        empty = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The packed codes, int32 [out_features, ceil(in_features / 32) * bits].
+
+        PEFT asks a weight for its device, and whether its dtype is one that an adapter could have;
+        transformers asks whether it is initialized. Decoded values are in `dequantize()`.
+        """
+        return self.weight_packed
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        bits: int = 4,
+        codebook: str | Sequence[float] | torch.Tensor = "nf",
+        absmax_format: str = "e4m4",
+        search: bool = True,
+        name: str = "",
+    ) -> KbitLinear:
+        """Quantize a linear layer; its bias is shared, not copied.
+
+        Raises:
+            NonFiniteWeightError: the weight holds NaN or Inf.
+            TypeError, ValueError: see `kbit.quantize`.
+        """
+        weight = linear.weight.detach()
+        where = f"{name}.weight" if name else ""
+        q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
+        layer = cls.empty_like(linear, bits, absmax_format, name, device="meta")
+        layer.fill("weight", q)
+        return layer
+
+    @classmethod
+    def empty_like(
+        cls, linear: nn.Linear, bits: int, absmax_format: str, name: str = "", device: Any = None
+    ) -> KbitLinear:
+        """A layer of the same shape with empty parts and the same bias."""
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            bits=bits,
+            absmax_format=absmax_format,
+            device=device or linear.weight.device,
+            name=name,
+        )
+        layer.register_parameter("bias", linear.bias)
+        layer.training = linear.training
+        return layer
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[out_features, in_features] of `dtype`: the weight decoded."""
+        return api.dequantize(self.quantized(), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features] of x's dtype.
+
+        Raises:
+            TypeError, ValueError: x does not fit; the message names this layer.
+        """
+        packed = self.weight_packed
+        bias: torch.Tensor | None = self.bias
+        checks.activation("linear", x, self.in_features, packed.device, self.layer_name)
+        # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        op = torch.ops.kbit.linear_train if needs_grad else torch.ops.kbit.linear
+        return op(x, packed, self.weight_absmax, self.codebook, self.weight_scale, bias, self.in_features)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: a quantized weight is loaded, not drawn."""
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{nn.Linear.extra_repr(self)}, {self._describe()}"

@@ -1,0 +1,154 @@
+"""What every quantized layer shares: how the parts of a quantized weight live in an nn.Module.
+
+For a weight called `weight` a layer holds `weight_packed`, `weight_absmax` (parameters without gradient) and
+`weight_scale` (float32; a parameter where some matrix's factor is not 1, else a buffer that is not saved),
+and one `codebook` buffer, which is not saved either because the checkpoint's config has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.format.reference import blocks_of
+from kbit.format.scales import absmax_format
+from kbit.format.tensor import QuantizedTensor
+
+PARTS = ("packed", "absmax", "scale")
+
+
+class QuantizedModule(nn.Module):
+    """Base of KbitLinear, KbitEmbedding and KbitExperts.
+
+    Attributes:
+        bits: code width.
+        layer_name: dotted name in the model, for error messages; "" if unknown.
+        shapes: {weight name: its shape}, such as {"weight": (N, K)}.
+    """
+
+    bits: int
+    layer_name: str
+    shapes: dict[str, tuple[int, ...]]
+    codebook: torch.Tensor
+    weight_packed: torch.Tensor
+    weight_absmax: torch.Tensor
+    weight_scale: torch.Tensor
+
+    def _init_parts(
+        self, shapes: dict[str, tuple[int, ...]], bits: int, absmax: str, device: Any, layer_name: str
+    ) -> None:
+        """Register empty parts; `fill` or a checkpoint provides their content."""
+        self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
+        for name, (*rows, columns) in shapes.items():
+            blocks = blocks_of(columns)
+            stored = absmax_format(absmax).dtype
+            self._set_parameter(
+                name + "_packed", torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
+            )
+            self._set_parameter(name + "_absmax", torch.zeros(*rows, blocks, dtype=stored, device=device))
+            self.set_scale(name, None)
+        levels = torch.zeros(2**bits, dtype=torch.float32, device=device)
+        self.register_buffer("codebook", levels, persistent=False)
+
+    def _set_parameter(self, name: str, value: torch.Tensor) -> None:
+        shared = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+        self._parameters[name] = shared
+
+    def set_scale(self, name: str, scale: torch.Tensor | None) -> None:
+        """Set the per-matrix factors of a weight.
+
+        Args:
+            name: the weight's name.
+            scale: float32, one per matrix; it becomes a parameter and is saved. None, or all 1 where that can
+                be seen, makes it a buffer of ones that is not saved.
+        """
+        key = name + "_scale"
+        self._parameters.pop(key, None)
+        self._buffers.pop(key, None)
+        if scale is None or (scale.device.type != "meta" and bool((scale == 1).all())):
+            packed = self._parameters[name + "_packed"]
+            assert packed is not None
+            ones = torch.ones(packed.shape[:-2], dtype=torch.float32, device=packed.device)
+            self.register_buffer(key, ones, persistent=False)
+        else:
+            self._set_parameter(key, scale)
+
+    def fill(self, name: str, q: QuantizedTensor) -> None:
+        """Take over the parts of `q` as the weight `name`, without a copy.
+
+        Raises:
+            ValueError: q has another shape or width than this layer.
+        """
+        if tuple(q.shape) != tuple(self.shapes[name]) or q.bits != self.bits:
+            raise ValueError(
+                f"{self._where()}: {name} is {self.bits} bits {self.shapes[name]}, "
+                f"got {q.bits} bits {q.shape}."
+            )
+        self._set_parameter(name + "_packed", q.packed)
+        self._set_parameter(name + "_absmax", q.absmax)
+        self.set_scale(name, q.scale)
+        self.codebook = q.codebook
+
+    def share(self, other: QuantizedModule, name: str = "weight") -> None:
+        """Use the very parameters of `other` as this layer's weight: tied weights, stored once."""
+        for part in PARTS:
+            key = f"{name}_{part}"
+            self._parameters.pop(key, None)
+            self._buffers.pop(key, None)
+            if key in other._parameters:
+                self._parameters[key] = other._parameters[key]
+            else:
+                self.register_buffer(key, other._buffers[key], persistent=False)
+
+    def reset_constants(self, codebook: torch.Tensor) -> None:
+        """Fill what no checkpoint holds: the codebook, and factors of 1.
+
+        Needed after a module was built on the meta device.
+        """
+        for name in self.shapes:
+            if name + "_scale" in self._buffers:
+                self.set_scale(name, None)
+        first = self._parameters[next(iter(self.shapes)) + "_packed"]
+        assert first is not None
+        self.codebook = codebook.to(first.device)
+
+    def quantized(self, name: str = "weight") -> QuantizedTensor:
+        """A weight in canonical form, sharing this layer's memory."""
+        packed, absmax, scale = (getattr(self, f"{name}_{part}").detach() for part in PARTS)
+        return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, self.shapes[name])
+
+    def _where(self) -> str:
+        return self.layer_name or type(self).__name__
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
+        """Move the parts with the module, but never cast them: model.half() must not touch a scale."""
+        names = [f"{name}_{part}" for name in self.shapes for part in PARTS] + ["codebook"]
+        parts = {id(tensor) for tensor in (getattr(self, name) for name in names)}
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            applied = fn(tensor)
+            if id(tensor) not in parts or applied.dtype == tensor.dtype:
+                return applied
+            return tensor.to(applied.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        """Accept state dicts with and without `_scale`: it is there only if some factor is not 1."""
+        for name in self.shapes:
+            key = name + "_scale"
+            stored = state_dict.get(prefix + key)
+            if stored is None and prefix + name + "_packed" in state_dict:
+                self.set_scale(name, None)
+            elif stored is not None and key in self._buffers:
+                target = self._buffers[key]
+                assert target is not None
+                self._buffers.pop(key)
+                self._set_parameter(key, torch.empty_like(target))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _describe(self) -> str:
+        return f"bits={self.bits}"

@@ -1,0 +1,157 @@
+"""quantize_model: replace a model's layers by quantized ones, in place and layer by layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from kbit.format.names import module_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn.embedding import KbitEmbedding
+from kbit.nn.experts import KbitExperts, is_experts, unsupported_experts
+from kbit.nn.linear import KbitLinear
+from kbit.nn.parts import QuantizedModule
+
+Progress = Callable[[int, int, str], None]
+
+# A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
+LARGE = 1_000_000
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Why a module cannot be replaced by a quantized one, or None if it can.
+
+    Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
+    replaced.
+    """
+    if type(module) is nn.Linear:
+        return None
+    if type(module) is nn.Embedding:
+        return "it has max_norm" if module.max_norm is not None else None
+    if is_experts(module):
+        return unsupported_experts(module)
+    return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def empty_like(
+    module: nn.Module, bits: int, absmax_format: str, name: str, device: str | None = None
+) -> QuantizedModule:
+    """The quantized counterpart of a supported module, with empty parts."""
+    if isinstance(module, nn.Linear):
+        return KbitLinear.empty_like(module, bits, absmax_format, name, device)
+    if isinstance(module, nn.Embedding):
+        return KbitEmbedding.empty_like(module, bits, absmax_format, name, device)
+    return KbitExperts.empty_like(module, bits, absmax_format, name, device)
+
+
+def quantize_model(
+    model: nn.Module, policy: QuantizationPolicy, progress: Progress | None = None
+) -> nn.Module:
+    """Replace linear layers, embeddings and fused experts by quantized ones, in place.
+
+    Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
+    Layers that share a weight (a tied output head) share the quantized one.
+
+    Args:
+        model: any nn.Module with weights on a real device; not itself a linear layer.
+        policy: which modules get how many bits; see `QuantizationPolicy.bits_for`.
+        progress: called as progress(done, total, name) after each layer.
+
+    Returns:
+        The model.
+
+    Raises:
+        NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
+        ValueError: the model itself is a layer, or holds weights on the meta device.
+
+    Warns:
+        UserWarning: large parameters stay as they are although the policy would quantize them.
+
+    >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+    """
+    groups = _layers(model, policy)
+    for done, (bits, members) in enumerate(groups, start=1):
+        _replace_group(model, members, bits, policy)
+        if progress is not None:
+            progress(done, len(groups), members[0])
+    _warn_about_leftovers(model, policy)
+    return model
+
+
+def _layers(model: nn.Module, policy: QuantizationPolicy) -> list[tuple[int, list[str]]]:
+    """(bits, names of the modules that share one weight) of everything to be replaced, in model order."""
+    shared: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            continue
+        if isinstance(module, nn.Linear | nn.Embedding):
+            shared.setdefault(id(module.weight), []).append(name)
+        elif is_experts(module):
+            shared.setdefault(id(module.gate_up_proj), []).append(name)
+    groups = []
+    for names in shared.values():
+        # A tied weight is stored under the embedding's name, so that name decides.
+        names.sort(key=lambda name: not isinstance(model.get_submodule(name), nn.Embedding))
+        bits = policy.bits_for(names[0])
+        if bits is None or any(unsupported(model.get_submodule(name)) for name in names):
+            continue
+        if "" in names:
+            raise ValueError(
+                "quantize_model replaces layers inside a model; this model is one layer itself. "
+                "Use KbitLinear.from_linear or KbitEmbedding.from_embedding."
+            )
+        groups.append((bits, names))
+    return groups
+
+
+def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
+    first, *rest = names
+    module = model.get_submodule(first)
+    layer = _quantized(module, bits, policy, first)
+    model.set_submodule(first, layer)
+    for name in rest:
+        other = model.get_submodule(name)
+        tied = empty_like(other, bits, policy.absmax_format, name, device="meta")
+        tied.share(layer)
+        tied.codebook = layer.codebook
+        if isinstance(tied, KbitEmbedding):
+            dtype = next(other.parameters()).dtype
+            tied.dtype_probe = torch.empty(0, dtype=dtype, device=layer.codebook.device)
+        model.set_submodule(name, tied)
+
+
+def _quantized(module: nn.Module, bits: int, policy: QuantizationPolicy, name: str) -> QuantizedModule:
+    if any(parameter.device.type == "meta" for parameter in module.parameters()):
+        raise ValueError(f"{name}: its weight is on the meta device. Load the model's weights first.")
+    if is_experts(module):
+        return KbitExperts.from_experts(module, bits, policy, name)
+    settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search, name)
+    if isinstance(module, nn.Linear):
+        return KbitLinear.from_linear(module, *settings)
+    assert isinstance(module, nn.Embedding)
+    return KbitEmbedding.from_embedding(module, *settings)
+
+
+def leftovers(model: nn.Module, policy: QuantizationPolicy) -> dict[str, str]:
+    """Large parameters that stay as they are although the policy would quantize them: {name: reason}."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            if parameter.numel() >= LARGE and parameter.dim() > 1 and policy.bits_for(module_of(full)):
+                found[full] = (
+                    unsupported(module) or "it shares its weight with a layer that cannot be quantized"
+                )
+    return found
+
+
+def _warn_about_leftovers(model: nn.Module, policy: QuantizationPolicy) -> None:
+    found = leftovers(model, policy)
+    if found:
+        lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())
+        warnings.warn(f"kbit left {len(found)} large parameters unquantized: {lines}.", stacklevel=3)
