@@ -21,6 +21,7 @@ using Vec = __m256;
 constexpr int kLanes = 8;
 constexpr int kTileTokens = 3;  // 3 * 4 accumulators + 3 activations + 1 weight: all 16 registers
 constexpr int kTileRows = 4;
+constexpr int kChunkRows = 64;  // gemm.h: 256 KB of decoded weights in a second-level cache of 512 KB or more
 
 inline Vec load(const float* p) {
     return _mm256_loadu_ps(p);

@@ -24,6 +24,7 @@ using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileTokens = 6;  // 6 * 4 accumulators + 6 activations + 1 weight: 31 of 32 registers
 constexpr int kTileRows = 4;
+constexpr int kChunkRows = 128;  // gemm.h: 512 KB of decoded weights in a second-level cache of 1 MB or more
 
 inline Vec load(const float* p) {
     return _mm512_loadu_ps(p);
@@ -55,6 +56,7 @@ struct Layout {
     static constexpr int kSlot = 8 / kPerByte;
     static constexpr int kBlocks = 2 * kPerByte;
     static constexpr int kBytes = kBlocks * BITS * 4;
+    static constexpr int word_shift(int block) { return block / kPerByte * 8 + block % kPerByte * kSlot; }
 };
 
 struct Control {
@@ -104,6 +106,7 @@ inline __m512i transpose_planes(const uint8_t* p) {
 template <int BITS>
 struct Decoder {
     using L = Layout<BITS>;
+    static constexpr int kBits = BITS;
     static constexpr int kBlocks = L::kBlocks;
     static constexpr int kBytes = L::kBytes;
     static constexpr int kUnitVecs = 2;

@@ -12,6 +12,7 @@ typedef float Vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileTokens = 3;
 constexpr int kTileRows = 4;
+constexpr int kChunkRows = 64;  // gemm.h: 256 KB of decoded weights in a second-level cache of 512 KB or more
 
 inline Vec load(const float* p) {
     Vec v;

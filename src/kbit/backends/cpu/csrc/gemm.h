@@ -13,7 +13,6 @@
 namespace kbit {
 namespace {
 
-constexpr int kChunkRows = 32;
 constexpr int64_t kChunkBytes = 4096;
 constexpr int64_t kFewTokens = 16;
 constexpr int64_t kPadBytes = 64;  // equal rows of a power of two apart would share cache sets
@@ -127,11 +126,8 @@ inline void gemm_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, 
                 for (int64_t part = 0; part < rows; part += step) {
                     const int64_t count = rows - part < step ? rows - part : step;
                     for (int64_t r = 0; r < count; ++r) {
-                        Element* dst = weights + r * kStride;
-                        scaled_groups(w, decode, row + part + r, first, blocks, buffers.scales, ahead,
-                                      [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
-                                          Ops::template store_group<D>(dst + g * kGroup, v);
-                                      });
+                        Ops::decode_span(w, decode, row + part + r, first, blocks, buffers.scales, ahead,
+                                         weights + r * kStride);
                     }
                     const int64_t depth = round_up(blocks * kBlock, kGroup);
                     multiply_chunk<Ops>({weights, x, kStride, job.x_stride, depth, buffers.sums + part},

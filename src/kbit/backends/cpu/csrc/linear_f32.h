@@ -13,10 +13,16 @@ struct FloatOps {
     static Operand operand(const float* p) { return load(p); }
     static Vec multiply(Vec a, Vec b, Vec acc) { return fma(a, b, acc); }
     template <class D>
-    static void store_group(float* dst, const Vec* v) {
-        for (int i = 0; i < D::kUnits * D::kUnitVecs; ++i) {
-            store(dst + i * kLanes, v[i]);
-        }
+    static void decode_span(const Weight& w, const D& decode, int64_t row, int64_t first, int64_t count,
+                            float* scales, int64_t ahead, float* dst) {
+        constexpr int kVecs = D::kUnits * D::kUnitVecs;
+        scaled_groups(w, decode, row, first, count, scales, ahead,
+                      [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+                          for (int i = 0; i < kVecs; ++i) {
+                              store(dst + (g * kVecs + i) * kLanes, v[i]);
+                          }
+                      });
     }
 };
 
