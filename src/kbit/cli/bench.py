@@ -1,0 +1,135 @@
+"""`kbit bench`: measurements, as tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kbit.bench.cpu import LinearRow, QuantizeRow
+
+app = typer.Typer(help="Measure kernels and models.", no_args_is_help=True)
+console = Console()
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads, for kbit and torch alike.")]
+
+
+@app.command()
+def cpu(
+    threads: Threads = 2,
+    shape: Annotated[list[str] | None, typer.Option(help="Only these shapes; all by default.")] = None,
+    rows: Annotated[list[int] | None, typer.Option("--rows", "-m", help="Numbers of tokens M.")] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Widths; all by default.")] = None,
+    repeats: Annotated[int, typer.Option(min=7, help="Timed calls of each arm.")] = 9,
+    quantizers: Annotated[bool, typer.Option(help="Also measure quantizing.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """CPU kernels against torch's float32 and bfloat16 linear, cold weights, same run."""
+    import torch
+
+    from kbit.bench import cpu as bench
+    from kbit.bench import machine, timing
+    from kbit.format import SUPPORTED_BITS
+
+    torch.set_num_threads(threads)
+    shapes = shape or list(bench.SHAPES)
+    unknown = set(shapes) - set(bench.SHAPES)
+    if unknown:
+        raise ValueError(f"bench cpu: unknown shapes {sorted(unknown)}; known: {list(bench.SHAPES)}.")
+    bandwidth = timing.read_bandwidth()
+    linear: list[LinearRow] = []
+    for name in track(shapes, description="linear", console=console):
+        linear += bench.linear_rows(name, rows or bench.ROWS, bits or SUPPORTED_BITS, repeats)
+    quantize = list(track(bench.quantize_rows(), description="quantize")) if quantizers else []
+    about = machine.describe()
+    console.print(f"{about['cpu']}, {threads} threads, {bandwidth:.1f} GB/s read bandwidth")
+    for name in shapes:
+        console.print(_linear_table([row for row in linear if row.shape == name], bandwidth))
+    if quantize:
+        console.print(_quantize_table(quantize))
+    if json_file is not None:
+        result = {
+            "machine": about,
+            "read_bandwidth_gb_s": round(bandwidth, 2),
+            "linear": bench.as_json(linear),
+            "quantize": bench.as_json(quantize),
+        }
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _linear_table(rows: list[LinearRow], bandwidth: float) -> Table:
+    first = rows[0]
+    table = Table(title=f"{first.shape}: {first.in_features} -> {first.out_features}, bfloat16 activations")
+    for header in ("M", "kernel", "k", "ms", "spread", "GB/s", "% read", "vs bf16", "vs f32"):
+        table.add_column(header, justify="left" if header == "kernel" else "right")
+    previous = first.rows
+    for row in rows:
+        if row.rows != previous:
+            table.add_section()
+            previous = row.rows
+        table.add_row(
+            str(row.rows),
+            row.kernel,
+            str(row.bits or ""),
+            f"{row.ms:.3f}",
+            f"{100 * row.spread:.0f}%",
+            f"{row.weight_gb_s:.1f}",
+            f"{100 * row.weight_gb_s / bandwidth:.0f}",
+            f"{row.vs_bfloat16:.2f}",
+            f"{row.vs_float32:.2f}",
+            style=None if row.vs_bfloat16 >= 1 else "red",
+        )
+    return table
+
+
+def _quantize_table(rows: list[QuantizeRow]) -> Table:
+    table = Table(title="quantize, million weights a second")
+    for header in ("kernel", "k", "plain", "search"):
+        table.add_column(header, justify="left" if header == "kernel" else "right")
+    speeds = {(row.isa, row.bits, row.search): row.million_weights_s for row in rows}
+    for isa, bits in dict.fromkeys((row.isa, row.bits) for row in rows):
+        plain, search = (f"{speeds[isa, bits, searched]:.0f}" for searched in (False, True))
+        table.add_row(isa, str(bits), plain, search)
+    return table
+
+
+@app.command()
+def decode(
+    models: Annotated[list[Path], typer.Argument(help="Model folders, quantized or not.")],
+    threads: Threads = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second of whole models in one greedy loop; ratios are to the first."""
+    import torch
+
+    from kbit.bench import machine
+    from kbit.bench.decode import DecodeSpeed, tokens_per_second
+    from kbit.cli.generate import load_model
+
+    torch.set_num_threads(threads)
+    speeds: dict[str, DecodeSpeed] = {}
+    for folder in track(models, description="decode", console=console):
+        model = load_model(folder)
+        prompt = torch.arange(prompt_tokens)[None] % model.config.get_text_config().vocab_size
+        speeds[folder.name] = tokens_per_second(model, prompt, new_tokens)
+        del model
+    base = next(iter(speeds.values())).decode_tokens_s
+    table = Table(title=f"one stream, {prompt_tokens} prompt and {new_tokens} new tokens, {threads} threads")
+    for header in ("model", "prefill tok/s", "decode tok/s", "vs first"):
+        table.add_column(header, justify="left" if header == "model" else "right")
+    for name, speed in speeds.items():
+        ratio = f"{speed.decode_tokens_s / base:.2f}"
+        table.add_row(name, f"{speed.prefill_tokens_s:.0f}", f"{speed.decode_tokens_s:.1f}", ratio)
+    console.print(table)
+    if json_file is not None:
+        rows = {name: vars(speed) for name, speed in speeds.items()}
+        json_file.write_text(json.dumps({"machine": machine.describe(), "decode": rows}, indent=1) + "\n")

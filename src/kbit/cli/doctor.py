@@ -1,0 +1,149 @@
+"""`kbit doctor`: what was found on this machine, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import platformdirs
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: `remedy` is empty where nothing needs doing; `fatal` where kbit cannot run."""
+
+    what: str
+    found: str
+    remedy: str = ""
+    fatal: bool = False
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} ({sys.executable})"
+    old = sys.version_info < (3, 10)
+    return Finding("python", found, "kbit needs Python 3.10 or newer." if old else "", fatal=old)
+
+
+def _package(name: str) -> Callable[[], Finding]:
+    def check() -> Finding:
+        try:
+            return Finding(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            return Finding(name, "not installed", f"pip install {name}", fatal=True)
+
+    return check
+
+
+def _cpu() -> Finding:
+    from kbit.bench.machine import cpu_model
+
+    return Finding("cpu", f"{cpu_model()}, {os.cpu_count()} cores")
+
+
+def _kernels() -> Finding:
+    from kbit.backends import cpu
+
+    if cpu.available():
+        try:
+            return Finding("cpu kernels", f"{cpu.isa()} (can run {', '.join(cpu.supported_isas())})")
+        except ValueError as error:
+            return Finding("cpu kernels", "cannot be chosen", str(error), fatal=True)
+    return Finding(
+        "cpu kernels",
+        f"not built: {cpu.unavailable_reason()}",
+        "kbit runs on its slow reference backend. Install a C++17 compiler and the Python headers "
+        "(Debian: apt install g++ python3-dev), then reinstall kbit.",
+    )
+
+
+def _compiler() -> Finding:
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    text = f"{', '.join(found) or 'none'}; Python headers {'found' if headers else 'missing'}"
+    return Finding("c++ compiler", text)
+
+
+def _threads() -> Finding:
+    import torch
+
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    threads, cores = torch.get_num_threads(), len(usable)
+    remedy = f"More threads than the {cores} usable cores: set OMP_NUM_THREADS={cores}."
+    return Finding("threads", f"{threads} of {cores} usable cores", remedy if threads > cores else "")
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return Finding("gpu", f"{torch.cuda.device_count()} x {', '.join(names)} (reference backend)")
+    built = "this torch has no CUDA" if torch.version.cuda is None else "no usable driver or device"
+    return Finding("gpu", f"none ({built})")
+
+
+def _cache() -> Finding:
+    folder = Path(platformdirs.user_cache_dir("kbit"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding(
+            "cache folder", f"{folder}: {error.strerror}", "Make it writable, or set XDG_CACHE_HOME."
+        )
+    return Finding("cache folder", f"{folder}, writable")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    return Finding("free disk here", f"{free / 1e9:.1f} GB", "Make room first." if free < 1e9 else "")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    *(_package(name) for name in ("torch", "transformers", "safetensors")),
+    _cpu,
+    _kernels,
+    _compiler,
+    _threads,
+    _gpu,
+    _cache,
+    _disk,
+)
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what was found, what is missing and what to do; exit 1 if kbit cannot run."""
+    findings = [check() for check in CHECKS]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        table = Table(title="kbit doctor", show_lines=False)
+        for header in ("", "what", "found", "what to do"):
+            table.add_column(header, overflow="fold")
+        for finding in findings:
+            mark = (
+                "[red]x[/red]"
+                if finding.fatal
+                else "[yellow]![/yellow]"
+                if finding.remedy
+                else "[green]ok[/green]"
+            )
+            table.add_row(mark, finding.what, finding.found, finding.remedy)
+        Console().print(table)
+    if any(finding.fatal for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,89 @@
+"""The timing protocol and the tables. No test here asserts a speed."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kbit.backends import cpu
+from kbit.bench import machine, timing
+from kbit.bench import cpu as bench
+from kbit.bench.decode import tokens_per_second
+from kbit.cli import bench as command
+
+
+def test_median_and_spread_of_samples():
+    result = timing.summarize([4.0, 1.0, 2.0, 9.0, 3.0])
+    assert result == timing.Timing(3.0, 1.0, 9.0)
+    assert result.spread == pytest.approx(8 / 3)
+
+
+def test_arms_are_interleaved_and_every_index_reaches_the_call():
+    seen = []
+    calls = {name: lambda index, name=name: seen.append((name, index)) for name in "ab"}
+    results = timing.measure(calls, repeats=7)
+    assert list(results) == ["a", "b"]
+    assert seen == [("a", 0), ("b", 0)] + [(name, index) for index in range(1, 8) for name in "ab"]
+
+
+def test_too_few_repeats_are_refused():
+    with pytest.raises(ValueError, match="at least 7"):
+        timing.measure({}, repeats=3)
+
+
+def test_slow_calls_stop_at_the_least_number_of_repeats():
+    count = []
+    timing.measure({"slow": count.append}, repeats=50, max_seconds=0.0)
+    assert len(count) == 1 + timing.MIN_REPEATS
+
+
+@pytest.mark.parametrize("nbytes", [1, 10**6, 31 * 10**6, 10**9])
+def test_rotated_copies_exceed_the_cache_three_times(nbytes):
+    cache = 32 * 2**20
+    copies = timing.copies_needed(nbytes, cache)
+    assert copies >= 2
+    assert (copies - 1) * nbytes >= 3 * cache
+
+
+def test_machine_says_what_a_result_was_measured_on():
+    about = machine.describe()
+    assert {"date", "commit", "torch", "cpu", "threads", "isa"} <= set(about)
+    assert about["torch"] == torch.__version__
+    json.dumps(about)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no CPU kernels to measure")
+def test_bench_cpu_prints_and_writes_every_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"tiny": (64, 32)})
+    monkeypatch.setattr(bench, "LARGE", (64, 32))
+    monkeypatch.setattr(timing, "copies_needed", lambda nbytes, cache: 2)
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 10.0)
+    file = tmp_path / "cpu.json"
+    options = ["cpu", "-m", "1", "-m", "3", "--bits", "4", "--repeats", "7", "--json", str(file)]
+    result = CliRunner().invoke(command.app, [*options, "--threads", str(torch.get_num_threads())])
+    assert result.exit_code == 0, result.output
+    assert "64 -> 32" in result.output
+    written = json.loads(file.read_text())
+    kernels = {(row["kernel"], row["bits"]) for row in written["linear"]}
+    isas = {(isa, 4) for isa in cpu.supported_isas()}
+    assert kernels == {("torch float32", None), ("torch bfloat16", None)} | isas
+    assert {row["rows"] for row in written["linear"]} == {1, 3}
+    assert len(written["quantize"]) == 8 * len(isas)
+
+
+def test_decode_speed_counts_the_tokens_it_made():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    speed = tokens_per_second(model, torch.arange(5)[None], new_tokens=3, repeats=1)
+    assert (speed.prompt_tokens, speed.new_tokens) == (5, 3)
+    assert speed.decode_tokens_s > 0
