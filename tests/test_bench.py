@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from kbit.backends import cpu
-from kbit.bench import machine, timing
 from kbit.bench import cpu as bench
+from kbit.bench import machine, timing
 from kbit.bench.decode import tokens_per_second
 from kbit.cli import bench as command
 
