@@ -12,9 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kbit import dispatch  # noqa: F401  (imported for the implementations it registers)
+from kbit import nn
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
+from kbit.integrations.transformers import autoregister
+from kbit.nn import quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
 if TYPE_CHECKING:
@@ -31,10 +34,13 @@ __all__ = [
     "embedding",
     "grouped_linear",
     "linear",
+    "nn",
     "normal_float",
     "quantize",
+    "quantize_model",
 ]
 
+autoregister.install()
 
 
 def __getattr__(name: str) -> Any:
