@@ -33,7 +33,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
     _hf_quantized_needs_local_tp = True
 
-    dtype_probe: torch.Tensor
+    dtype_probe: nn.Parameter
 
     def __init__(
         self,
@@ -51,13 +51,11 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         # The rest of nn.Embedding's attributes, at its defaults: renormalizing would write to the table.
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self._set_dtype(dtype or torch.get_default_dtype(), device)
         shape = (num_embeddings, embedding_dim)
         self._init_parts({"weight": shape}, check_bits(bits), absmax_format, device, name)
         if self.codebook.device.type != "meta":
             self.codebook = get_codebook(codebook, bits).to(self.codebook.device)
-        # Holds no data: it is what .half() and .to(dtype) cast, and so remembers the dtype to answer in.
-        probe = torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=device)
-        self.register_buffer("dtype_probe", probe, persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -90,7 +88,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
         layer = cls.empty_like(embedding, bits, absmax_format, name, device="meta")
         layer.fill("weight", q)
-        layer.dtype_probe = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        layer._set_dtype(weight.dtype, weight.device)
         return layer
 
     @classmethod
@@ -128,7 +126,6 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         )
         layer.register_parameter("bias", None if head is None else head.bias)
         layer.share(self)
-        layer.codebook = self.codebook
         layer.training = self.training
         return layer
 
@@ -144,6 +141,27 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
+
+    def _set_dtype(self, dtype: torch.dtype, device: Any) -> None:
+        # A parameter without elements: .half() and .to(dtype) cast it, so it remembers the dtype of the
+        # rows. And a model of transformers takes its dtype from its first float parameter, which must be this
+        # one and not a block scale, so it is registered first.
+        probe = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        self._parameters["dtype_probe"] = probe
+
+    def reset_constants(self, codebook: torch.Tensor) -> None:
+        """Fill what no checkpoint holds; see `QuantizedModule.reset_constants`."""
+        super().reset_constants(codebook)
+        self._set_dtype(self.dtype_probe.dtype, self.weight_packed.device)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "dtype_probe"]
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
+        if prefix + "dtype_probe" in missing_keys:
+            missing_keys.remove(prefix + "dtype_probe")
 
     def reset_parameters(self) -> None:
         """Do nothing: a quantized table is loaded, not drawn."""

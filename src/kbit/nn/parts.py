@@ -93,7 +93,7 @@ class QuantizedModule(nn.Module):
         self.codebook = q.codebook
 
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
-        """Use the very parameters of `other` as this layer's weight: tied weights, stored once."""
+        """Use the very parameters of `other`, of equal shape and width: tied weights, stored once."""
         for part in PARTS:
             key = f"{name}_{part}"
             self._parameters.pop(key, None)
@@ -102,6 +102,7 @@ class QuantizedModule(nn.Module):
                 self._parameters[key] = other._parameters[key]
             else:
                 self.register_buffer(key, other._buffers[key], persistent=False)
+        self.codebook = other.codebook
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
         """Fill what no checkpoint holds: the codebook, and factors of 1.
@@ -114,6 +115,14 @@ class QuantizedModule(nn.Module):
         first = self._parameters[next(iter(self.shapes)) + "_packed"]
         assert first is not None
         self.codebook = codebook.to(first.device)
+
+    def freeze_parts(self) -> None:
+        """Turn gradients off for all parts; a bias keeps its own setting."""
+        for name in self.shapes:
+            for part in PARTS:
+                parameter = self._parameters.get(f"{name}_{part}")
+                if parameter is not None:
+                    parameter.requires_grad_(False)
 
     def quantized(self, name: str = "weight") -> QuantizedTensor:
         """A weight in canonical form, sharing this layer's memory."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from kbit.format.names import module_of
@@ -116,10 +115,8 @@ def _replace_group(model: nn.Module, names: list[str], bits: int, policy: Quanti
         other = model.get_submodule(name)
         tied = empty_like(other, bits, policy.absmax_format, name, device="meta")
         tied.share(layer)
-        tied.codebook = layer.codebook
         if isinstance(tied, KbitEmbedding):
-            dtype = next(other.parameters()).dtype
-            tied.dtype_probe = torch.empty(0, dtype=dtype, device=layer.codebook.device)
+            tied.reset_constants(layer.codebook)
         model.set_submodule(name, tied)
 
 

@@ -1,0 +1,177 @@
+"""What runs inside transformers' loader: quantize a tensor that was read, or fuse quantized experts.
+
+The loader catches every exception of a conversion and prints a table instead. Weights with NaN deserve one
+clear error, so the work is deferred: an operation returns a `_Deferred`, and computes when the loader, by
+then outside its handler, reads the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from kbit.format.names import ABSMAX, PACKED, SCALE
+from kbit.format.tensor import QuantizedTensor
+from kbit.integrations.transformers.plan import Planned
+from kbit.nn.merge import merge_rows
+from kbit.nn.parts import QuantizedModule
+from kbit.ops import api
+
+if TYPE_CHECKING:
+    from kbit.integrations.transformers.quantizer import KbitHfQuantizer
+
+
+class _Deferred(dict):
+    """A dict whose values are computed when its items are read."""
+
+    def __init__(self, key: str, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
+        super().__init__({key: None})
+        self._compute = compute
+
+    def items(self) -> Any:
+        return self._compute().items()
+
+
+class _Sources(list):
+    """The tensors of one parameter as the checkpoint stores them: per source, a list over experts."""
+
+
+class GatherSources(ConversionOps):
+    """First and only operation of an experts converter on load: pass the tensors on, unfused.
+
+    Parameters that stay unquantized are fused by the converter's own operations, as ever.
+    """
+
+    def __init__(self, quantizer: KbitHfQuantizer, original: WeightConverter) -> None:
+        self.quantizer, self.original = quantizer, original
+
+    def __deepcopy__(self, memo: dict) -> GatherSources:
+        # The loader copies converters per parameter; the quantizer and its plan are shared.
+        return GatherSources(self.quantizer, self.original)
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        """See the class; the interface is transformers'."""
+        if kwargs["full_layer_name"] not in self.quantizer.plan:
+            for operation in self.original.operations:
+                input_dict = operation.convert(input_dict, source_patterns, target_patterns, **kwargs)
+            return input_dict
+        return {target_patterns[0]: _Sources(input_dict[pattern] for pattern in source_patterns)}
+
+
+class Quantize(ConversionOps):
+    """Quantize one parameter: one tensor, or the `_Sources` of fused experts."""
+
+    def __init__(self, quantizer: KbitHfQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, full_layer_name="", model=None, missing_keys=None, **kwargs):
+        """Return the parameter's parts under their full names; the interface is transformers'."""
+        (value,) = input_dict.values()
+
+        def compute() -> dict[str, torch.Tensor]:
+            planned = self.quantizer.plan[full_layer_name]
+            q = self._fused(value, planned) if isinstance(value, _Sources) else self._single(value, planned)
+            module, name = _owner(model, full_layer_name)
+            module._parameters.pop(name, None)  # the placeholder under which the loader knew the tensor
+            if missing_keys is not None:
+                missing_keys.discard(full_layer_name)
+            return _parts(module, name, full_layer_name, q)
+
+        return _Deferred(full_layer_name, compute)
+
+    def _single(self, value: Any, planned: Planned) -> QuantizedTensor:
+        (name,) = next(iter(planned.sources.values())) if not planned.merged else (None,)
+        return self._quantize(value[0] if isinstance(value, list) else value, planned.bits, name)
+
+    def _fused(self, value: _Sources, planned: Planned) -> QuantizedTensor:
+        stacks = []
+        for tensors, names in zip(value, planned.sources.values(), strict=True):
+            quantized = []
+            for position, name in enumerate(names):
+                quantized.append(self._quantize(tensors[position], planned.bits, name))
+                tensors[position] = None  # free the 16-bit expert before the next one is done
+            stacks.append(_stack(quantized))
+        return merge_rows(stacks, next(iter(planned.sources.values()))[0])
+
+    def _quantize(self, tensor: torch.Tensor, bits: int, name: str | None) -> QuantizedTensor:
+        tensor = self._as_stored(tensor, name)
+        policy = self.quantizer.quantization_config
+        settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search)
+        return api.quantize(tensor, *settings, where=name or "")
+
+    def _as_stored(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+        """The tensor before the loader cast it to the model's dtype, where that lost something.
+
+        The codes then do not depend on the dtype a model is loaded in.
+        """
+        info = (self.quantizer.index or {}).get(name or "")
+        if info is None or tensor.dtype in (info.dtype, torch.float32):
+            return tensor
+        with safe_open(info.file, framework="pt") as file:
+            return file.get_tensor(name).to(tensor.device)
+
+
+class FuseExperts(ConversionOps):
+    """Fuse experts that a checkpoint stores quantized one by one; several sources to the three parts."""
+
+    def __init__(self, quantizer: KbitHfQuantizer, original: WeightConverter) -> None:
+        # transformers' loader leaves the dtype of what an operation with this attribute reads alone.
+        self.hf_quantizer, self.original = quantizer, original
+
+    def __deepcopy__(self, memo: dict) -> FuseExperts:
+        return FuseExperts(self.hf_quantizer, self.original)
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
+        """Return the parameter's parts; the interface is transformers'."""
+        parameter = full_layer_name.removesuffix(PACKED)
+
+        def compute() -> dict[str, torch.Tensor]:
+            module, name = _owner(model, parameter)
+            # Sources come part by part: all packed, then all absmax, then all factors.
+            parts = [input_dict.get(pattern, []) for pattern in source_patterns]
+            q = self._fuse(parts, self.hf_quantizer.plan[parameter], module.shapes[name][-1])
+            return _parts(module, name, target_patterns[0].removesuffix(PACKED), q)
+
+        return _Deferred(target_patterns[0], compute)
+
+    def _fuse(self, parts: list[list[torch.Tensor]], planned: Planned, columns: int) -> QuantizedTensor:
+        codebook = self.hf_quantizer.quantization_config.codebook_for(planned.bits)
+        count = len(self.original.source_patterns)
+        stacks = []
+        for source, pattern in enumerate(self.original.source_patterns):
+            packed, absmax = torch.stack(parts[source]), torch.stack(parts[source + count])
+            # Only factors that are not 1 are stored; they come in the order of the names.
+            stored, one = iter(parts[source + 2 * count]), packed.new_ones((), dtype=torch.float32)
+            factors = [next(stored) if n in planned.scaled else one for n in planned.sources[pattern]]
+            shape = (*packed.shape[:-1], columns)
+            levels = codebook.to(packed.device)
+            stacks.append(QuantizedTensor(packed, absmax, levels, torch.stack(factors), planned.bits, shape))
+        return merge_rows(stacks, next(iter(planned.sources.values()))[0])
+
+
+def _owner(model: nn.Module, parameter: str) -> tuple[Any, str]:
+    path, _, name = parameter.rpartition(".")
+    return model.get_submodule(path), name
+
+
+def _stack(quantized: list[QuantizedTensor]) -> QuantizedTensor:
+    first = quantized[0]
+    packed, absmax, scale = (
+        torch.stack([getattr(q, part) for q in quantized]) for part in ("packed", "absmax", "scale")
+    )
+    shape = (len(quantized), *first.shape)
+    return QuantizedTensor(packed, absmax, first.codebook, scale, first.bits, shape)
+
+
+def _parts(module: QuantizedModule, name: str, prefix: str, q: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """The tensors for the loader to set; the factor only where one is not 1."""
+    parts = {prefix + PACKED: q.packed, prefix + ABSMAX: q.absmax}
+    if bool((q.scale != 1).any()):
+        module.set_scale(name, q.scale)  # makes it a parameter, which the loader then finds
+        parts[prefix + SCALE] = q.scale
+    return parts

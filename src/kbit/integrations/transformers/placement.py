@@ -1,0 +1,154 @@
+"""Putting empty quantized layers into a model on the meta device, and keeping tied weights tied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kbit.format.checkpoint import TensorInfo, read_header
+from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.plan import Plan
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.replace import empty_like, unsupported
+
+# (target, source) parameter names, as in PreTrainedModel.all_tied_weights_keys.
+Ties = list[tuple[str, str]]
+
+
+def read_index(checkpoint_files: Sequence[str] | None) -> dict[str, TensorInfo] | None:
+    """Every tensor of the files, from their headers; None if they are not safetensors.
+
+    Raises:
+        ValueError: a file is truncated or its header is not valid.
+    """
+    if not checkpoint_files or not all(str(file).endswith(".safetensors") for file in checkpoint_files):
+        return None
+    return {name: info for file in checkpoint_files for name, info in read_header(Path(file)).items()}
+
+
+def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool) -> None:
+    """Replace the owner of every planned parameter by an empty quantized layer.
+
+    Args:
+        model: a PreTrainedModel on the meta device.
+        plan: see `build_plan`.
+        policy: for the scale format.
+        placeholders: keep the unquantized parameters too, without data, so that transformers' loader finds
+            the names of an unquantized checkpoint; `Quantize` removes each.
+    """
+    for target, planned in plan.items():
+        path = target.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if isinstance(module, QuantizedModule):
+            continue
+        layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
+        if placeholders:
+            for key in layer.shapes:
+                layer._parameters[key] = module._parameters[key]
+        model.set_submodule(path, layer)
+
+
+def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
+    """The tied pairs of which one end is quantized.
+
+    Where the other end has no quantized counterpart, neither is quantized.
+
+    Raises:
+        ValueError: so, but the checkpoint holds it quantized (`refuse`).
+    """
+    ties = []
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target not in plan and source not in plan:
+            continue
+        for name in (target, source):
+            reason = unsupported(model.get_submodule(name.rpartition(".")[0]))
+            if reason and refuse:
+                raise ValueError(
+                    f"{source} is tied to {target} and stored quantized, but {name}: {reason}. "
+                    f"Quantize again with modules_to_not_convert=[{module_of(source)!r}]."
+                )
+            if reason:
+                plan.pop(target, None)
+                plan.pop(source, None)
+                break
+        else:
+            ties.append((target, source))
+    return ties
+
+
+def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -> None:
+    """Replace the other end of each tied pair too, and tell transformers to tie their parts."""
+    for pair in ties:
+        planned = plan[pair[1]] if pair[1] in plan else plan[pair[0]]
+        for name in pair:
+            path = name.rpartition(".")[0]
+            module = model.get_submodule(path)
+            if not isinstance(module, QuantizedModule):
+                layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
+                model.set_submodule(path, layer)
+    _rename_ties(model, ties, (PACKED, ABSMAX))
+
+
+def _rename_ties(model: Any, ties: Ties, parts: Sequence[str]) -> None:
+    """Tied weights are known to transformers by parameter name: replace each by those of its parts."""
+    known = dict(model.all_tied_weights_keys)
+    declared = getattr(model, "_tied_weights_keys", None)
+    declared = dict(declared) if isinstance(declared, dict) else {}
+    for target, source in ties:
+        for names in (known, declared):
+            if names.pop(target, None) is not None or target + PACKED in names:
+                names.update({target + part: source + part for part in parts})
+    model.all_tied_weights_keys = known
+    if ties:
+        model._tied_weights_keys = declared
+
+
+def finish_ties(model: Any, ties: Ties) -> None:
+    """After loading: have tied layers share all their parts, factors included."""
+    for target, source in ties:
+        one, other = (model.get_submodule(name.rpartition(".")[0]) for name in (source, target))
+        if one.weight_packed is not other.weight_packed:
+            continue  # the checkpoint had two different ones
+        # Whichever of the two the checkpoint holds has the factor, if there is one.
+        if "weight_scale" in other._parameters:
+            one, other = other, one
+        other.share(one)
+        if "weight_scale" in one._parameters:
+            _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE))
+
+
+def rename_tied_parts(model: Any) -> None:
+    """For a model quantized in place: tell transformers which parts are tied now."""
+    for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
+        layer = model.get_submodule(target.rpartition(".")[0])
+        if isinstance(layer, QuantizedModule):
+            scaled = "weight_scale" in layer._parameters
+            _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
+
+
+def prepare_stored_parts(model: Any, plan: Plan, index: Mapping[str, TensorInfo]) -> None:
+    """Compare stored shapes with the model's, and make a parameter of every factor that is stored.
+
+    Raises:
+        ValueError: a shape differs.
+    """
+    for target, planned in plan.items():
+        path, _, name = target.rpartition(".")
+        module: Any = model.get_submodule(path)
+        expected = tuple(getattr(module, name + PACKED).shape)
+        if planned.merged:
+            expected = (expected[1] // len(planned.sources), expected[2])
+        for source in (name for names in planned.sources.values() for name in names):
+            info = index[source + PACKED]
+            if tuple(info.shape) != expected:
+                raise ValueError(
+                    f"{info.file}: tensor {source + PACKED!r} has shape {tuple(info.shape)}, the model needs "
+                    f"{expected} at {planned.bits} bits. Config and weights are of different models."
+                )
+        if planned.scaled and not planned.merged:
+            shape = module.shapes[name][:-2]
+            module.set_scale(name, torch.empty(shape, dtype=torch.float32, device="meta"))

@@ -1,0 +1,174 @@
+"""Which parameters of a transformers model are quantized, decided from the names in the checkpoint.
+
+transformers renames and fuses checkpoint tensors into parameters. A policy speaks of the checkpoint's
+modules, so that quantizing on load, `kbit quantize` on the files, and reloading either agree. The plan
+translates: for each parameter of the model, its width and the checkpoint tensors that it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from kbit.format.checkpoint import TensorInfo
+from kbit.format.names import PACKED, SCALE, is_candidate, module_of, original_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn.replace import unsupported
+
+
+@dataclass
+class Planned:
+    """A parameter of the model that is held quantized.
+
+    Attributes:
+        bits: its width.
+        sources: {converter pattern, or the tensor's own name: names of checkpoint tensors, in order}.
+        merged: whether transformers fuses several tensors into it (experts stored one by one).
+        scaled: names among the sources that have a stored `_scale`.
+    """
+
+    bits: int
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    merged: bool = False
+    scaled: set[str] = field(default_factory=set)
+
+
+Plan = dict[str, Planned]
+
+
+def build_plan(
+    model: Any, policy: QuantizationPolicy, index: Mapping[str, TensorInfo] | None, pre_quantized: bool
+) -> Plan:
+    """Decide about every parameter of a model.
+
+    Args:
+        model: a PreTrainedModel on the meta device, not yet changed.
+        policy: the decision rule.
+        index: the checkpoint's tensors; None if unknown, then the model's own names count.
+        pre_quantized: whether the checkpoint holds quantized tensors.
+
+    Returns:
+        {parameter name: Planned}.
+
+    Raises:
+        ValueError: tensors of one parameter would get different widths; or the checkpoint holds quantized
+            what this model cannot run quantized.
+    """
+    state = model.state_dict()
+    names = _quantized_names(index) if pre_quantized else _candidates(index, state, policy)
+    transforms = _transforms(model)
+    plan: Plan = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = _target(name, transforms, model.base_model_prefix, state)
+        if target not in state:
+            continue  # a tensor this class of model does not use, such as a prediction head
+        bits = policy.bits_for(module_of(name))
+        assert bits is not None
+        planned = plan.setdefault(target, Planned(bits, merged=pattern is not None))
+        if planned.bits != bits:
+            raise ValueError(
+                f"{target}: its tensors would get {planned.bits} and {bits} bits ({name}). Change overrides "
+                f"to treat them alike."
+            )
+        planned.sources.setdefault(pattern or name, []).append(name)
+        if index is not None and name + SCALE in index:
+            planned.scaled.add(name)
+    _drop_unsupported(model, plan, transforms[1], pre_quantized)
+    return plan
+
+
+def _quantized_names(index: Mapping[str, TensorInfo] | None) -> list[str]:
+    assert index is not None
+    return [original_of(name) for name in index if name.endswith(PACKED)]
+
+
+def _candidates(
+    index: Mapping[str, TensorInfo] | None, state: Mapping[str, torch.Tensor], policy: QuantizationPolicy
+) -> list[str]:
+    tensors: Mapping[str, Any] = state if index is None else index
+    return [
+        name
+        for name, tensor in tensors.items()
+        if is_candidate(name, tensor.shape) and policy.bits_for(module_of(name)) is not None
+    ]
+
+
+def _transforms(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+
+def _target(name: str, transforms: Any, prefix: str, state: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The model's parameter that a checkpoint tensor goes to, as transformers' loader finds it."""
+    target, pattern = rename_source_key(name, *transforms, prefix, state)
+    if target not in state and name in state:
+        return rename_source_key(name, [], [], prefix, state)
+    return target, pattern
+
+
+def is_expert_merge(converter: WeightConverter) -> bool:
+    """Whether a converter stacks experts, and puts gate above up: what can be done on codes."""
+    operations = converter.operations
+    stacks = bool(operations) and type(operations[0]) is MergeModulelist and operations[0].dim == 0
+    if len(converter.source_patterns) == 1:
+        return stacks and len(operations) == 1
+    joins = len(operations) == 2 and type(operations[1]) is Concatenate and operations[1].dim == 1
+    return stacks and joins
+
+
+def _drop_unsupported(
+    model: Any, plan: Plan, converters: Iterable[WeightConverter], pre_quantized: bool
+) -> None:
+    """Leave out, or for a quantized checkpoint refuse, parameters that have no quantized counterpart."""
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    for target in list(plan):
+        if target not in plan:
+            continue
+        reason = _obstacle(model, target, plan, by_pattern)
+        if reason is None:
+            continue
+        if pre_quantized:
+            raise ValueError(
+                f"{target}: the checkpoint holds it quantized, but {reason}. Quantize again with "
+                f"modules_to_not_convert=[{module_of(target)!r}]."
+            )
+        owner = module_of(target)
+        for other in [name for name in plan if module_of(name) == owner]:
+            del plan[other]
+
+
+def _obstacle(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightConverter]) -> str | None:
+    module = model.get_submodule(target.rpartition(".")[0])
+    reason = unsupported(module)
+    if reason:
+        return reason
+    planned = plan[target]
+    is_experts = not isinstance(module, nn.Linear | nn.Embedding)
+    if planned.merged:
+        converter = by_pattern[next(iter(planned.sources))]
+        if not is_experts or not is_expert_merge(converter):
+            return "transformers converts it from tensors of another layout"
+        if sorted(planned.sources) != sorted(converter.source_patterns):
+            return f"the checkpoint has only {sorted(planned.sources)} of it"
+        wrong = {pattern: len(names) for pattern, names in planned.sources.items()}
+        if set(wrong.values()) != {module.num_experts}:
+            return f"it has {module.num_experts} experts and the checkpoint {wrong}"
+    if is_experts:
+        for name in ("gate_up_proj", "down_proj"):
+            if f"{target.rpartition('.')[0]}.{name}" not in plan:
+                return f"its {name} is not"
+    return None

@@ -1,0 +1,155 @@
+"""KbitHfQuantizer: what transformers calls around loading and saving a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from kbit.format.checkpoint import TensorInfo, check_index
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.replace import leftovers
+
+logger = logging.get_logger(__name__)
+
+
+class KbitHfQuantizer(HfQuantizer):
+    """Quantizes while loading, and loads and saves what is quantized.
+
+    Attributes:
+        plan: {parameter: Planned}, made before loading; see `kbit.integrations.transformers.plan`.
+        index: the checkpoint's tensors, or None if it is not in safetensors files.
+        ties: names of tied parameters, (target, source), of which one at least is quantized.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.plan: dict[str, Any] = {}
+        self.index: dict[str, TensorInfo] | None = None
+        self.ties: list[tuple[str, str]] = []
+        self._originals: dict[int, Any] = {}
+
+    # -- before loading --------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        # Imported here because transformers' registry, which imports this module, comes before its loader.
+        from kbit.integrations.transformers import placement
+        from kbit.integrations.transformers.plan import build_plan
+
+        policy = self.quantization_config
+        self.index = placement.read_index(checkpoint_files)
+        if self.pre_quantized:
+            if self.index is None:
+                raise ValueError(
+                    "a kbit checkpoint is loaded from a folder of safetensors files; got a state dict or "
+                    "pickled weights."
+                )
+            check_index(self.index, policy, model.config.to_dict())
+        self.plan = build_plan(model, policy, self.index, self.pre_quantized)
+        self.ties = placement.plan_ties(model, self.plan, refuse=self.pre_quantized)
+        placement.place(model, self.plan, policy, placeholders=not self.pre_quantized)
+        placement.place_ties(model, self.ties, self.plan, policy)
+        if self.pre_quantized:
+            assert self.index is not None
+            placement.prepare_stored_parts(model, self.plan, self.index)
+        return model
+
+    # -- while loading ---------------------------------------------------------------------------------------
+
+    def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
+        """Have experts that are fused from several tensors quantized, or fused as codes."""
+        from transformers.core_model_loading import WeightConverter
+
+        from kbit.integrations.transformers.operations import FuseExperts, GatherSources
+        from kbit.integrations.transformers.plan import is_expert_merge
+        from kbit.integrations.transformers.saving import copy_converter, names_of
+
+        merged = {pattern for planned in self.plan.values() if planned.merged for pattern in planned.sources}
+        first, rest = [], []
+        for entry in weight_conversions:
+            ours = isinstance(entry, WeightConverter) and merged.intersection(entry.source_patterns)
+            if not ours or not is_expert_merge(entry):
+                rest.append(entry)
+            elif self.pre_quantized:
+                sources = [pattern for patterns, _ in names_of(entry) for pattern in patterns]
+                target = next(targets for _, targets in names_of(entry))
+                # Ahead of the original, whose pattern also matches the longer names before transformers 5.21.
+                first.append(copy_converter(entry, sources, target, [FuseExperts(self, entry)]))
+                rest.append(entry)
+            else:
+                patterns = (entry._original_source_patterns, entry._original_target_patterns)
+                gather = copy_converter(entry, *patterns, [GatherSources(self, entry)])
+                self._originals[id(gather)] = entry
+                rest.append(gather)
+        return first + rest
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether the loader is to hand this parameter to `Quantize`."""
+        return not self.pre_quantized and param_name in self.plan
+
+    def get_quantize_ops(self) -> Any:
+        """The operation that quantizes a parameter."""
+        from kbit.integrations.transformers.operations import Quantize
+
+        return Quantize(self)
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes per element, for the planning of device maps: placeholders shrink to their codes."""
+        if self.param_needs_quantization(model, param_name):
+            return (self.plan[param_name].bits + 0.25) / 8
+        return super().param_element_size(model, param_name, param)
+
+    # -- after loading ---------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from kbit.integrations.transformers import placement, saving
+
+        policy = self.quantization_config
+        placement.finish_ties(model, self.ties)
+        for module in model.modules():
+            if isinstance(module, QuantizedModule):
+                module.freeze_parts()  # the loader makes every float parameter trainable
+                module.reset_constants(policy.codebook_for(module.bits))
+        left = leftovers(model, policy)
+        if left:
+            lines = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+            logger.warning("kbit left %d large parameters unquantized: %s.", len(left), lines)
+        restored = self._restored(model._weight_conversions)
+        model._weight_conversions = saving.with_experts(model, restored)
+        self.index = None  # only the load needed it
+        return model
+
+    def _restored(self, conversions: list) -> list:
+        """The model's own conversions again, without the ones that were only for loading."""
+        from kbit.integrations.transformers.operations import FuseExperts
+
+        restored = [self._originals.get(id(entry), entry) for entry in conversions or []]
+        operations = [getattr(entry, "operations", ()) for entry in restored]
+        return [
+            entry
+            for entry, ops in zip(restored, operations, strict=True)
+            if not any(isinstance(op, FuseExperts) for op in ops)
+        ]
+
+    # -- what transformers asks ------------------------------------------------------------------------------
+
+    def is_serializable(self) -> bool:
+        """Whether save_pretrained works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can be trained on top."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether torch.compile can trace the model."""
+        return True

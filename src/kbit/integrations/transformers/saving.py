@@ -1,0 +1,98 @@
+"""Saving fused experts the way the model's own checkpoints store them: one by one, gate and up apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
+
+from kbit.format.names import PARTS
+from kbit.integrations.transformers.plan import is_expert_merge
+from kbit.nn.experts import KbitExperts
+
+
+class SplitScales(ConversionOps):
+    """Save a fused parameter's factors: one per expert and source, and only those that are not 1."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        """Return {name of an expert's factor: float32 scalar}; the interface is transformers'."""
+        (value,) = input_dict.values()
+        factors = value[0] if isinstance(value, list) else value
+        # Full names: the caller finds the prefix to add only if expert 0 is among the results.
+        prefix = full_layer_name.partition(target_patterns[0])[0]
+        return {
+            prefix + pattern.replace("*", str(expert)): factor.clone()
+            for pattern in target_patterns
+            for expert, factor in enumerate(factors.unbind(0))
+            if float(factor) != 1.0
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Only ever used reversed."""
+        return self
+
+
+class SplitRows(ConversionOps):
+    """Save a fused part: rows split over the sources, experts one by one."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        """Return {name of an expert's part: tensor}; the interface is transformers'."""
+        (value,) = input_dict.values()
+        fused = value[0] if isinstance(value, list) else value
+        return {
+            pattern.replace("*", str(expert)): matrix.contiguous()
+            for pattern, rows in zip(target_patterns, fused.chunk(len(target_patterns), dim=1), strict=True)
+            for expert, matrix in enumerate(rows.unbind(0))
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Only ever used reversed."""
+        return self
+
+
+def with_experts(model: Any, conversions: list) -> list:
+    """A model's conversions, plus those that save the parts of its quantized experts.
+
+    Args:
+        model: a PreTrainedModel.
+        conversions: what transformers is to undo when it saves.
+    """
+    if not any(isinstance(module, KbitExperts) for module in model.modules()):
+        return conversions
+    ours = []
+    for entry in get_model_conversion_mapping(model, add_legacy=False):
+        if not isinstance(entry, WeightConverter) or not is_expert_merge(entry):
+            continue
+        operations = (SplitRows(), SplitRows(), SplitScales())
+        for (sources, targets), operation in zip(names_of(entry), operations, strict=True):
+            ours.append(copy_converter(entry, sources, targets, [operation]))
+    # Saving walks the list backwards and takes the first match. Ours must be it: before transformers 5.21 the
+    # original's pattern matches the longer names too.
+    return conversions + ours
+
+
+def own_conversions(model: Any) -> list:
+    """What transformers itself would undo when saving a model that it did not load."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # As in transformers: whether a prefix was dropped on loading is not known of such a model.
+    return [entry for entry in conversions if not isinstance(entry, PrefixChange)]
+
+
+def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:
+    """For each part: a converter's source and target patterns with that part's suffix."""
+    for part in PARTS:
+        sources = [pattern.removesuffix("$") + part for pattern in converter._original_source_patterns]
+        yield sources, [pattern + part for pattern in converter._original_target_patterns]
+
+
+def copy_converter(
+    converter: WeightConverter, sources: list[str], targets: list[str], operations: list[ConversionOps]
+) -> WeightConverter:
+    """A converter of the same scope with other patterns and operations."""
+    copy = WeightConverter(sources, targets, operations=operations)
+    copy.scope_prefix, copy.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    return copy
