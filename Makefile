@@ -1,0 +1,60 @@
+# `make demo` and `make test` are all the set-up there is. Everything lands in .venv, demo/ and build/.
+#   make test PYTHON=python3.12        another interpreter
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu    a small torch without CUDA, from that index
+PYTHON ?=
+VENV ?= .venv
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+# Oldest transformers that the integration supports; its tests run on it too.
+OLDEST_TRANSFORMERS ?= 5.17.0
+
+bin := $(VENV)/bin
+sources := src tests tools benchmarks
+cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
+build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
+export PYTHON VENV TORCH_INDEX
+
+.PHONY: help demo test test-oldest lint format readme clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      install, then quantize a real model to 4, 3 and 2 bits and talk to it"
+	@echo "make test      install, then run every test that needs no GPU"
+	@echo "make lint      formatting, style and types;  make format  repairs the first two"
+	@echo "make readme    put the figures of benchmarks/results/ into README.md"
+	@echo "make clean     remove .venv, build/ and demo/"
+
+# The package is installed in place: Python edits need no reinstall, C++ edits make this stamp old.
+$(VENV)/.installed: $(build_inputs)
+	@tools/setup.sh install
+
+$(VENV)/.lint-installed: constraints.txt tools/setup.sh | $(VENV)/.installed
+	@tools/setup.sh lint
+
+demo: $(VENV)/.installed
+	@$(bin)/kbit demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	@$(bin)/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(VENV)/.installed
+	@tools/setup.sh oldest $(OLDEST_TRANSFORMERS)
+	@PYTHONPATH=$(VENV)/oldest $(bin)/python -m pytest tests/test_transformers.py $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint-installed
+	@$(bin)/ruff check $(sources)
+	@$(bin)/ruff format --check $(sources)
+	@$(bin)/mypy
+	@$(bin)/clang-format --dry-run -Werror $(cxx_sources)
+
+format: $(VENV)/.lint-installed
+	@$(bin)/ruff check --fix-only --quiet $(sources)
+	@$(bin)/ruff format $(sources)
+	@$(bin)/clang-format -i $(cxx_sources)
+
+readme: $(VENV)/.installed
+	@$(bin)/python tools/render_readme.py
+
+clean:
+	rm -rf $(VENV) build demo

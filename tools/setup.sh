@@ -1,0 +1,125 @@
+#!/bin/sh
+# Make the virtual environment and install kbit into it. Called by the Makefile, which decides when.
+#   tools/setup.sh install            environment, and kbit in place with what its demo and tests need
+#   tools/setup.sh lint               formatters, linter and type checker
+#   tools/setup.sh oldest VERSION     another transformers, beside the environment's own
+# PYTHON (default: the first Python 3.10 to 3.13 found), VENV (.venv) and TORCH_INDEX come from the environment.
+set -eu
+
+venv=${VENV:-.venv}
+log=$venv/setup.log
+
+fail() {
+    printf 'kbit: %s\n' "$1" >&2
+    exit 1
+}
+
+supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Name another: make test PYTHON=python3.12"
+        echo "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11 python3.10; do
+        if supported "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python 3.10 to 3.13 found. Install one (sudo apt-get install python3 python3-venv) or name it: make test PYTHON=/path/to/python3.12"
+}
+
+# Debian splits the standard library: `venv` works only with python3-venv, so other ways are tried before giving up.
+make_environment() {
+    python=$(find_python)
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    printf 'kbit: environment %s with Python %s\n' "$venv" "$version"
+    if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        "$python" -m venv "$venv"
+    elif "$python" -m virtualenv --version >/dev/null 2>&1; then
+        "$python" -m virtualenv --quiet "$venv"
+    elif command -v virtualenv >/dev/null 2>&1; then
+        virtualenv --quiet --python "$python" "$venv"
+    else
+        fail "Python $version cannot make virtual environments here. Run: sudo apt-get install python$version-venv"
+    fi
+}
+
+# Run a command with its output in the log; show a line of progress, and the log if it fails.
+quietly() {
+    what=$1
+    shift
+    "$@" >"$log" 2>&1 &
+    pid=$!
+    trap 'kill $pid 2>/dev/null; exit 130' INT TERM
+    seconds=0
+    printf 'kbit: %s ' "$what"
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1
+        seconds=$((seconds + 1))
+        [ $((seconds % 5)) -ne 0 ] || printf '.'
+        [ $((seconds % 60)) -ne 0 ] || printf ' [%d s: %s] ' "$seconds" "$(tail -n 1 "$log" | cut -c 1-60)"
+    done
+    if wait "$pid"; then
+        printf ' done\n'
+    else
+        printf ' failed\n' >&2
+        grep -v '^ *$' "$log" | tail -n 40 >&2
+        fail "$what failed; the whole log is $log"
+    fi
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        --constraint constraints.txt "$@"
+}
+
+install_torch() {
+    if [ -n "${TORCH_INDEX:-}" ]; then
+        quietly "installing torch from $TORCH_INDEX" pip_install --index-url "$TORCH_INDEX" torch
+    else
+        quietly 'installing torch, the largest download' pip_install torch
+    fi
+}
+
+explain_missing_kernels() {
+    if "$venv/bin/python" -c 'from kbit.backends import cpu; raise SystemExit(not cpu.available())' 2>/dev/null; then
+        return
+    fi
+    cat >&2 <<'END'
+kbit: installed without its CPU kernels, since no C++ compiler or no Python headers were found (or the build failed).
+kbit: everything works, slowly, on the reference backend. For the kernels: sudo apt-get install g++ python3-dev; make clean
+END
+}
+
+case ${1:-} in
+install)
+    [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || {
+        rm -rf "$venv"
+        make_environment
+    }
+    install_torch
+    quietly 'building kbit and installing what it needs' pip_install --editable '.[demo,test]'
+    explain_missing_kernels
+    touch "$venv/.installed"
+    ;;
+lint)
+    quietly 'installing ruff, mypy and clang-format' pip_install ruff mypy clang-format pre-commit
+    touch "$venv/.lint-installed"
+    ;;
+oldest)
+    # Beside the environment, not in it: PYTHONPATH picks it, and the environment stays as constrained.
+    if [ ! -d "$venv/oldest/transformers-$2.dist-info" ]; then
+        rm -rf "$venv/oldest"
+        quietly "installing transformers $2 beside" "$venv/bin/python" -m pip install --no-deps --quiet \
+            --disable-pip-version-check --target "$venv/oldest" "transformers==$2"
+    fi
+    ;;
+*)
+    fail "usage: tools/setup.sh install | lint | oldest VERSION"
+    ;;
+esac
