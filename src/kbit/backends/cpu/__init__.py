@@ -8,6 +8,7 @@ torch's (`torch.set_num_threads`). Results do not depend on the number of thread
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from types import ModuleType
 
@@ -16,17 +17,15 @@ import torch
 from kbit.backends.cpu.panels import linear_by_panels, panels_win
 from kbit.format.errors import NonFiniteWeightError
 
-_native: ModuleType | None
+_native: ModuleType | None = None
+_reason: str | None = None
 try:
-    from kbit import _cpu as _native
+    _native = importlib.import_module("kbit._cpu")
 except ImportError as error:
-    _native = None
-    _reason: str | None = (
+    _reason = (
         f"the compiled extension kbit._cpu is missing ({error}). Reinstall kbit with a C++17 compiler "
         "and Python's headers present; until then the slower reference backend is used."
     )
-else:
-    _reason = None
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
@@ -48,13 +47,18 @@ def _module() -> ModuleType:
     return _native
 
 
+@functools.cache
+def _isa_names() -> tuple[str, ...]:
+    return tuple(_module().supported_isas())
+
+
 def supported_isas() -> list[str]:
     """Names that `isa=` and KBIT_CPU_ISA take on this machine, fastest first.
 
     "avx512" (F, BW, VL, DQ, VBMI, GFNI; with bfloat16 dot products where the CPU has them; then
     "avx512_nobf16" is the same without), "avx2" (and FMA), "portable".
     """
-    return list(_module().supported_isas())
+    return list(_isa_names())
 
 
 @functools.cache
@@ -191,13 +195,11 @@ def linear(
     """out [M, N] = x [M, K] @ W.T (+ bias [N]); x, bias and out of one dtype."""
     tokens, threads, index = x.shape[0], torch.get_num_threads(), _isa_index(isa)
     weight = _weight(packed, absmax, codebook, scale, in_features)
-    if panels_win(tokens, x.dtype, index, supported_isas):
-        native, rows = _module(), packed.shape[0]
+    if panels_win(tokens, x.dtype, _isa_names()[index]):
+        native, rows, dtype = _module(), packed.shape[0], _DTYPES[x.dtype]
 
         def decode(begin: int, end: int, panel: torch.Tensor) -> None:
-            native.dequantize(
-                index, threads, weight, begin, end, _DTYPES[x.dtype], _DTYPES[panel.dtype], panel.data_ptr()
-            )
+            native.dequantize(index, threads, weight, begin, end, dtype, dtype, panel.data_ptr())
 
         linear_by_panels(x, bias, out, rows, decode)
         return

@@ -32,9 +32,10 @@ inline void with_decoder(const Weight& w, F f) {
     w.arithmetic == DType::kBFloat16 ? pick(Constant<!kHasNarrowTables>()) : pick(Constant<true>());
 }
 
-// Calls f(group, bytes) for blocks [first, first + count) of a row, D::kBlocks at a time. A last, partial
-// group is read from a zero-padded copy: nothing beyond the row is touched. `first` is a multiple of
-// D::kBlocks.
+// Calls f(group, bytes) for blocks [first, first + count) of a row, D::kBlocks at a time; `first` is a
+// multiple of that. A last, partial group runs into the next row, whose codes meet scales and activations of
+// zero; at the end of the matrix it is read from a padded copy. (Copying always costs 25 ns a row: 0.6 ms for
+// SmolLM2's lm_head.) Bytes `ahead` of those being read are fetched into cache.
 template <class D, class F>
 inline __attribute__((always_inline)) void for_each_group(const Weight& w, int64_t row, int64_t first,
                                                           int64_t count, int64_t ahead, F f) {
@@ -46,11 +47,17 @@ inline __attribute__((always_inline)) void for_each_group(const Weight& w, int64
         f(g, p + g * D::kBytes);
     }
     const int64_t rest = count % D::kBlocks;
-    if (rest != 0) {
-        alignas(64) uint8_t tail[D::kBytes] = {};
-        memcpy(tail, p + whole * D::kBytes, size_t(rest * block_bytes));
-        f(whole, static_cast<const uint8_t*>(tail));
+    if (rest == 0) {
+        return;
     }
+    const uint8_t* last = p + whole * D::kBytes;
+    if (w.packed + w.n * w.blocks * block_bytes - last >= D::kBytes) {
+        f(whole, last);
+        return;
+    }
+    alignas(64) uint8_t copy[D::kBytes] = {};
+    memcpy(copy, last, size_t(rest * block_bytes));
+    f(whole, static_cast<const uint8_t*>(copy));
 }
 
 // Weights of blocks [first, first + count) of a row as float32(table[code] * scale * tensor_scale), handed to
