@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kbit.format.codebook import check_bits, get_codebook
+from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
@@ -87,7 +88,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         weight = embedding.weight.detach()
         q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
         layer = cls.empty_like(embedding, bits, absmax_format, name, device="meta")
-        layer.fill("weight", q)
+        layer.fill("weight", parts_of(q))
         layer._set_dtype(weight.dtype, weight.device)
         return layer
 

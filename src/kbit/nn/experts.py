@@ -10,8 +10,9 @@ from torch import nn
 
 from kbit.format.codebook import check_bits
 from kbit.format.policy import QuantizationPolicy
-from kbit.nn.merge import quantize_halves
-from kbit.nn.parts import QuantizedModule
+from kbit.format.tensor import QuantizedTensor
+from kbit.nn.fuse import Parts, quantize_fused
+from kbit.nn.parts import PARTS, QuantizedModule
 from kbit.ops import api
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -74,6 +75,7 @@ class KbitExperts(QuantizedModule):
     _is_expert_parallel = False
 
     config: Any = None
+    gate_up_proj_scale: torch.Tensor
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class KbitExperts(QuantizedModule):
         for weight, halves in (("gate_up_proj", 2), ("down_proj", 1)):
             source = _weight(experts, weight).detach()
             where = f"{name}.{weight}" if name else weight
-            layer.fill(weight, quantize_halves(source, halves, *settings, where=where))
+            layer.fill(weight, quantize_fused(source, halves, *settings, where=where))
         return layer
 
     def forward(
@@ -156,7 +158,7 @@ class KbitExperts(QuantizedModule):
         offsets = torch.searchsorted(ids, boundaries).int()
 
         rows = hidden_states[torch.div(order, chosen, rounding_mode="floor")]
-        gate, up = self._grouped(rows, "gate_up_proj", offsets).chunk(2, dim=-1)
+        gate, up = self._gate_and_up(rows, ids, offsets)
         results = self._grouped(self.act_fn(gate) * up, "down_proj", offsets)
 
         # Back to the order of top_k_index; a gather and a sum over k have one order, atomic adds have none.
@@ -164,16 +166,51 @@ class KbitExperts(QuantizedModule):
         weighted = results[back].view(tokens, chosen, -1).float() * top_k_weights.float().unsqueeze(-1)
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
+    def _gate_and_up(
+        self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.gate_up_proj_scale.dim() == 1:
+            gate, up = self._grouped(rows, "gate_up_proj", offsets).chunk(2, dim=-1)
+            return gate, up
+        # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
+        # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
+        # up; ids of num_experts end at the last row.
+        bounds = torch.cat([offsets, offsets.new_full((1,), len(rows))])
+        position = torch.arange(len(rows), device=ids.device)
+        at_gate, at_up = position + bounds[ids], position + bounds[ids + 1]
+        twice = rows.new_empty(2 * len(rows), rows.shape[-1])
+        twice = twice.index_copy(0, at_gate, rows).index_copy(0, at_up, rows)
+        starts = torch.stack([2 * offsets[:-1], offsets[:-1] + offsets[1:]], dim=-1).flatten()
+        results = self._grouped(twice, "gate_up_proj", torch.cat([starts, 2 * offsets[-1:]]))
+        return results[at_gate], results[at_up]
+
     def _grouped(self, x: torch.Tensor, name: str, offsets: torch.Tensor) -> torch.Tensor:
-        packed, absmax = getattr(self, name + "_packed"), getattr(self, name + "_absmax")
+        parts = self._matrices(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         op = torch.ops.kbit.grouped_linear_train if needs_grad else torch.ops.kbit.grouped_linear
-        scale = getattr(self, name + "_scale")
-        return op(x, packed, absmax, self.codebook, scale, offsets, self.shapes[name][-1])
+        return op(x, parts.packed, parts.absmax, parts.codebook, parts.scale, offsets, self.shapes[name][-1])
+
+    def _matrices(self, name: str) -> Parts:
+        """A weight as one matrix per factor: E, or 2E where gate and up have factors of their own."""
+        packed, absmax, scale = (getattr(self, f"{name}_{part}") for part in PARTS)
+        if scale.dim() > 1:
+            packed, absmax = (part.view(scale.numel(), -1, part.shape[-1]) for part in (packed, absmax))
+        return Parts(packed, absmax, scale.flatten(), self.codebook)
+
+    def quantized(self, name: str = "gate_up_proj") -> QuantizedTensor:
+        """A weight in canonical form, sharing this layer's memory.
+
+        Returns:
+            [E, N, K]; [2E, I, H] for gate_up_proj if gate and up have different factors.
+        """
+        parts = self._matrices(name)
+        shape = (*parts.packed.shape[:-1], self.shapes[name][-1])
+        packed, absmax, scale = parts.packed.detach(), parts.absmax.detach(), parts.scale.detach()
+        return QuantizedTensor(packed, absmax, parts.codebook, scale, self.bits, shape)
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A weight, "gate_up_proj" or "down_proj", decoded to [E, N, K] of `dtype`."""
-        return api.dequantize(self.quantized(name), dtype)
+        return api.dequantize(self.quantized(name), dtype).view(self.shapes[name])
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

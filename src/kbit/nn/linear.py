@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kbit.format.codebook import check_bits, get_codebook
+from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api, checks
 
@@ -88,7 +89,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         where = f"{name}.weight" if name else ""
         q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
         layer = cls.empty_like(linear, bits, absmax_format, name, device="meta")
-        layer.fill("weight", q)
+        layer.fill("weight", parts_of(q))
         return layer
 
     @classmethod

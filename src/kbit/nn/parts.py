@@ -16,6 +16,7 @@ from torch import nn
 from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
+from kbit.nn.fuse import Parts
 
 PARTS = ("packed", "absmax", "scale")
 
@@ -76,21 +77,12 @@ class QuantizedModule(nn.Module):
         else:
             self._set_parameter(key, scale)
 
-    def fill(self, name: str, q: QuantizedTensor) -> None:
-        """Take over the parts of `q` as the weight `name`, without a copy.
-
-        Raises:
-            ValueError: q has another shape or width than this layer.
-        """
-        if tuple(q.shape) != tuple(self.shapes[name]) or q.bits != self.bits:
-            raise ValueError(
-                f"{self._where()}: {name} is {self.bits} bits {self.shapes[name]}, "
-                f"got {q.bits} bits {q.shape}."
-            )
-        self._set_parameter(name + "_packed", q.packed)
-        self._set_parameter(name + "_absmax", q.absmax)
-        self.set_scale(name, q.scale)
-        self.codebook = q.codebook
+    def fill(self, name: str, parts: Parts) -> None:
+        """Take over the parts of a quantized weight as the weight `name`, without a copy."""
+        self._set_parameter(name + "_packed", parts.packed)
+        self._set_parameter(name + "_absmax", parts.absmax)
+        self.set_scale(name, parts.scale)
+        self.codebook = parts.codebook
 
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
         """Use the very parameters of `other`, of equal shape and width: tied weights, stored once."""
@@ -129,9 +121,6 @@ class QuantizedModule(nn.Module):
         packed, absmax, scale = (getattr(self, f"{name}_{part}").detach() for part in PARTS)
         return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, self.shapes[name])
 
-    def _where(self) -> str:
-        return self.layer_name or type(self).__name__
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Move the parts with the module, but never cast them: model.half() must not touch a scale."""
         names = [f"{name}_{part}" for name in self.shapes for part in PARTS] + ["codebook"]
@@ -152,11 +141,10 @@ class QuantizedModule(nn.Module):
             stored = state_dict.get(prefix + key)
             if stored is None and prefix + name + "_packed" in state_dict:
                 self.set_scale(name, None)
-            elif stored is not None and key in self._buffers:
-                target = self._buffers[key]
-                assert target is not None
-                self._buffers.pop(key)
-                self._set_parameter(key, torch.empty_like(target))
+            elif stored is not None and (key in self._buffers or getattr(self, key).shape != stored.shape):
+                device = getattr(self, name + "_packed").device
+                self._buffers.pop(key, None)
+                self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _describe(self) -> str:

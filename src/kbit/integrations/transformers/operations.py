@@ -18,7 +18,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.tensor import QuantizedTensor
 from kbit.integrations.transformers.plan import Planned
-from kbit.nn.merge import merge_rows
+from kbit.nn.fuse import Parts, fuse_rows, parts_of
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
 
@@ -75,20 +75,22 @@ class Quantize(ConversionOps):
 
         def compute() -> dict[str, torch.Tensor]:
             planned = self.quantizer.plan[full_layer_name]
-            q = self._fused(value, planned) if isinstance(value, _Sources) else self._single(value, planned)
+            fused = isinstance(value, _Sources)
+            parts = self._fused(value, planned) if fused else self._single(value, planned)
             module, name = _owner(model, full_layer_name)
             module._parameters.pop(name, None)  # the placeholder under which the loader knew the tensor
             if missing_keys is not None:
                 missing_keys.discard(full_layer_name)
-            return _parts(module, name, full_layer_name, q)
+            return _named(module, name, full_layer_name, parts)
 
         return _Deferred(full_layer_name, compute)
 
-    def _single(self, value: Any, planned: Planned) -> QuantizedTensor:
-        (name,) = next(iter(planned.sources.values())) if not planned.merged else (None,)
-        return self._quantize(value[0] if isinstance(value, list) else value, planned.bits, name)
+    def _single(self, value: Any, planned: Planned) -> Parts:
+        ((name,),) = planned.sources.values()
+        tensor = value[0] if isinstance(value, list) else value
+        return parts_of(self._quantize(tensor, planned.bits, name))
 
-    def _fused(self, value: _Sources, planned: Planned) -> QuantizedTensor:
+    def _fused(self, value: _Sources, planned: Planned) -> Parts:
         stacks = []
         for tensors, names in zip(value, planned.sources.values(), strict=True):
             quantized = []
@@ -96,20 +98,20 @@ class Quantize(ConversionOps):
                 quantized.append(self._quantize(tensors[position], planned.bits, name))
                 tensors[position] = None  # free the 16-bit expert before the next one is done
             stacks.append(_stack(quantized))
-        return merge_rows(stacks, next(iter(planned.sources.values()))[0])
+        return fuse_rows(stacks)
 
-    def _quantize(self, tensor: torch.Tensor, bits: int, name: str | None) -> QuantizedTensor:
+    def _quantize(self, tensor: torch.Tensor, bits: int, name: str) -> QuantizedTensor:
         tensor = self._as_stored(tensor, name)
         policy = self.quantizer.quantization_config
         settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search)
-        return api.quantize(tensor, *settings, where=name or "")
+        return api.quantize(tensor, *settings, where=name)
 
-    def _as_stored(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    def _as_stored(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor before the loader cast it to the model's dtype, where that lost something.
 
         The codes then do not depend on the dtype a model is loaded in.
         """
-        info = (self.quantizer.index or {}).get(name or "")
+        info = (self.quantizer.index or {}).get(name)
         if info is None or tensor.dtype in (info.dtype, torch.float32):
             return tensor
         with safe_open(info.file, framework="pt") as file:
@@ -133,13 +135,13 @@ class FuseExperts(ConversionOps):
         def compute() -> dict[str, torch.Tensor]:
             module, name = _owner(model, parameter)
             # Sources come part by part: all packed, then all absmax, then all factors.
-            parts = [input_dict.get(pattern, []) for pattern in source_patterns]
-            q = self._fuse(parts, self.hf_quantizer.plan[parameter], module.shapes[name][-1])
-            return _parts(module, name, target_patterns[0].removesuffix(PACKED), q)
+            stored = [input_dict.get(pattern, []) for pattern in source_patterns]
+            parts = self._fuse(stored, self.hf_quantizer.plan[parameter], module.shapes[name][-1])
+            return _named(module, name, target_patterns[0].removesuffix(PACKED), parts)
 
         return _Deferred(target_patterns[0], compute)
 
-    def _fuse(self, parts: list[list[torch.Tensor]], planned: Planned, columns: int) -> QuantizedTensor:
+    def _fuse(self, parts: list[list[torch.Tensor]], planned: Planned, columns: int) -> Parts:
         codebook = self.hf_quantizer.quantization_config.codebook_for(planned.bits)
         count = len(self.original.source_patterns)
         stacks = []
@@ -151,7 +153,7 @@ class FuseExperts(ConversionOps):
             shape = (*packed.shape[:-1], columns)
             levels = codebook.to(packed.device)
             stacks.append(QuantizedTensor(packed, absmax, levels, torch.stack(factors), planned.bits, shape))
-        return merge_rows(stacks, next(iter(planned.sources.values()))[0])
+        return fuse_rows(stacks)
 
 
 def _owner(model: nn.Module, parameter: str) -> tuple[Any, str]:
@@ -168,10 +170,10 @@ def _stack(quantized: list[QuantizedTensor]) -> QuantizedTensor:
     return QuantizedTensor(packed, absmax, first.codebook, scale, first.bits, shape)
 
 
-def _parts(module: QuantizedModule, name: str, prefix: str, q: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The tensors for the loader to set; the factor only where one is not 1."""
-    parts = {prefix + PACKED: q.packed, prefix + ABSMAX: q.absmax}
-    if bool((q.scale != 1).any()):
-        module.set_scale(name, q.scale)  # makes it a parameter, which the loader then finds
-        parts[prefix + SCALE] = q.scale
-    return parts
+def _named(module: QuantizedModule, name: str, prefix: str, parts: Parts) -> dict[str, torch.Tensor]:
+    """The tensors for the loader to set; the factors only if one is not 1."""
+    named = {prefix + PACKED: parts.packed, prefix + ABSMAX: parts.absmax}
+    if bool((parts.scale != 1).any()):
+        module.set_scale(name, parts.scale)  # makes it a parameter, which the loader then finds
+        named[prefix + SCALE] = parts.scale
+    return named

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 
@@ -24,8 +25,8 @@ class SplitScales(ConversionOps):
         prefix = full_layer_name.partition(target_patterns[0])[0]
         return {
             prefix + pattern.replace("*", str(expert)): factor.clone()
-            for pattern in target_patterns
-            for expert, factor in enumerate(factors.unbind(0))
+            for pattern, column in zip(target_patterns, _columns(factors, len(target_patterns)), strict=True)
+            for expert, factor in enumerate(column)
             if float(factor) != 1.0
         }
 
@@ -33,6 +34,11 @@ class SplitScales(ConversionOps):
     def reverse_op(self) -> ConversionOps:
         """Only ever used reversed."""
         return self
+
+
+def _columns(factors: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    """Factors [E] or [E, count] -> count times [E]."""
+    return factors.unbind(-1) if factors.dim() > 1 else [factors] * count
 
 
 class SplitRows(ConversionOps):
