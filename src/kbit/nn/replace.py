@@ -16,6 +16,10 @@ from kbit.nn.parts import QuantizedModule
 
 Progress = Callable[[int, int, str], None]
 
+# Called after a model was quantized in place. Integrations add to it, so that a library which the model is of
+# learns of the change.
+after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
+
 # A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
 LARGE = 1_000_000
 
@@ -77,6 +81,8 @@ def quantize_model(
         if progress is not None:
             progress(done, len(groups), members[0])
     _warn_about_leftovers(model, policy)
+    for tell in after_quantizing:
+        tell(model, policy)
     return model
 
 

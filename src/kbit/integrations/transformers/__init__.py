@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kbit.integrations.transformers.config import KbitConfig
-    from kbit.integrations.transformers.inplace import quantize_model
 
-__all__ = ["KbitConfig", "quantize_model"]
+__all__ = ["KbitConfig"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,8 +20,4 @@ def __getattr__(name: str) -> Any:
         from kbit.integrations.transformers.config import KbitConfig
 
         return KbitConfig
-    if name == "quantize_model":
-        from kbit.integrations.transformers.inplace import quantize_model
-
-        return quantize_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,11 +14,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from kbit.integrations.transformers import inplace
+
 _REGISTRY = "transformers.quantizers.auto"
 
 
 def install() -> None:
     """Register now, or as soon as transformers' registry is imported. Calling it again changes nothing."""
+    inplace.install()
     registry = sys.modules.get(_REGISTRY)
     if registry is not None and hasattr(registry, "register_quantizer"):
         register(registry)

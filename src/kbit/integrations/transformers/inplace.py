@@ -1,4 +1,4 @@
-"""quantize_model for models of transformers: what `save_pretrained` needs to know afterwards."""
+"""Models of transformers that `kbit.quantize_model` changed: what `save_pretrained` needs to know of it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import replace
-from kbit.nn.replace import Progress
 
 
-def quantize_model(
-    model: nn.Module, policy: QuantizationPolicy, progress: Progress | None = None
-) -> nn.Module:
-    """Quantize any model in place; one of transformers can be saved and reloaded afterwards.
+def install() -> None:
+    """Have `quantize_model` tell transformers. Calling it again changes nothing."""
+    if tell_transformers not in replace.after_quantizing:
+        replace.after_quantizing.append(tell_transformers)
 
-    Args, returns, raises: see `kbit.nn.replace.quantize_model`.
 
-    >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4)).save_pretrained(folder)
+def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
+    """Give a model of transformers the config and conversions with which it saves as a kbit checkpoint.
+
+    Other models are left alone, and transformers is not imported for them: without it there are none of its
+    models.
     """
-    replace.quantize_model(model, policy, progress)
-    # A model of transformers cannot exist before transformers is imported.
-    if "transformers" in sys.modules:
-        _tell_transformers(model, policy)
-    return model
-
-
-def _tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
+    if "transformers.modeling_utils" not in sys.modules:
+        return
     from transformers import PreTrainedModel
 
     from kbit.integrations.transformers import placement, saving
@@ -37,9 +33,8 @@ def _tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     config = policy if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
-    quantizer = KbitHfQuantizer(config, pre_quantized=True)
     placement.rename_tied_parts(model)
-    model.hf_quantizer = quantizer
+    model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, config.quant_method
     model.config.quantization_config = config
     conversions = getattr(model, "_weight_conversions", None)
