@@ -1,0 +1,68 @@
+"""The `kbit` command. One file per subcommand; each imports what is slow only when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kbit._version import __version__
+from kbit.cli import bench
+from kbit.cli.demo import demo
+from kbit.cli.doctor import doctor
+from kbit.cli.eval import evaluate
+from kbit.cli.generate import generate
+from kbit.cli.inspect import inspect
+from kbit.cli.quantize import quantize
+
+app = typer.Typer(
+    help="LLM weights in 2 to 5 bits: quantize, look inside, talk, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(quantize)
+app.command()(inspect)
+app.command()(generate)
+app.command("eval")(evaluate)
+app.add_typer(bench.app, name="bench")
+app.command()(doctor)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    if debug:
+        os.environ["KBIT_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Run the command line; what goes wrong is one line on stderr and exit code 1."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if os.environ.get("KBIT_DEBUG"):
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(error)}")
+        sys.exit(1)
+
+
+def escape(error: Exception) -> str:
+    """An exception's message for rich, its brackets taken literally."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(str(error) or type(error).__name__)

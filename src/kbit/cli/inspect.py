@@ -1,0 +1,203 @@
+"""`kbit inspect`: what is in a model folder, module by module, from its headers; errors where asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kbit.format.checkpoint import TensorInfo
+    from kbit.format.policy import QuantizationPolicy
+
+console = Console()
+# A parameter at least this large that stayed unquantized is pointed out.
+LARGE_PARAMETER = 1_000_000
+
+
+@dataclass
+class Module:
+    """One module of a checkpoint: a linear layer, a table, or all experts of a layer together.
+
+    Attributes:
+        bits: code width; None where it is not quantized.
+        weights: number of weights, those of rows padded to 32 counted where K is not known otherwise.
+        bytes: stored bytes, scales included.
+        squared_error, squared_sum: against the original weights; None without `--source`.
+    """
+
+    name: str
+    bits: int | None
+    tensors: int = 0
+    weights: int = 0
+    bytes: int = 0
+    squared_error: float | None = None
+    squared_sum: float | None = None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight."""
+        return 8 * self.bytes / max(1, self.weights)
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal to quantization noise in dB."""
+        if self.squared_error is None or not self.squared_sum:
+            return None
+        return 10 * math.log10(self.squared_sum / self.squared_error) if self.squared_error else math.inf
+
+
+def read_modules(
+    index: Mapping[str, TensorInfo], policy: QuantizationPolicy | None
+) -> dict[str, Module]:
+    """Sum a checkpoint's tensors up by module.
+
+    Args:
+        index: see `kbit.format.model_files.read_index`.
+        policy: the checkpoint's, None if it is not quantized.
+    """
+    from kbit.format.names import module_of, original_of
+
+    modules: dict[str, Module] = {}
+    for name, info in index.items():
+        quantized = original_of(name) != name
+        owner = module_of(name)
+        bits = policy.bits_for(owner) if policy is not None and quantized else None
+        key = owner if quantized else name
+        module = modules.setdefault(key, Module(key, bits))
+        module.bytes += info.nbytes
+        if name.endswith("_absmax"):
+            module.tensors += 1
+            module.weights += 32 * math.prod(info.shape)
+        elif not quantized:
+            module.tensors += 1
+            module.weights += math.prod(info.shape)
+    return modules
+
+
+def _quantized_names(index: Mapping[str, TensorInfo]) -> list[str]:
+    from kbit.format.names import PACKED
+
+    return [name.removesuffix(PACKED) for name in index if name.endswith(PACKED)]
+
+
+def add_errors(
+    modules: dict[str, Module],
+    index: Mapping[str, TensorInfo],
+    source: Mapping[str, TensorInfo],
+    policy: QuantizationPolicy,
+) -> Iterator[str]:
+    """Decode every quantized tensor and add up its squared error against the original; yields names.
+
+    Raises:
+        ValueError: the source does not hold a tensor, or holds it in another shape.
+    """
+    import torch
+
+    from kbit.format import QuantizedTensor
+    from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
+    from kbit.ops import dequantize
+
+    for name in _quantized_names(index):
+        module = modules[module_of(name)]
+        assert module.bits is not None
+        if name not in source:
+            raise ValueError(f"the source has no tensor {name!r}. Is it the model this was made from?")
+        original = _read(source, name)
+        packed, absmax = _read(index, name + PACKED), _read(index, name + ABSMAX)
+        stored = index.get(name + SCALE)
+        scale = _read(index, name + SCALE) if stored else torch.ones(packed.shape[:-2])
+        shape = tuple(original.shape)
+        q = QuantizedTensor(packed, absmax, policy.codebook_for(module.bits), scale, module.bits, shape)
+        if module.squared_error is None or module.squared_sum is None:
+            module.squared_error = module.squared_sum = 0.0
+            module.weights = 0
+        module.squared_error += float((dequantize(q) - original.float()).square().sum())
+        module.squared_sum += float(original.float().square().sum())
+        module.weights += original.numel()
+        yield name
+
+
+def _read(index: Mapping[str, TensorInfo], name: str):
+    from safetensors import safe_open
+
+    with safe_open(index[name].file, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    source: Annotated[Path | None, typer.Option(help="The unquantized model, to compute errors.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Bits, bits per weight, bytes and error of every module; only headers are read without --source."""
+    from kbit.format.checkpoint import read_config, read_index, validate_checkpoint
+
+    quantized = "quantization_config" in read_config(folder)
+    policy = validate_checkpoint(folder) if quantized else None
+    index = read_index(folder)
+    modules = read_modules(index, policy)
+    if source is not None:
+        if policy is None:
+            raise ValueError(f"{folder}: not quantized, so there is no error to compute. Drop --source.")
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            names = add_errors(modules, index, read_index(source), policy)
+            for _ in progress.track(names, total=len(_quantized_names(index)), description="decoding"):
+                pass
+    if as_json:
+        rows = [asdict(module) | {"bits_per_weight": module.bits_per_weight} for module in modules.values()]
+        print(json.dumps(rows, indent=1))
+        return
+    _print(list(modules.values()), folder)
+
+
+def _print(modules: list[Module], folder: Path) -> None:
+    with_error = any(module.sqnr is not None for module in modules)
+    table = Table(title=str(folder))
+    for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
+        table.add_column(header, justify="left" if header == "module" else "right")
+    for module in (module for module in modules if module.bits is not None):
+        table.add_row(module.name, str(module.bits), *_cells(module, with_error))
+    table.add_section()
+    for bits in sorted({module.bits for module in modules}, key=lambda width: (width is None, width or 0)):
+        total = _total([module for module in modules if module.bits == bits], bits)
+        table.add_row(total.name, str(bits or "-"), *_cells(total, with_error))
+    everything = _total(modules, None)
+    table.add_row("all", "", *_cells(everything, with_error), style="bold")
+    console.print(table)
+    left = [module for module in modules if module.bits is None and module.weights >= LARGE_PARAMETER]
+    for module in left:
+        console.print(
+            f"[yellow]unquantized[/yellow] {module.name}: {module.weights / 1e6:.1f} M weights, "
+            f"{module.bytes / 1e6:.1f} MB"
+        )
+
+
+def _cells(module: Module, with_error: bool) -> list[str]:
+    cells = [f"{module.weights:,}", f"{module.bits_per_weight:.2f}", f"{module.bytes / 1e6:.2f}"]
+    if with_error:
+        cells.append("" if module.sqnr is None else f"{module.sqnr:.1f}")
+    return cells
+
+
+def _total(modules: list[Module], bits: int | None) -> Module:
+    total = Module(f"all {bits}-bit" if bits else "unquantized", bits)
+    for module in modules:
+        total.tensors += module.tensors
+        total.weights += module.weights
+        total.bytes += module.bytes
+    errors = [module for module in modules if module.squared_error is not None]
+    if errors:
+        total.squared_error = sum(module.squared_error or 0.0 for module in errors)
+        total.squared_sum = sum(module.squared_sum or 0.0 for module in errors)
+    return total
