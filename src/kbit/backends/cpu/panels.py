@@ -26,13 +26,13 @@ def panels_win(tokens: int, dtype: torch.dtype, isa: str) -> bool:
 
     In float32 and float16 the fused kernels win at any M: 2.2 to 2.5 times faster than torch's matmul at
     256 tokens on Zen 5. In bfloat16 they equal it (0.94 to 1.04 from 64 to 512 tokens, 4096 -> 14336) where
-    they have dot products themselves; torch is faster where they have not (at 16 tokens AVX2 takes 11.0 ms,
-    panels 6.5), and is taken to be with AMX, which is not measured.
+    they have dot products themselves; torch is faster where they have not (at 64 tokens AVX2 takes 34 ms,
+    panels decoded by AVX2 23), and is taken to be with AMX, which is not measured.
     """
-    if tokens < 8 or dtype != torch.bfloat16:
+    if tokens < 32 or dtype != torch.bfloat16:
         return False
     fast, amx = _torch_multiplies_bfloat16()
-    return (amx and tokens >= 64) or (fast and isa != "avx512")
+    return amx or (fast and isa != "avx512")
 
 
 def linear_by_panels(

@@ -11,6 +11,10 @@
 //                 and nothing needs masking; tables shorter than that are repeated
 //
 // k = 4: 19 instructions for 128 weights.
+//
+// The other way, planes loaded as mask registers that add 1, 2, 4 and 8 to the index of a vpermw, was
+// measured on one Zen 5 core (k = 4, M = 1, bfloat16 dot products): 20 weights/ns from cache and 27 from
+// memory, this way 50 and 50.
 #pragma once
 
 #include <immintrin.h>
