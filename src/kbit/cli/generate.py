@@ -26,8 +26,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
 
     check_model_folder(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 def check_model_folder(folder: Path) -> None:

@@ -57,9 +57,7 @@ class Module:
         return 10 * math.log10(self.squared_sum / self.squared_error) if self.squared_error else math.inf
 
 
-def read_modules(
-    index: Mapping[str, TensorInfo], policy: QuantizationPolicy | None
-) -> dict[str, Module]:
+def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | None) -> dict[str, Module]:
     """Sum a checkpoint's tensors up by module.
 
     Args:
@@ -165,7 +163,7 @@ def _print(modules: list[Module], folder: Path) -> None:
     with_error = any(module.sqnr is not None for module in modules)
     table = Table(title=str(folder))
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
-        table.add_column(header, justify="left" if header == "module" else "right")
+        table.add_column(header, justify="left" if header == "module" else "right", overflow="fold")
     for module in (module for module in modules if module.bits is not None):
         table.add_row(module.name, str(module.bits), *_cells(module, with_error))
     table.add_section()

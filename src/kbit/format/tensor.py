@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +70,15 @@ class QuantizedTensor:
             return self
         parts = ("packed", "absmax", "codebook", "scale")
         return replace(self, **{name: getattr(self, name).to(device) for name in parts})
+
+    @classmethod
+    def stack(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """One [E, N, K] weight from E quantized matrices of one shape, width and codebook."""
+        first = matrices[0]
+        packed, absmax, scale = (
+            torch.stack([getattr(q, part) for q in matrices]) for part in ("packed", "absmax", "scale")
+        )
+        return cls(packed, absmax, first.codebook, scale, first.bits, (len(matrices), *first.shape))
 
     def __repr__(self) -> str:
         return (
