@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kbit import dispatch  # noqa: F401  (imported for the implementations it registers)
-from kbit import nn
+from kbit import (
+    dispatch,  # noqa: F401  (imported for the implementations it registers)
+    nn,
+)
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError

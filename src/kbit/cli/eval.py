@@ -136,6 +136,7 @@ def _score(model: Any, name: str, ids: torch.Tensor, base: Any, about: dict[str,
 def _relative_error(model: Any, base: Any) -> float:
     """Squared error of all quantized weights over their squared sum."""
     from kbit.nn.parts import QuantizedModule
+    from kbit.ops import dequantize
 
     error = total = 0.0
     for name, module in model.named_modules():
@@ -143,7 +144,7 @@ def _relative_error(model: Any, base: Any) -> float:
             original = base.get_submodule(name)
             for weight in module.shapes:
                 exact = getattr(original, weight).detach().float()
-                decoded = module.quantized(weight).dequantize()
+                decoded = dequantize(module.quantized(weight))
                 error += float((decoded - exact).square().sum())
                 total += float(exact.square().sum())
     return error / total if total else 0.0

@@ -5,8 +5,6 @@ Backends get contiguous tensors with x as [M, K] and write into `out`; they neve
 
 from __future__ import annotations
 
-import torch
-
 from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
 from kbit.format.codebook import midpoints

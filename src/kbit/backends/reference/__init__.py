@@ -6,6 +6,8 @@ of W are decoded in chunks, so the 16-bit copy never exists whole.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -102,7 +104,7 @@ def embedding(
 ) -> torch.Tensor:
     """`kbit::embedding` into `out` [T, K]; ids is [T]."""
     rows = packed.shape[0]
-    if not ids.is_cuda and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
+    if not ids.is_cuda and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= rows):
         position = int(((ids < 0) | (ids >= rows)).int().argmax())
         raise IndexError(
             f"embedding: id {int(ids[position])} at position {position} is outside 0..{rows - 1}"
@@ -147,9 +149,8 @@ def grouped_linear_grad_input(
 
 def _groups(expert_offsets: torch.Tensor) -> list[tuple[int, slice]]:
     """Experts that have rows, with those rows."""
-    bounds = expert_offsets.tolist()
-    pairs = zip(bounds[:-1], bounds[1:], strict=True)
-    return [(expert, slice(first, last)) for expert, (first, last) in enumerate(pairs) if last > first]
+    bounds = enumerate(itertools.pairwise(expert_offsets.tolist()))
+    return [(expert, slice(first, last)) for expert, (first, last) in bounds if last > first]
 
 
 def _rows(in_features: int) -> int:
