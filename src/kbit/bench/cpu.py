@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -69,6 +70,10 @@ def _packed_copies(w: torch.Tensor, bits: int) -> list[QuantizedTensor]:
     return _rotate(lambda: replace(q, packed=q.packed.clone(), absmax=q.absmax.clone()), q.nbytes)
 
 
+def _torch_call(copies: list[torch.Tensor], x: torch.Tensor) -> Callable[[int], object]:
+    return lambda index: F.linear(x, copies[index % len(copies)])
+
+
 def _packed_call(copies: list[QuantizedTensor], x: torch.Tensor, isa: str) -> Callable[[int], object]:
     out = torch.empty(x.shape[0], copies[0].shape[0], dtype=x.dtype)
 
@@ -99,8 +104,8 @@ def linear_rows(
         x32 = torch.randn(count, in_features)
         x16 = x32.bfloat16()
         calls: dict[tuple[str, int | None], Callable[[int], object]] = {
-            ("torch float32", None): lambda i, x=x32: F.linear(x, float32[i % len(float32)]),
-            ("torch bfloat16", None): lambda i, x=x16: F.linear(x, bfloat16[i % len(bfloat16)]),
+            ("torch float32", None): _torch_call(float32, x32),
+            ("torch bfloat16", None): _torch_call(bfloat16, x16),
         }
         for isa in instruction_sets():
             for width, copies in packed.items():
@@ -132,6 +137,10 @@ def _compare(shape, count, calls, packed, sizes, repeats) -> Iterator[LinearRow]
         )
 
 
+def _ignoring_index(run: Callable[[], object]) -> Callable[[int], object]:
+    return lambda index: run()
+
+
 def quantize_rows(repeats: int = 7) -> Iterator[QuantizeRow]:
     """Speed of the plain and the searching quantizer on a large bfloat16 weight."""
     in_features, out_features = LARGE
@@ -140,9 +149,8 @@ def quantize_rows(repeats: int = 7) -> Iterator[QuantizeRow]:
         for bits in SUPPORTED_BITS:
             levels = get_codebook("nf", bits)
             for window in (None, WINDOWS[bits]):
-                arguments = (w, levels, midpoints(levels), bits, window)
-                calls = {isa: lambda index, a=arguments, isa=isa: cpu.quantize(*a, isa=isa)}
-                result = timing.measure(calls, repeats)[isa]
+                run = functools.partial(cpu.quantize, w, levels, midpoints(levels), bits, window, isa)
+                result = timing.measure({isa: _ignoring_index(run)}, repeats)[isa]
                 speed = w.numel() / result.median_ms / 1e3
                 yield QuantizeRow(isa, bits, window is not None, round(speed, 1))
 

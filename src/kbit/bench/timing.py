@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 MIN_REPEATS = 7
 # Copies in rotation hold at least this many times the last-level cache.
@@ -44,8 +47,8 @@ def copies_needed(nbytes: int, cache_bytes: int) -> int:
 
 
 def measure(
-    calls: dict[str, Callable[[int], object]], repeats: int = 9, max_seconds: float = 6.0
-) -> dict[str, Timing]:
+    calls: Mapping[Key, Callable[[int], object]], repeats: int = 9, max_seconds: float = 6.0
+) -> dict[Key, Timing]:
     """Time several calls against each other.
 
     Args:
@@ -61,7 +64,7 @@ def measure(
     """
     if repeats < MIN_REPEATS:
         raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {repeats}.")
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[Key, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(0)
     deadline = time.perf_counter() + max_seconds

@@ -30,7 +30,7 @@ def read_text(file: Path | None) -> str:
         ValueError: it is not UTF-8.
     """
     if file is None:
-        return resources.files("kbit").joinpath("data", SHIPPED_TEXT).read_text(encoding="utf-8")
+        return (resources.files("kbit") / "data" / SHIPPED_TEXT).read_text(encoding="utf-8")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

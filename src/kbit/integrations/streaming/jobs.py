@@ -1,0 +1,103 @@
+"""Which tensors of a checkpoint are quantized, and into which shard of the output each goes.
+
+Both follow from the source's headers and the policy alone, so a killed run finds its place again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kbit.format import QuantizationPolicy
+from kbit.format.model_files import SINGLE_NAME, read_config, read_index
+from kbit.format.reference import blocks_of
+from kbit.format.safetensors_header import TensorInfo
+from kbit.format.scales import absmax_format
+from kbit.ops.checks import FLOAT_DTYPES
+
+# Tensors of a shard are in memory together, and once more while they are written.
+SHARD_BYTES = 256 * 2**20
+
+
+@dataclass
+class Job:
+    """What happens to one tensor of the source: quantized to `bits`, or copied where that is None."""
+
+    name: str
+    info: TensorInfo
+    bits: int | None
+    out_bytes: int
+
+
+def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any], list[Job]]:
+    """Decide what happens to every tensor of a checkpoint; reads headers only.
+
+    Raises:
+        ValueError: see `quantize_checkpoint`; also a tensor to be quantized that is not float.
+    """
+    config = read_config(source)
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"{source} is quantized already ({method}). Start from the unquantized model.")
+    index = read_index(source)
+    widths = _widths(source, policy, index)
+    jobs = []
+    for name, info in index.items():
+        bits = widths.get(name)
+        if bits is not None and info.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{name} is {info.dtype}; only float32, float16 and bfloat16 can be quantized. "
+                f"Convert the model, or leave it out with --skip."
+            )
+        jobs.append(Job(name, info, bits, _out_bytes(info, bits, policy)))
+    if not widths:
+        raise ValueError(
+            f"{source}: the options leave every tensor unquantized. Check --skip and --override."
+        )
+    return config, jobs
+
+
+def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInfo]) -> dict[str, int]:
+    """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kbit.integrations.transformers.placement import plan_ties
+    from kbit.integrations.transformers.plan import build_plan
+
+    config = AutoConfig.from_pretrained(source)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = architecture(config) if architecture else AutoModelForCausalLM.from_config(config)
+    plan = build_plan(model, policy, index, pre_quantized=False)
+    plan_ties(model, plan, refuse=False)
+    return {
+        name: planned.bits
+        for planned in plan.values()
+        for names in planned.sources.values()
+        for name in names
+    }
+
+
+def _out_bytes(info: TensorInfo, bits: int | None, policy: QuantizationPolicy) -> int:
+    if bits is None:
+        return info.nbytes
+    rows = info.numel // max(1, info.shape[-1])
+    per_block = 4 * bits + absmax_format(policy.absmax_format).bytes
+    return rows * blocks_of(info.shape[-1]) * per_block
+
+
+def assign_shards(jobs: list[Job]) -> dict[str, list[Job]]:
+    """{shard file: its jobs}, shards of at most `SHARD_BYTES` unless one tensor is larger."""
+    groups: list[list[Job]] = [[]]
+    for job in jobs:
+        if groups[-1] and sum(other.out_bytes for other in groups[-1]) + job.out_bytes > SHARD_BYTES:
+            groups.append([])
+        groups[-1].append(job)
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    count = len(groups)
+    return {f"model-{n:05d}-of-{count:05d}.safetensors": group for n, group in enumerate(groups, start=1)}
