@@ -163,7 +163,9 @@ class KbitExperts(QuantizedModule):
 
         # Back to the order of top_k_index; a gather and a sum over k have one order, atomic adds have none.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        weighted = results[back].view(tokens, chosen, -1).float() * top_k_weights.float().unsqueeze(-1)
+        weighted = results[back].view(
+            tokens, chosen, self.hidden_dim
+        ).float() * top_k_weights.float().unsqueeze(-1)
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
     def _gate_and_up(

@@ -1,0 +1,253 @@
+"""transformers: quantize on load, save, reload, generate, on tiny random models of five architectures."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import kbit
+from kbit.format import SUPPORTED_BITS
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
+from tiny_models import ARCHITECTURES, build, quantize_files
+
+transformers = pytest.importorskip("transformers")
+AutoModelForCausalLM = transformers.AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """{architecture: folder of an unquantized bfloat16 checkpoint}, made when first asked for."""
+
+    class Folders(dict):
+        def __missing__(self, architecture):
+            folder = tmp_path_factory.mktemp("models") / architecture
+            build(architecture, torch.bfloat16).save_pretrained(folder)
+            self[architecture] = folder
+            return folder
+
+    return Folders()
+
+
+def assert_same(one, other):
+    """Equal names, dtypes and bits of everything that is stored."""
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def load(folder, config=None, **kwargs):
+    if config is not None:  # None would hide the checkpoint's own config from transformers
+        kwargs["quantization_config"] = config
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model
+
+
+def widths(model):
+    return {n: m.bits for n, m in model.named_modules() if isinstance(m, QuantizedModule)}
+
+
+IDS = torch.tensor([[1, 5, 9, 3, 7], [2, 4, 8, 70, 71]])
+POLICY = {"bits": 4, "overrides": {"down_proj": 3, r"layers\.\d\.mlp\.experts": 5}}
+
+
+@pytest.mark.parametrize("embedding_bits", [None, 5])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantize_save_reload_generate(architecture, embedding_bits, sources, tmp_path):
+    config = kbit.KbitConfig(**POLICY, embedding_bits=embedding_bits)
+    model = load(sources[architecture], config)
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    quantize_files(sources[architecture], tmp_path / "files", config)
+    from_files = load(tmp_path / "files")
+    assert_same(model, again)
+    assert_same(model, from_files)
+
+    with torch.no_grad():
+        logits = model(IDS).logits
+        assert logits.isfinite().all()
+        assert torch.equal(logits, again(IDS).logits)
+        assert torch.equal(logits, from_files(IDS).logits)
+    generated = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, again.generate(IDS, max_new_tokens=4, do_sample=False))
+    assert generated.shape == (2, 9)
+
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    files = load_file(tmp_path / "files" / "model.safetensors")
+    assert saved.keys() == files.keys()
+    assert all(torch.equal(saved[name], files[name]) for name in saved)
+
+
+@pytest.mark.parametrize("embedding_bits", [None, 5])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantizing_in_place_gives_the_same_model(architecture, embedding_bits, sources, tmp_path):
+    config = kbit.KbitConfig(**POLICY, embedding_bits=embedding_bits)
+    on_load = load(sources[architecture], config)
+    in_place = kbit.quantize_model(load(sources[architecture]), config)
+    assert_same(on_load, in_place)
+    assert torch.equal(on_load(IDS).logits, in_place(IDS).logits)
+    in_place.save_pretrained(tmp_path / "saved")
+    assert_same(on_load, load(tmp_path / "saved"))
+
+
+def test_every_kind_of_layer_is_replaced(sources):
+    model = load(sources["qwen3_moe"], kbit.KbitConfig(**POLICY, embedding_bits=5))
+    attention, sparse, dense = (
+        model.model.layers[0].self_attn,
+        model.model.layers[0].mlp,
+        model.model.layers[1].mlp,
+    )
+    assert type(attention.q_proj) is KbitLinear
+    assert type(sparse.experts) is KbitExperts
+    assert type(model.model.embed_tokens) is KbitEmbedding
+    assert type(model.lm_head) is KbitLinear
+    assert not isinstance(sparse.gate, QuantizedModule)
+    bits = [attention.q_proj.bits, sparse.experts.bits, dense.down_proj.bits, model.lm_head.bits]
+    assert bits == [4, 5, 3, 5]
+    assert attention.q_proj.layer_name == "model.layers.0.self_attn.q_proj"
+    assert sparse.experts.gate_up_proj_scale.shape == (4, 2)
+    assert model.dtype == torch.bfloat16
+    assert not any(p.requires_grad for p in model.parameters() if p.dtype != torch.bfloat16)
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_every_width(bits, sources, tmp_path):
+    model = load(sources["llama"], kbit.KbitConfig(bits=bits))
+    assert set(widths(model).values()) == {bits}
+    model.save_pretrained(tmp_path)
+    assert_same(model, load(tmp_path))
+
+
+@pytest.mark.parametrize("absmax_format", ["float16", "float32"])
+def test_other_scale_formats_leave_the_models_dtype_alone(absmax_format, sources, tmp_path):
+    config = kbit.KbitConfig(absmax_format=absmax_format, embedding_bits=4)
+    model = load(sources["llama"], config)
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same(model, again)
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+    assert not any(p.requires_grad for n, p in again.named_parameters() if n.endswith("_absmax"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_do_not_depend_on_the_dtype_of_loading(dtype, sources, tmp_path):
+    build("qwen3_moe", torch.float32).save_pretrained(tmp_path / "float32")
+    config = kbit.KbitConfig(**POLICY, embedding_bits=4)
+    quantize_files(tmp_path / "float32", tmp_path / "files", config)
+    model = load(tmp_path / "float32", config, dtype=dtype)
+    from_files = load(tmp_path / "files", dtype=dtype)
+    assert_same(model, from_files)
+    assert model(IDS).logits.dtype == dtype
+    assert torch.equal(model(IDS).logits, from_files(IDS).logits)
+
+
+def test_a_tied_table_is_stored_once(sources, tmp_path):
+    model = load(sources["llama"], kbit.KbitConfig(embedding_bits=4))
+    assert model.lm_head.weight_packed is model.model.embed_tokens.weight_packed
+    model.save_pretrained(tmp_path)
+    names = [n for n in load_file(tmp_path / "model.safetensors") if "embed_tokens" in n or "lm_head" in n]
+    assert sorted(names) == ["model.embed_tokens.weight_absmax", "model.embed_tokens.weight_packed"]
+    again = load(tmp_path)
+    assert again.lm_head.weight_packed is again.model.embed_tokens.weight_packed
+    again.tie_weights()
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_a_tied_table_with_a_factor(tmp_path):
+    source = build("llama", torch.bfloat16)
+    with torch.no_grad():
+        source.model.embed_tokens.weight.mul_(4096)
+    source.save_pretrained(tmp_path / "source")
+    model = load(tmp_path / "source", kbit.KbitConfig(embedding_bits=4))
+    assert model.lm_head.weight_scale is model.model.embed_tokens.weight_scale
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert_same(model, again)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert not [n for n in load_file(tmp_path / "saved" / "model.safetensors") if "lm_head" in n]
+
+
+def test_modules_left_out_and_a_custom_codebook(sources, tmp_path):
+    levels = [-1.0, -0.4, 0.1, 0.6]
+    config = kbit.KbitConfig(bits=2, codebook=levels, modules_to_not_convert=["model.layers.1"])
+    model = load(sources["qwen3_moe"], config)
+    assert widths(model)
+    assert not [name for name in widths(model) if "layers.1" in name]
+    assert model.model.layers[0].mlp.experts.codebook.tolist() == pytest.approx(levels)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same(model, again)
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+
+
+def test_some_experts_stay_unquantized(sources, tmp_path):
+    config = kbit.KbitConfig(overrides={r"layers\.0\.mlp\.experts": 0})
+    model = load(sources["qwen3_next"], config)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, nn.Parameter)
+    assert type(model.model.layers[1].mlp.experts) is KbitExperts
+    model.save_pretrained(tmp_path / "saved")
+    quantize_files(sources["qwen3_next"], tmp_path / "files", config)
+    assert_same(model, load(tmp_path / "saved"))
+    assert_same(model, load(tmp_path / "files"))
+
+
+def test_shards_and_fused_experts_on_disk(sources, tmp_path):
+    model = load(sources["qwen3_moe"], kbit.KbitConfig(embedding_bits=4))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert_same(model, load(tmp_path / "shards"))
+
+
+def test_the_base_model_of_a_checkpoint(sources, tmp_path):
+    config = kbit.KbitConfig(embedding_bits=4)
+    model = load(sources["qwen3_moe"], config)
+    model.save_pretrained(tmp_path / "saved")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "saved")
+    assert_same(model.model, base)
+    assert_same(
+        base, transformers.AutoModel.from_pretrained(sources["qwen3_moe"], quantization_config=config)
+    )
+
+
+def test_a_quantized_model_compiles_whole(sources):
+    model = load(sources["llama"], kbit.KbitConfig(embedding_bits=4))
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.05)
+
+
+def test_gradients_reach_the_input_embeddings(sources):
+    model = load(sources["qwen3_moe"], kbit.KbitConfig(bits=4), dtype=torch.float32)
+    x = torch.randn(1, 4, 48, requires_grad=True)
+    model(inputs_embeds=x).logits.square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().sum() > 0
+
+
+CHECK = """
+import sys
+{imports}
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model.model.layers[0].self_attn.q_proj).__name__ == "KbitLinear"
+assert type(model.model.layers[0].self_attn.q_proj.weight_packed).__name__ == "Parameter"
+"""
+
+
+@pytest.mark.parametrize("imports", ["import kbit", "import transformers.quantizers\nimport kbit"])
+def test_importing_kbit_suffices_before_or_after_transformers(imports, sources, tmp_path):
+    load(sources["llama"], kbit.KbitConfig()).save_pretrained(tmp_path)
+    subprocess.run([sys.executable, "-c", CHECK.format(imports=imports), str(tmp_path)], check=True)
+
+
+def test_importing_kbit_does_not_import_transformers():
+    program = "import sys, kbit; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

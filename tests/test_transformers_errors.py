@@ -1,0 +1,133 @@
+"""transformers: what does not fit gets one clear error, before or instead of a model with wrong weights."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import kbit
+from tiny_models import build
+
+transformers = pytest.importorskip("transformers")
+AutoModelForCausalLM = transformers.AutoModelForCausalLM
+
+
+@pytest.fixture
+def source(tmp_path):
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def saved(source, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=kbit.KbitConfig(bits=4))
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        section = config["quantization_config"] if key in config["quantization_config"] else config
+        section[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.experts.2.up_proj.weight"]
+)
+def test_nan_weights_are_named(name, source):
+    def poison(tensors):
+        tensors[name][1, :2] = torch.nan
+
+    edit_weights(source, poison)
+    with pytest.raises(kbit.NonFiniteWeightError, match=rf"{name} holds 2 NaN"):
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=kbit.KbitConfig())
+
+
+def test_a_truncated_file(saved):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="truncated"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_newer_version(saved):
+    edit_config(saved, version=99)
+    with pytest.raises(ValueError, match="version 99.*Upgrade kbit"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "at 3 bits"),
+        ({"overrides": {"q_proj": 5}}, "q_proj.*at 5 bits"),
+        ({"modules_to_not_convert": ["model.layers.0"]}, "leaves module 'model.layers.0"),
+        ({"num_key_value_heads": 2}, r"k_proj.weight_packed.*has shape \(16, 8\), the model needs \(32, 8\)"),
+        ({"num_experts": 8, "num_local_experts": 8}, "it has 8 experts"),
+        ({"hidden_size": 96}, "shape"),
+        ({"bits": 9}, "bits must be one of"),
+        ({"absmax_format": "float32"}, "float32"),
+    ],
+)
+def test_config_and_weights_of_different_models(changes, message, saved):
+    edit_config(saved, **changes)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("suffix", ["_packed", "_absmax"])
+def test_a_missing_part(suffix, saved):
+    edit_weights(saved, lambda tensors: tensors.pop("model.layers.0.mlp.experts.1.up_proj.weight" + suffix))
+    with pytest.raises(ValueError, match=r"experts\.1\.up_proj"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_missing_expert(saved):
+    def drop(tensors):
+        for suffix in ("_packed", "_absmax"):
+            tensors.pop("model.layers.0.mlp.experts.3.up_proj.weight" + suffix)
+
+    edit_weights(saved, drop)
+    with pytest.raises(ValueError, match="it has 4 experts and the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_state_dict_is_no_kbit_checkpoint(saved):
+    config = transformers.AutoConfig.from_pretrained(saved)
+    with pytest.raises(ValueError, match="folder of safetensors"):
+        transformers.Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict={})
+
+
+def test_an_unquantized_config_field_is_refused(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"]["rotation"] = "hadamard"
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"unknown keys \['rotation'\]"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_layers_of_another_kind_stay_and_cannot_be_loaded_quantized(saved, monkeypatch):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    class OtherLinear(nn.Linear):
+        pass
+
+    original = modeling_qwen3_moe.Qwen3MoeAttention.__init__
+
+    def replaced(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.q_proj = OtherLinear(48, 32, bias=False)
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeAttention, "__init__", replaced)
+    with pytest.raises(ValueError, match=r"OtherLinear is not nn.Linear.*modules_to_not_convert"):
+        AutoModelForCausalLM.from_pretrained(saved)
