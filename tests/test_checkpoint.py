@@ -125,6 +125,13 @@ def test_a_lying_header_length(tmp_path, length):
         read_header(path)
 
 
+@pytest.mark.parametrize("length", [0x80, 0x280, 0x4B50])
+def test_a_header_length_that_looks_like_a_pickle(tmp_path, length):
+    """0x80 begins a pickle and "PK" a zip of pickles; both begin lawful header lengths too."""
+    header = json.dumps({"a": entry("F32", [2], 0, 8)}).encode().ljust(length)
+    assert list(read_header(raw_file(tmp_path / "x.safetensors", header, bytes(8)))) == ["a"]
+
+
 def test_truncation_at_every_byte(tmp_path):
     whole = save({"a": torch.arange(3), "b": torch.ones(2, 2)})
     path = tmp_path / "x.safetensors"

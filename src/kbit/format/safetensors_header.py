@@ -102,13 +102,14 @@ def _header_length(path: Path, size: int, start: bytes) -> int:
             f"{path}: a safetensors file has at least 8 bytes, this one has {size}. "
             f"It is truncated; fetch it again."
         )
-    if start[:2] == b"PK" or start[:1] == b"\x80":
-        raise ValueError(
-            f"{path}: this is a pickle, not a safetensors file. Loading a pickle runs code from it, so kbit "
-            f"refuses; convert the model with save_pretrained."
-        )
     length = int.from_bytes(start, "little")
     if length < 2 or length > MAX_HEADER_BYTES or length > size - 8:
+        # Only now: a lawful length may begin with these bytes too.
+        if start[:2] == b"PK" or start[:1] == b"\x80":
+            raise ValueError(
+                f"{path}: this is a pickle, not a safetensors file. Loading a pickle runs code from it, so "
+                f"kbit refuses; convert the model with save_pretrained."
+            )
         raise ValueError(
             f"{path}: the header says it has {length} bytes, the file has {size - 8} after the length and "
             f"headers end at {MAX_HEADER_BYTES}. The file is truncated or not safetensors; fetch it again."
