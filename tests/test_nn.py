@@ -72,6 +72,14 @@ def test_linear_state_dict_round_trip(scaled):
         assert start.state_dict().keys() == state.keys()
 
 
+def test_factors_of_another_shape_are_refused():
+    layer = KbitLinear.from_linear(tiny_weights(nn.Linear(64, 8)), bits=4)
+    state = layer.state_dict() | {"weight_scale": torch.ones(3)}
+    for target in (layer, KbitLinear(64, 8)):
+        with pytest.raises(RuntimeError, match="weight_scale"):
+            target.load_state_dict(state)
+
+
 def test_state_dict_of_another_width_is_refused():
     state = KbitLinear(64, 8, bits=3).state_dict()
     with pytest.raises(RuntimeError, match="weight_packed"):
@@ -326,6 +334,13 @@ def test_experts_compile_whole():
     for tokens in (5, 9):
         inputs = routed(tokens=tokens)
         torch.testing.assert_close(compiled(*inputs), layer(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_experts_name_themselves_in_errors():
+    layer = KbitExperts.from_experts(Experts(), 4, kbit.QuantizationPolicy(), name="layers.0.mlp.experts")
+    x, index, weights = routed()
+    with pytest.raises(ValueError, match=r"47 features.*expects 48 \(layers\.0\.mlp\.experts\)"):
+        layer(x[:, 1:], index, weights)
 
 
 def test_experts_of_another_layout_are_refused():

@@ -1,10 +1,11 @@
-"""transformers: quantize on load, save, reload, generate, on tiny random models of five architectures."""
+"""transformers: quantize on load, save, reload, generate, on tiny random models of six architectures."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
+from packaging import version
 from safetensors.torch import load_file
 from torch import nn
 
@@ -54,7 +55,7 @@ def widths(model):
 
 
 IDS = torch.tensor([[1, 5, 9, 3, 7], [2, 4, 8, 70, 71]])
-POLICY = {"bits": 4, "overrides": {"down_proj": 3, r"layers\.\d\.mlp\.experts": 5}}
+POLICY = {"bits": 4, "overrides": {"down_proj": 3, r"layers\.\d\..*\.experts$": 5}}
 
 
 @pytest.mark.parametrize("embedding_bits", [None, 5])
@@ -136,9 +137,12 @@ def test_other_scale_formats_leave_the_models_dtype_alone(absmax_format, sources
     assert not any(p.requires_grad for n, p in again.named_parameters() if n.endswith("_absmax"))
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_codes_do_not_depend_on_the_dtype_of_loading(dtype, sources, tmp_path):
-    build("qwen3_moe", torch.float32).save_pretrained(tmp_path / "float32")
+def test_codes_do_not_depend_on_the_dtype_of_loading(dtype, architecture, tmp_path):
+    if architecture == "mixtral" and version.parse(transformers.__version__) < version.parse("5.21"):
+        pytest.skip("before 5.21 transformers ignores dtype for renamed tensors of a quantized checkpoint")
+    build(architecture, torch.float32).save_pretrained(tmp_path / "float32")
     config = kbit.KbitConfig(**POLICY, embedding_bits=4)
     quantize_files(tmp_path / "float32", tmp_path / "files", config)
     model = load(tmp_path / "float32", config, dtype=dtype)

@@ -70,12 +70,21 @@ def _glm4_moe_lite():
     return Glm4MoeLiteConfig(**common, **_MOE, **sizes, **latent, **experts)
 
 
+def _mixtral():
+    """Its checkpoints call things otherwise than its modules do: block_sparse_moe.experts.0.w1."""
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 48, "intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 1}
+    return MixtralConfig(**_COMMON, **sizes, num_experts_per_tok=2)
+
+
 ARCHITECTURES = {
     "llama": _llama,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "glm4_moe_lite": _glm4_moe_lite,
+    "mixtral": _mixtral,
 }
 
 

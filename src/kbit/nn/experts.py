@@ -13,7 +13,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import Parts, quantize_fused
 from kbit.nn.parts import PARTS, QuantizedModule
-from kbit.ops import api
+from kbit.ops import api, checks
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -75,6 +75,7 @@ class KbitExperts(QuantizedModule):
     _is_expert_parallel = False
 
     config: Any = None
+    gate_up_proj_packed: torch.Tensor
     gate_up_proj_scale: torch.Tensor
 
     def __init__(
@@ -149,7 +150,12 @@ class KbitExperts(QuantizedModule):
 
         Returns:
             [T, hidden_dim] of hidden_states' dtype.
+
+        Raises:
+            TypeError, ValueError: hidden_states do not fit; the message names this layer.
         """
+        device = self.gate_up_proj_packed.device
+        checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         tokens, chosen = top_k_index.shape
         ids, order = torch.sort(top_k_index.flatten(), stable=True)
         # Where each expert's rows begin. Unlike bincount, searchsorted needs no look at the largest id, which

@@ -141,11 +141,17 @@ class QuantizedModule(nn.Module):
             stored = state_dict.get(prefix + key)
             if stored is None and prefix + name + "_packed" in state_dict:
                 self.set_scale(name, None)
-            elif stored is not None and (key in self._buffers or getattr(self, key).shape != stored.shape):
+            elif stored is not None and self._is_scale_shape(name, stored.shape):
                 device = getattr(self, name + "_packed").device
-                self._buffers.pop(key, None)
-                self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
+                if key in self._buffers or getattr(self, key).shape != stored.shape:
+                    self._buffers.pop(key, None)
+                    self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
+        """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""
+        matrices = self.shapes[name][:-2]
+        return tuple(shape) == matrices or (bool(matrices) and tuple(shape) == (*matrices, 2))
 
     def _describe(self) -> str:
         return f"bits={self.bits}"

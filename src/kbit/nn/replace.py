@@ -60,7 +60,8 @@ def quantize_model(
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
-        policy: which modules get how many bits; see `QuantizationPolicy.bits_for`.
+        policy: which modules get how many bits; see `QuantizationPolicy.bits_for`. It sees the names of this
+            model's modules; quantizing on load it sees those of the checkpoint, which differ for a few.
         progress: called as progress(done, total, name) after each layer.
 
     Returns:

@@ -37,8 +37,8 @@ class _Deferred(dict):
         return self._compute().items()
 
 
-class _Sources(list):
-    """The tensors of one parameter as the checkpoint stores them: per source, a list over experts."""
+class _Sources(dict):
+    """The tensors of one parameter as the checkpoint stores them: {source pattern: a list over experts}."""
 
 
 class GatherSources(ConversionOps):
@@ -60,7 +60,8 @@ class GatherSources(ConversionOps):
             for operation in self.original.operations:
                 input_dict = operation.convert(input_dict, source_patterns, target_patterns, **kwargs)
             return input_dict
-        return {target_patterns[0]: _Sources(input_dict[pattern] for pattern in source_patterns)}
+        # In the converter's order, which is that of the rows: gate, then up.
+        return {target_patterns[0]: _Sources((pattern, input_dict[pattern]) for pattern in source_patterns)}
 
 
 class Quantize(ConversionOps):
@@ -92,9 +93,9 @@ class Quantize(ConversionOps):
 
     def _fused(self, value: _Sources, planned: Planned) -> Parts:
         stacks = []
-        for tensors, names in zip(value, planned.sources.values(), strict=True):
+        for pattern, tensors in value.items():
             quantized = []
-            for position, name in enumerate(names):
+            for position, name in enumerate(planned.sources[pattern]):
                 quantized.append(self._quantize(tensors[position], planned.bits, name))
                 tensors[position] = None  # free the 16-bit expert before the next one is done
             stacks.append(_stack(quantized))

@@ -123,7 +123,7 @@ class KbitHfQuantizer(HfQuantizer):
             logger.warning("kbit left %d large parameters unquantized: %s.", len(left), lines)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
-        self.index = None  # only the load needed it
+        self.index, self._originals = None, {}  # only the load needed them
         return model
 
     def _restored(self, conversions: list) -> list:
