@@ -28,6 +28,9 @@ from kbit.integrations.streaming.jobs import Job, plan_jobs
 
 __all__ = ["Report", "quantize_checkpoint"]
 
+# Where transformers keeps named chat templates; the only folder inside a model folder that it reads.
+CHAT_TEMPLATES = "additional_chat_templates"
+
 
 @dataclass
 class Report:
@@ -73,17 +76,17 @@ def quantize_checkpoint(
         A Report.
 
     Raises:
-        FileExistsError: `target` exists, or another process is writing it.
+        FileExistsError: `target` exists and may not be replaced, or another process is writing it.
         NonFiniteWeightError: a weight holds NaN or Inf; nothing is left behind.
         OSError: the disk is full, or cannot be written; finished shards stay for the next run.
-        ValueError: the source is damaged, pickled, or quantized already.
+        ValueError: the source is damaged, pickled, quantized already, or overlaps the target.
     """
+    folder.check_target(source, target, force)
     config, jobs = plan_jobs(source, policy)
-    if target.exists() and not force:
-        raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
     partial = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     with folder.exclusive(partial):
+        folder.check_target(source, target, force)  # again: another process may have finished just now
         shards = folder.prepare(partial, source, policy, jobs)
         try:
             report = _write_shards(partial, shards, policy, progress)
@@ -154,6 +157,8 @@ def _write_rest(
         weights = path.suffix in (".safetensors", *PICKLE_SUFFIXES) or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != CONFIG_NAME:
             shutil.copyfile(path, partial / path.name)
+        elif path.is_dir() and path.name == CHAT_TEMPLATES:
+            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
     config = config | {"quantization_config": policy.to_dict()}
     (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:
@@ -165,4 +170,3 @@ def _write_rest(
             size += (partial / file).stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
-    (partial / folder.JOURNAL).unlink()

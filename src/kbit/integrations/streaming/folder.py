@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy
+from kbit.format.model_files import CONFIG_NAME
 from kbit.integrations.streaming.jobs import SHARD_BYTES, Job, assign_shards
 
 JOURNAL = "kbit-journal.json"
@@ -40,17 +41,43 @@ def exclusive(partial: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        # Before the release: a file unlinked after it could be one that the next process holds by then.
         Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def check_target(source: Path, target: Path, force: bool) -> None:
+    """Refuse a target that exists, or that must not be replaced.
+
+    Raises:
+        FileExistsError: it exists and `force` is not set, or is something else than a model folder.
+        ValueError: source and target are one folder, or one is inside the other.
+    """
+    here, there = source.resolve(), target.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise ValueError(f"{target} and the source {source} overlap. Write to a folder of its own.")
+    if not target.exists():
+        return
+    if not force:
+        raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_NAME).is_file()):
+        raise FileExistsError(f"{target} is not a model folder, so --force does not replace it. Remove it.")
 
 
 def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job]) -> dict[str, list[Job]]:
-    """Make the work folder, or take over one that the same task left; {shard file: jobs}."""
+    """Make the work folder, or take over one that the same task left; {shard file: jobs}.
+
+    Raises:
+        FileExistsError: a folder of that name is there that no run of this program left.
+        OSError: too little space is free.
+    """
     shards = assign_shards(jobs)
     journal = {"task": _fingerprint(source, policy, jobs), "shards": list(shards)}
     file = partial / JOURNAL
     same = file.is_file() and file.read_text() == json.dumps(journal)
     if partial.exists() and not same:
+        if not file.is_file() and any(partial.iterdir()):
+            raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")
         shutil.rmtree(partial)
     done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if same else 0
     _check_space(partial.parent, sum(job.out_bytes for job in jobs) - done)
@@ -99,18 +126,22 @@ def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def publish(partial: Path, target: Path) -> None:
     """Rename the finished folder; an old one makes way only now."""
     old = target.with_name(target.name + ".replaced")
-    if target.exists():
+    exists = target.exists()
+    if exists:
         target.replace(old)
     partial.replace(target)
-    if old.is_dir():
+    (target / JOURNAL).unlink()
+    if exists:
         shutil.rmtree(old)
 
 
 def explain(error: OSError, partial: Path) -> OSError:
     """The error of a failed write, with what is left and what to do."""
-    reason = error.strerror or str(error)
+    shards = [path.stat().st_size for path in partial.glob("*.safetensors")]
+    free = shutil.disk_usage(partial.parent).free
     return OSError(
-        error.errno or 0,
-        f"writing {partial} failed: {reason}. Finished shards are kept: fix the cause and run the same "
-        f"command again to go on, or delete that folder",
+        error.errno or errno.EIO,
+        f"writing {partial} failed: {error.strerror or error} ({free / 1e6:.0f} MB free). It keeps "
+        f"{len(shards)} finished shards of {sum(shards) / 1e6:.0f} MB: fix the cause and run the same "
+        f"command again to go on from there, or delete that folder",
     )

@@ -39,8 +39,9 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
         ValueError: see `quantize_checkpoint`; also a tensor to be quantized that is not float.
     """
     config = read_config(source)
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
+    stated = config.get("quantization_config")
+    if stated is not None:
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated
         raise ValueError(f"{source} is quantized already ({method}). Start from the unquantized model.")
     index = read_index(source)
     widths = _widths(source, policy, index)
@@ -62,16 +63,10 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
 
 def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInfo]) -> dict[str, int]:
     """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from kbit.integrations.transformers.placement import plan_ties
     from kbit.integrations.transformers.plan import build_plan
 
-    config = AutoConfig.from_pretrained(source)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        model = architecture(config) if architecture else AutoModelForCausalLM.from_config(config)
+    model = meta_model(source)
     plan = build_plan(model, policy, index, pre_quantized=False)
     plan_ties(model, plan, refuse=False)
     return {
@@ -80,6 +75,22 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
         for names in planned.sources.values()
         for name in names
     }
+
+
+def meta_model(source: Path) -> Any:
+    """The model of a folder's config, without weights.
+
+    Raises:
+        ValueError: transformers does not know this type of model.
+    """
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source)
+    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    known = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
+    with torch.device("meta"):
+        return architecture(config) if known else AutoModelForCausalLM.from_config(config)
 
 
 def _out_bytes(info: TensorInfo, bits: int | None, policy: QuantizationPolicy) -> int:

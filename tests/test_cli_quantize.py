@@ -1,0 +1,433 @@
+"""`kbit quantize`: equal to quantizing on load, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import kbit
+import tiny_models
+from kbit.backends import cpu
+from kbit.cli import app
+from kbit.format.checkpoint import parts_to_save, read_header, read_index, validate_checkpoint
+from kbit.integrations import streaming
+from kbit.integrations.streaming import folder as work_folder
+from kbit.integrations.streaming import jobs
+
+SMALL_SHARD = 5_000
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+def refuse(*arguments: object) -> str:
+    """The message of a run that must fail with one of the errors that the command line turns into a line."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, ValueError | OSError), result.exception
+    return str(result.exception)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A tiny mixture of experts, with the side files of a real model folder."""
+    folder = tmp_path_factory.mktemp("model") / "source"
+    tiny_models.build("qwen3_moe", torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    return folder
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
+    monkeypatch.setattr(work_folder, "SHARD_BYTES", SMALL_SHARD)
+
+
+@pytest.mark.parametrize("architecture", sorted(tiny_models.ARCHITECTURES))
+@pytest.mark.parametrize("embedding_bits", [None, 5])
+def test_equals_quantizing_on_load(tmp_path, architecture, embedding_bits):
+    from transformers import AutoModelForCausalLM
+
+    tiny_models.build(architecture, torch.bfloat16).save_pretrained(tmp_path / "in")
+    options = ["--override", r"down_proj=3", "--override", "layers.1.mlp=5"]
+    policy = kbit.KbitConfig(
+        bits=4, overrides={"down_proj": 3, "layers.1.mlp": 5}, embedding_bits=embedding_bits
+    )
+    if embedding_bits:
+        options += ["--embedding-bits", str(embedding_bits)]
+    result = run(tmp_path / "in", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    on_load = AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=policy)
+    on_load.save_pretrained(tmp_path / "expected")
+    ours, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in on_load.state_dict().items():
+        assert torch.equal(reloaded[name], tensor), name
+
+
+def test_what_is_quantized_and_what_is_not(source, tmp_path):
+    assert run(source, tmp_path / "out", "--skip", "model.layers.1.self_attn").exit_code == 0
+    names = set(read_index(tmp_path / "out"))
+    for quantized in ("layers.0.self_attn.q_proj.weight", "layers.0.mlp.experts.3.gate_proj.weight"):
+        assert {f"model.{quantized}_packed", f"model.{quantized}_absmax"} <= names
+    kept = ("layers.0.mlp.gate.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    kept += ("embed_tokens.weight", "layers.1.self_attn.k_proj.weight")
+    assert {f"model.{name}" for name in kept} <= names
+
+
+def test_a_matrix_of_no_linear_layer_is_copied(tmp_path):
+    """Its name and shape alone would have it quantized; the model says that it is not its own."""
+    tiny_models.build("llama", torch.bfloat16).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file) | {"model.extra.weight": torch.randn(64, 64)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert run(tmp_path / "in", tmp_path / "out").exit_code == 0
+    assert torch.equal(
+        load_file(tmp_path / "out" / "model.safetensors")["model.extra.weight"], tensors["model.extra.weight"]
+    )
+
+
+def test_side_files_and_config(source, tmp_path):
+    result = run(source, tmp_path / "out", "--bits", 3)
+    assert result.exit_code == 0, result.output
+    assert "peak memory" in result.output
+    assert "bits" in result.output
+    out = tmp_path / "out"
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert (out / "additional_chat_templates" / "tools.jinja").is_file()
+    assert not list(out.glob("*.bin"))
+    assert not (out / work_folder.JOURNAL).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config") == kbit.QuantizationPolicy(bits=3).to_dict()
+    assert config == json.loads((source / "config.json").read_text())
+
+
+def test_many_shards_hold_what_one_does(source, tmp_path, small_shards, monkeypatch):
+    assert run(source, tmp_path / "many").exit_code == 0
+    monkeypatch.undo()
+    assert run(source, tmp_path / "one").exit_code == 0
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 3
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in shards}
+    merged = {name: tensor for path in shards for name, tensor in load_file(path).items()}
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert merged.keys() == one.keys() == index["weight_map"].keys()
+    assert all(torch.equal(merged[name], one[name]) for name in one)
+    validate_checkpoint(tmp_path / "many")
+
+
+def test_fused_experts_on_disk_are_read_one_by_one(tmp_path, monkeypatch):
+    """Equal to quantizing the whole stack, and no more than one expert goes through at a time."""
+    shapes = []
+    quantize = kbit.quantize
+
+    def watch(w, *arguments, **keywords):
+        shapes.append(tuple(w.shape))
+        return quantize(w, *arguments, **keywords)
+
+    w = torch.randn(3, 16, 40).bfloat16()
+    save_file({"experts.down_proj": w}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(streaming.ops, "quantize", watch)
+    header = read_header(tmp_path / "x.safetensors")["experts.down_proj"]
+    job = jobs.Job("experts.down_proj", header, 4, 0)
+    parts = streaming._run(job, kbit.QuantizationPolicy())
+    expected = parts_to_save("experts.down_proj", quantize(w, 4))
+    assert shapes == [(16, 40)] * 3
+    assert parts.keys() == expected.keys()
+    assert all(torch.equal(parts[name], expected[name]) for name in parts)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------
+
+SCRIPT = f"""
+import sys, os, signal, time
+from pathlib import Path
+from kbit.integrations.streaming import folder, jobs
+jobs.SHARD_BYTES = folder.SHARD_BYTES = {SMALL_SHARD}
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen:
+    code = SCRIPT + textwrap.dedent(script) + "\nfrom kbit.cli import main\nmain()\n"
+    command = [sys.executable, "-c", code, "quantize", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_killed_and_resumed(source, tmp_path, small_shards):
+    """kill -9 in the middle of writing the third shard; the next run gives the same bytes as one run does."""
+    killer = """
+    real, calls = folder.save_file, []
+    def save_file(tensors, path, metadata):
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half a shard")
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(tensors, path, metadata)
+    folder.save_file = save_file
+    """
+    process = start(killer, source, tmp_path / "out")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, errors
+    partial = tmp_path / "out.partial"
+    assert not (tmp_path / "out").exists()
+    assert len(list(partial.glob("*.safetensors"))) == 2
+    before = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 of them from before" in result.output.replace("\n", " ")
+    for name, written in before.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == written
+    assert run(source, tmp_path / "whole").exit_code == 0
+    resumed, whole = tmp_path / "out", tmp_path / "whole"
+    shutil.rmtree(resumed / "additional_chat_templates")
+    shutil.rmtree(whole / "additional_chat_templates")
+    assert content(resumed) == content(whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def fail_at(monkeypatch, call: int, error: Exception):
+    real, calls = work_folder.save_file, []
+
+    def save(tensors, path, metadata=None):
+        calls.append(path)
+        if len(calls) == call:
+            Path(path).write_bytes(b"half")
+            raise error
+        real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(work_folder, "save_file", save)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["from the system", "from the library"])
+def test_disk_full(source, tmp_path, small_shards, monkeypatch, wrapped):
+    from safetensors import SafetensorError
+
+    with monkeypatch.context() as patch:
+        text = "I/O error: No space left on device (os error 28)"
+        full = OSError(errno.ENOSPC, "No space left on device")
+        fail_at(patch, 3, SafetensorError(text) if wrapped else full)
+        message = refuse(source, tmp_path / "out")
+    for part in ("No space left", str(tmp_path / "out.partial"), "keeps 2 finished shards", "run the same"):
+        assert part in message
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out.partial").glob("*.writing"))
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    validate_checkpoint(tmp_path / "out")
+
+
+def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch):
+    real = shutil.disk_usage
+    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    assert "free" in refuse(source, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_options_start_over(source, tmp_path, small_shards, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
+        refuse(source, tmp_path / "out", "--bits", 4)
+    result = run(source, tmp_path / "out", "--bits", 2)
+    assert result.exit_code == 0, result.output
+    assert "from before" not in result.output
+    assert validate_checkpoint(tmp_path / "out").bits == 2
+
+
+def test_a_changed_source_starts_over(source, tmp_path, small_shards, monkeypatch):
+    shutil.copytree(source, tmp_path / "in")
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
+        refuse(tmp_path / "in", tmp_path / "out")
+    os.utime(tmp_path / "in" / "model.safetensors", ns=(1, 1))
+    result = run(tmp_path / "in", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "from before" not in result.output
+
+
+def test_two_processes_at_once(source, tmp_path):
+    """The second one is refused while the first writes, and the first finishes unharmed."""
+    waiter = f"""
+    real = folder.save_file
+    def save_file(tensors, path, metadata):
+        Path({str(tmp_path / "writing")!r}).touch()
+        while not Path({str(tmp_path / "go")!r}).exists():
+            time.sleep(0.02)
+        real(tensors, path, metadata)
+    folder.save_file = save_file
+    """
+    first = start(waiter, source, tmp_path / "out")
+    try:
+        while not (tmp_path / "writing").exists():
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.05)
+        second = start("", source, tmp_path / "out")
+        _, errors = second.communicate(timeout=120)
+        assert second.returncode == 1
+        assert "another process" in errors
+        assert "Traceback" not in errors
+        (tmp_path / "go").touch()
+        _, errors = first.communicate(timeout=120)
+    finally:
+        first.kill()
+    assert first.returncode == 0, errors
+    validate_checkpoint(tmp_path / "out")
+    assert not list(tmp_path.glob("*.lock"))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_nan_is_named_and_nothing_is_left(source, tmp_path, small_shards):
+    shutil.copytree(source, tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5:8] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = refuse(tmp_path / "in", tmp_path / "out")
+    assert name in message
+    assert " 3 NaN or Inf" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_existing_output(source, tmp_path):
+    assert run(source, tmp_path / "out").exit_code == 0
+    assert "--force" in refuse(source, tmp_path / "out")
+    assert validate_checkpoint(tmp_path / "out").bits == 4
+    assert run(source, tmp_path / "out", "--bits", 2, "--force").exit_code == 0
+    assert validate_checkpoint(tmp_path / "out").bits == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
+    shutil.copytree(source, tmp_path / "in")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    assert "not a model folder" in refuse(tmp_path / "in", tmp_path / "home", "--force")
+    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in", "--force")
+    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in" / "out")
+    assert "overlap" in refuse(tmp_path / "in", tmp_path, "--force")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "letter.txt").write_text("dear")
+    assert "not made by kbit" in refuse(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out.partial" / "letter.txt").is_file()
+    assert (tmp_path / "home" / "letter.txt").is_file()
+    assert content(tmp_path / "home") == {"letter.txt": b"dear"}
+    assert (tmp_path / "in" / "model.safetensors").is_file()
+
+
+def test_bad_sources(source, tmp_path):
+    assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refuse(tmp_path / "empty", tmp_path / "out")
+    shutil.copytree(source, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    assert "pickle" in refuse(tmp_path / "pickled", tmp_path / "out")
+    shutil.copytree(source, tmp_path / "short")
+    whole = (source / "model.safetensors").read_bytes()
+    (tmp_path / "short" / "model.safetensors").write_bytes(whole[:-100])
+    assert "truncated" in refuse(tmp_path / "short", tmp_path / "out")
+    assert run(source, tmp_path / "done").exit_code == 0
+    assert "quantized already" in refuse(tmp_path / "done", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "7"], "bits must be"),
+        (["--override", "down_proj"], "REGEX=BITS"),
+        (["--override", "down_proj=x"], "REGEX=BITS"),
+        (["--override", "(=4"], "regular expression"),
+        (["--override", "down_proj=6"], "bits must be"),
+        (["--override", ".=0"], "unquantized"),
+        (["--codebook", "uniform"], "unknown codebook"),
+        (["--absmax", "int8"], "unknown absmax"),
+    ],
+)
+def test_bad_options(source, tmp_path, options, message):
+    assert message in refuse(source, tmp_path / "out", *options)
+    assert not list(tmp_path.iterdir())
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu.available(), reason="minutes on the reference backend")
+def test_peak_memory_does_not_grow_with_the_model(tmp_path):
+    """1.2 GB of weights, the largest tensor 8.4 M: at most twice that in float32, plus 1 GB."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 16,
+        "vocab_size": 256,
+        "dtype": "bfloat16",
+    }
+    write_large_model(tmp_path / "in", config)
+    size = sum(path.stat().st_size for path in (tmp_path / "in").glob("*.safetensors"))
+    process = start("", tmp_path / "in", tmp_path / "out", "--plain")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, process.communicate()
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    assert size > 1.15e9
+    assert peak < 2 * 4 * 4096 * 2048 + 1e9, f"{peak / 1e6:.0f} MB"
+
+
+def write_large_model(folder: Path, config: dict) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    h, i = config["hidden_size"], config["intermediate_size"]
+    shapes = {f"self_attn.{name}_proj": (h, h) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (i, h), "mlp.up_proj": (i, h), "mlp.down_proj": (h, i)}
+    random = {shape: torch.randn(shape).bfloat16() for shape in set(shapes.values())}
+    weight_map = {}
+    for layer in range(config["num_hidden_layers"]):
+        prefix, file = f"model.layers.{layer}.", f"layer{layer}.safetensors"
+        tensors = {prefix + name + ".weight": random[shape].clone() for name, shape in shapes.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[prefix + norm + ".weight"] = torch.ones(h, dtype=torch.bfloat16)
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    ends = {"model.embed_tokens.weight": torch.randn(256, h), "lm_head.weight": torch.randn(256, h)}
+    save_file(ends | {"model.norm.weight": torch.ones(h)}, folder / "ends.safetensors")
+    weight_map |= dict.fromkeys([*ends, "model.norm.weight"], "ends.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
