@@ -1,0 +1,93 @@
+"""Quality on a real model that never was quantized: the scale search must beat plain absmax at every width.
+
+The model is too large for the repository. KBIT_TEST_MODEL names the folder of a small unquantized causal
+language model, KBIT_TEST_TEXT a text that it was not trained on.
+"""
+
+import copy
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import kbit
+from kbit.bench.quality import compare, log_probabilities, windows
+from kbit.cli.eval import encode_windows, read_text
+from kbit.cli.generate import load_model
+from kbit.format import SUPPORTED_BITS, QuantizationPolicy
+
+needs_model = pytest.mark.skipif(
+    not (os.environ.get("KBIT_TEST_MODEL") and os.environ.get("KBIT_TEST_TEXT")),
+    reason="KBIT_TEST_MODEL and KBIT_TEST_TEXT name no unquantized model and held-out text",
+)
+
+
+class Bigram(torch.nn.Module):
+    """A model whose next-token distribution is a table row, so that every score is known in closed form."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, input_ids, use_cache):
+        return type("Output", (), {"logits": self.table[input_ids]})
+
+
+def test_scores_of_a_model_known_in_closed_form():
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    reference, model = Bigram(p.log().expand(3, 3)), Bigram(q.log().expand(3, 3))
+    result = compare(model, torch.tensor([[0, 2, 2], [1, 2, 2]]), reference)
+    assert result.tokens == 4
+    assert result.perplexity == pytest.approx(2.0)
+    assert result.kl_divergence == pytest.approx(float((p * (p / q).log()).sum()))
+    assert compare(model, torch.tensor([[0, 2]])).kl_divergence is None
+
+
+def test_a_model_does_not_diverge_from_itself():
+    model = Bigram(torch.randn(5, 5))
+    ids = torch.randint(5, (3, 8))
+    assert compare(model, ids, model).kl_divergence == pytest.approx(0.0, abs=1e-7)
+    assert log_probabilities(model, ids).exp().sum(-1) == pytest.approx(torch.ones(3, 7))
+
+
+def test_windows_are_whole_and_at_most_so_many_tokens():
+    assert windows(torch.arange(10), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert windows(torch.arange(10), 4, max_tokens=5).shape == (1, 4)
+    assert windows(torch.arange(3), 512).shape == (1, 3)
+    with pytest.raises(ValueError, match="has 1 tokens"):
+        windows(torch.arange(1))
+
+
+def test_the_shipped_text_is_there():
+    assert len(read_text(None)) > 30_000
+
+
+def test_a_text_that_is_not_utf8_is_explained(tmp_path):
+    file = tmp_path / "latin1.txt"
+    file.write_bytes("caf\xe9".encode("latin1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_text(file)
+
+
+@needs_model
+@pytest.mark.slow
+def test_search_beats_plain_absmax_at_every_width():
+    folder = Path(os.environ["KBIT_TEST_MODEL"])
+    ids = encode_windows(folder, Path(os.environ["KBIT_TEST_TEXT"]).read_text(), 256, 1536)
+    base = load_model(folder, "float32")
+    unquantized = compare(base, ids).perplexity
+    divergences = []
+    for bits in SUPPORTED_BITS:
+        plain, search = (
+            compare(kbit.quantize_model(copy.deepcopy(base), QuantizationPolicy(bits, search=search)), ids, base)
+            for search in (False, True)
+        )
+        assert search.kl_divergence < plain.kl_divergence, bits
+        divergences.append(search.kl_divergence)
+    assert divergences == sorted(divergences, reverse=True), "each bit more must help"
+    assert divergences[-1] < 0.02
+    assert math.isfinite(unquantized)
