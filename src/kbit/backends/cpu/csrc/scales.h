@@ -14,7 +14,9 @@ constexpr int64_t kScalesAhead = 4096;  // bytes
 inline float decode_e4m4(uint32_t byte) {
     const float normal = float_of((byte << 19) + (116u << 23));
     const float subnormal = float(int32_t(byte)) * 6.103515625e-5f;  // 2^-14
-    return byte < 16u ? subnormal : normal;
+    // Not `byte < 16 ? ... : ...`: GCC 12 makes that a branch and the loop over a row's scales a scalar one.
+    const uint32_t small = 0u - uint32_t(byte < 16u);
+    return float_of((bits_of(subnormal) & small) | (bits_of(normal) & ~small));
 }
 
 // out[0, count): scales of blocks [first, first + count) of `row`; out[count, padded): zeros.
