@@ -8,7 +8,7 @@ at one token, averages away; a few thousand tokens are enough to tell two quanti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,19 +62,50 @@ def compare(
     Returns:
         Quality over all n * (size - 1) scored tokens.
     """
-    loss = divergence = 0.0
+    return compare_each({"": model}, ids, reference, progress)[""]
+
+
+def compare_each(
+    models: Mapping[str, Any],
+    ids: torch.Tensor,
+    reference: Any = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Quality]:
+    """Score several models on the same text, running the reference once for all of them.
+
+    Args:
+        models: {name: model}; the reference may be one of them.
+        ids, reference, progress: see `compare`.
+
+    Returns:
+        {name: Quality}.
+    """
+    loss = dict.fromkeys(models, 0.0)
+    divergence = dict.fromkeys(models, 0.0)
     for index, window in enumerate(_each(ids)):
-        scores = log_probabilities(model, window)
-        target = window[:, 1:, None].to(scores.device)
-        loss -= float(scores.gather(-1, target).double().sum())
-        if reference is not None:
-            expected = log_probabilities(reference, window).to(scores.device)
-            divergence += float((expected.exp() * (expected - scores)).sum(-1).double().sum())
+        expected = None if reference is None else log_probabilities(reference, window)
+        for name, model in models.items():
+            if expected is not None and model is reference:
+                scores = expected
+            else:
+                scores = log_probabilities(model, window)
+            loss[name] -= _sum(scores.gather(-1, window[:, 1:, None].to(scores.device)))
+            if expected is not None:
+                exact = expected.to(scores.device)
+                divergence[name] += _sum((exact.exp() * (exact - scores)).sum(-1))
         if progress is not None:
             progress(index + 1)
     count = ids.shape[0] * (ids.shape[1] - 1)
-    kl = divergence / count if reference is not None else None
-    return Quality(math.exp(loss / count), kl, count)
+    return {
+        name: Quality(
+            math.exp(loss[name] / count), None if reference is None else divergence[name] / count, count
+        )
+        for name in models
+    }
+
+
+def _sum(values: torch.Tensor) -> float:
+    return float(values.double().sum())
 
 
 def _each(ids: torch.Tensor) -> Iterator[torch.Tensor]:

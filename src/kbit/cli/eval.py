@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,13 +87,16 @@ def _saved(
 ) -> list[dict[str, Any]]:
     """Rows for a model as it is on disk, and for its reference where one is given."""
     ids = encode_windows(folder, read_text(text), window, max_tokens)
-    models = {} if reference is None else {reference.name: load_model(reference, "float32")}
-    base = next(iter(models.values()), None)
+    models: dict[str, Any] = {}
+    base = None
+    if reference is not None:
+        base = models[f"{reference.name} (reference)"] = _load_unquantized(reference)
     models[folder.name] = load_model(folder, "float32")
-    return [
-        _score(model, name, ids, None if model is base else base, {"bits": None, "method": "saved"})
-        for name, model in models.items()
-    ]
+    sizes = {each.config.get_text_config().vocab_size for each in models.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
+    rows = {name: {"bits": None, "method": "saved"} | _sizes(model, base) for name, model in models.items()}
+    return _score(models, rows, ids, base)
 
 
 def _in_memory(
@@ -114,52 +118,85 @@ def _in_memory(
         for search in ((False, True) if plain else (True,))
     ]
     ids = encode_windows(folder, read_text(text), window, max_tokens)
-    base = load_model(folder, "float32")
-    rows = [_score(base, folder.name, ids, None, {"bits": None, "method": "unquantized"})]
+    base = _load_unquantized(folder)
+    models = {folder.name: base}
+    rows: dict[str, dict[str, Any]] = {folder.name: {"bits": None, "method": "unquantized"}}
     for policy in policies:
         method = "search" if policy.search else "plain"
-        model = quantize_model(copy.deepcopy(base), policy)
-        about = {"bits": policy.bits, "method": method, "nmse": _relative_error(model, base)}
-        rows.append(_score(model, f"{folder.name} k={policy.bits} {method}", ids, base, about))
-    return rows
+        name = f"{folder.name} k={policy.bits} {method}"
+        model = models[name] = quantize_model(_sharing_copy(base), policy)
+        rows[name] = {"bits": policy.bits, "method": method} | _sizes(model, base)
+    return _score(models, rows, ids, base)
 
 
-def _score(model: Any, name: str, ids: torch.Tensor, base: Any, about: dict[str, Any]) -> dict[str, Any]:
-    from kbit.bench.quality import compare
+def _load_unquantized(folder: Path) -> Any:
+    from kbit.nn.parts import QuantizedModule
+
+    model = load_model(folder, "float32")
+    if any(isinstance(module, QuantizedModule) for module in model.modules()):
+        raise ValueError(f"{folder} is quantized. Give the unquantized model, or drop --bits.")
+    return model
+
+
+def _sharing_copy(model: Any) -> Any:
+    """A copy of a model's modules on the very same tensors: quantizing it costs only the codes' memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _score(
+    models: dict[str, Any], rows: dict[str, dict[str, Any]], ids: torch.Tensor, base: Any
+) -> list[dict[str, Any]]:
+    """The rows with perplexity and divergence; the unquantized model has no divergence."""
+    from kbit.bench.quality import compare_each
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=len(ids))
-        result = compare(model, ids, base, lambda done: progress.update(task, completed=done))
-    return {"model": name, **about, **vars(result)}
+        task = progress.add_task("scoring", total=len(ids))
+        results = compare_each(models, ids, base, lambda done: progress.update(task, completed=done))
+    for name, result in results.items():
+        rows[name] |= vars(result)
+        if models[name] is base:
+            rows[name]["kl_divergence"] = None
+    return [{"model": name, **row} for name, row in rows.items()]
 
 
-def _relative_error(model: Any, base: Any) -> float:
-    """Squared error of all quantized weights over their squared sum."""
+def _sizes(model: Any, base: Any) -> dict[str, Any]:
+    """Bits per quantized weight and, where there is an unquantized model, their relative squared error."""
     from kbit.nn.parts import QuantizedModule
+
+    parts = [
+        (name, module, weight)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedModule)
+        for weight in module.shapes
+    ]
+    if not parts:
+        return {}
+    weights = sum(math.prod(module.shapes[weight]) for _, module, weight in parts)
+    nbytes = sum(module.quantized(weight).nbytes for _, module, weight in parts)
+    error = {} if base is None else {"nmse": _relative_error(parts, base)}
+    return {"bits_per_weight": round(8 * nbytes / weights, 4), **error}
+
+
+def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
+    """Squared error of all quantized weights over their squared sum."""
     from kbit.ops import dequantize
 
     error = total = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
-            original = base.get_submodule(name)
-            for weight in module.shapes:
-                exact = getattr(original, weight).detach().float()
-                decoded = dequantize(module.quantized(weight))
-                error += float((decoded - exact).square().sum())
-                total += float(exact.square().sum())
+    for name, module, weight in parts:
+        exact = getattr(base.get_submodule(name), weight).detach().float()
+        decoded = dequantize(module.quantized(weight)).view_as(exact)
+        error += float((decoded - exact).square().sum())
+        total += float(exact.square().sum())
     return error / total if total else 0.0
 
 
 def _table(rows: list[dict[str, Any]], window: int) -> Table:
     table = Table(title=f"{rows[0]['tokens']} tokens in windows of {window}")
-    for header in ("model", "nmse", "perplexity", "KL divergence"):
+    for header in ("model", "bits/weight", "nmse", "perplexity", "KL divergence"):
         table.add_column(header, justify="left" if header == "model" else "right")
+    formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}
     for row in rows:
-        nmse, divergence = row.get("nmse"), row["kl_divergence"]
-        table.add_row(
-            row["model"],
-            "" if nmse is None else f"{nmse:.5f}",
-            f"{row['perplexity']:.3f}",
-            "" if divergence is None else f"{divergence:.4f}",
-        )
+        values = [(row.get(key), spec) for key, spec in formats.items()]
+        table.add_row(row["model"], *("" if value is None else format(value, spec) for value, spec in values))
     return table
