@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,11 +50,24 @@ class Module:
         return 8 * self.bytes / max(1, self.weights)
 
     @property
-    def sqnr(self) -> float | None:
-        """Signal to quantization noise in dB."""
+    def nmse(self) -> float | None:
+        """Squared error over squared sum."""
         if self.squared_error is None or not self.squared_sum:
             return None
-        return 10 * math.log10(self.squared_sum / self.squared_error) if self.squared_error else math.inf
+        return self.squared_error / self.squared_sum
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal to quantization noise in dB."""
+        if self.nmse is None:
+            return None
+        return -10 * math.log10(self.nmse) if self.nmse else math.inf
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints of it."""
+        counted = ("name", "bits", "tensors", "weights", "bytes", "bits_per_weight", "nmse")
+        exact = {"sqnr_db": None if self.sqnr == math.inf else self.sqnr}  # JSON has no infinity
+        return {key: getattr(self, key) for key in counted} | exact
 
 
 def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | None) -> dict[str, Module]:
@@ -153,8 +166,7 @@ def inspect(
             for _ in progress.track(names, total=len(_quantized_names(index)), description="decoding"):
                 pass
     if as_json:
-        rows = [asdict(module) | {"bits_per_weight": module.bits_per_weight} for module in modules.values()]
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([module.as_json() for module in modules.values()], indent=1))
         return
     _print(list(modules.values()), folder)
 

@@ -1,0 +1,359 @@
+"""The `kbit` command apart from quantize and bench: its frame, inspect, generate, eval and doctor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import kbit
+import tiny_models
+from kbit.cli import app, doctor
+from kbit.integrations.streaming import quantize_checkpoint
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+TEXT = "the quick brown fox jumps over the lazy dog. " * 12
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return result.output
+
+
+def refuse(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, ValueError | OSError), repr(result.exception)
+    return str(result.exception)
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, "-m", "kbit", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token per character; the rest of the tiny vocabulary is never used."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<unk>", *string.ascii_lowercase, *" .,:<>?!'-"]
+    model = models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A tiny mixture of experts with a tokenizer, and the same at 4 bits with some layers at 2."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_models.build("qwen3_moe", torch.bfloat16).save_pretrained(root / "original")
+    save_tokenizer(root / "original")
+    policy = kbit.QuantizationPolicy(bits=4, overrides={"experts": 2})
+    quantize_checkpoint(root / "original", root / "quantized", policy)
+    return {name: root / name for name in ("original", "quantized")}
+
+
+# -- the frame -----------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands_without_importing_transformers():
+    commands = ("quantize", "inspect", "generate", "eval", "bench", "doctor", "demo")
+    output = succeed("--help")
+    assert all(command in output for command in commands)
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom kbit.cli import app\n"
+        "CliRunner().invoke(app, ['--help'])\nprint('transformers' in sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_version():
+    assert succeed("--version").strip() == f"kbit {kbit.__version__}"
+
+
+def test_an_error_is_one_line_and_exit_code_1(tmp_path):
+    result = shell("inspect", tmp_path / "[missing]")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ")
+    assert "[missing]" in result.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    result = shell("--debug", "inspect", tmp_path / "missing")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_a_bad_option_is_a_usage_error():
+    assert run("quantize", "--bits", "many", "a", "b").exit_code == 2
+    assert run("no-such-command").exit_code == 2
+
+
+# -- inspect -------------------------------------------------------------------------------------------------
+
+
+def inspected(*arguments: object) -> dict[str, dict]:
+    return {row["name"]: row for row in json.loads(succeed("inspect", *arguments, "--json"))}
+
+
+def test_inspect_counts_what_is_stored(folders):
+    rows = inspected(folders["quantized"])
+    attention = rows["model.layers.0.self_attn.q_proj"]
+    assert (attention["bits"], attention["tensors"]) == (4, 1)
+    experts = rows["model.layers.0.mlp.experts"]
+    assert (experts["bits"], experts["tensors"]) == (2, 4 * 3)
+    assert rows["model.embed_tokens.weight"]["bits"] is None
+    stored = sum(tensor.nbytes for tensor in load_file(folders["quantized"] / "model.safetensors").values())
+    assert sum(row["bytes"] for row in rows.values()) == stored
+
+
+def test_inspect_computes_errors_against_the_original(folders):
+    rows = inspected(folders["quantized"], "--source", folders["original"])
+    original = load_file(folders["original"] / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj"
+    w = original[f"{name}.weight"]
+    decoded = kbit.dequantize(kbit.quantize(w, 4))
+    error = float((decoded - w.float()).square().sum())
+    assert rows[name]["nmse"] == pytest.approx(error / float(w.float().square().sum()))
+    assert rows[name]["sqnr_db"] == pytest.approx(-10 * math.log10(rows[name]["nmse"]))
+    assert rows["model.embed_tokens.weight"]["nmse"] is None
+    assert rows[name]["weights"] == w.numel()
+    # 16 bits of scale and 32 k of codes per 48 weights would be (64 k + 16) / 48: rows are padded to 64.
+    assert rows[name]["bits_per_weight"] == pytest.approx((64 * 4 + 2 * 8) / 48)
+
+
+def test_inspect_prints_a_table(folders):
+    output = succeed("inspect", folders["quantized"], "--source", folders["original"])
+    for text in ("SQNR", "all 4-bit", "all 2-bit", "unquantized", "self_attn"):
+        assert text in output
+    assert "all 4-bit" not in succeed("inspect", folders["original"])
+
+
+def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
+    from kbit.cli import inspect
+
+    monkeypatch.setattr(sys.modules[inspect.__module__], "LARGE_PARAMETER", 1000)
+    assert "unquantized model.embed_tokens.weight" in succeed("inspect", folders["quantized"])
+
+
+def test_inspect_refuses_what_does_not_fit(folders, tmp_path):
+    assert "not quantized" in refuse("inspect", folders["original"], "--source", folders["quantized"])
+    other = shutil.copytree(folders["original"], tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert "q_proj" in refuse("inspect", folders["quantized"], "--source", other)
+    broken = shutil.copytree(folders["quantized"], tmp_path / "broken")
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[:-1])
+    assert "truncated" in refuse("inspect", broken)
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "eval"])
+def test_a_checkpoint_of_other_bits_than_its_config_is_refused(folders, tmp_path, command):
+    lying = shutil.copytree(folders["quantized"], tmp_path / "lying")
+    config = json.loads((lying / "config.json").read_text())
+    config["quantization_config"]["bits"] = 3
+    (lying / "config.json").write_text(json.dumps(config))
+    extra = ["hello"] if command == "generate" else []
+    assert "at 3 bits" in refuse(command, lying, *extra)
+
+
+# -- generate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["original", "quantized"])
+def test_generate_streams_what_the_model_says(folders, which):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arguments = ("generate", folders[which], "hello", "--max-new-tokens", 8)
+    output = succeed(*arguments)
+    tokenizer = AutoTokenizer.from_pretrained(folders[which])
+    ids = tokenizer("<user>hello>", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(folders[which], dtype="auto")
+    answer = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() in output
+    assert "tokens/s" in output
+    assert strip_speed(succeed(*arguments)) == strip_speed(output)
+
+
+def strip_speed(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "tokens/s" not in line and "Loading" not in line]
+
+
+def test_generate_samples_by_seed_and_without_template(folders):
+    sample = (
+        "generate",
+        folders["quantized"],
+        "hi",
+        "--max-new-tokens",
+        12,
+        "--temperature",
+        2.0,
+        "--no-chat",
+    )
+    one, two, three = (strip_speed(succeed(*sample, "--seed", seed)) for seed in (1, 1, 2))
+    assert one == two
+    assert one != three
+
+
+def test_generate_refuses_a_folder_that_is_no_model(tmp_path):
+    assert "not a folder" in refuse("generate", tmp_path / "missing", "hello")
+    assert "no config.json" in refuse("generate", tmp_path, "hello")
+
+
+# -- eval ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def scored(tmp_path: Path, *arguments: object) -> list[dict]:
+    succeed("eval", *arguments, "--json", tmp_path / "result.json")
+    content = (tmp_path / "result.json").read_text()
+    assert str(tmp_path.parent) not in content, "a result file names no folder of this machine"
+    return json.loads(content)["rows"]
+
+
+def test_eval_against_the_original(folders, text, tmp_path):
+    options = ("--text", text, "--window", 64)
+    reference, row = scored(tmp_path, folders["quantized"], "--reference", folders["original"], *options)
+    assert reference["kl_divergence"] is None
+    assert row["kl_divergence"] > 0
+    assert row["tokens"] == (len(TEXT) // 64) * 63
+    assert 2.25 < row["bits_per_weight"] < 7
+    assert 0 < row["nmse"] < 0.2
+    (alone,) = scored(tmp_path, folders["quantized"], *options)
+    assert alone["perplexity"] == pytest.approx(row["perplexity"])
+    assert alone["kl_divergence"] is None
+
+
+def test_eval_computes_perplexity_as_the_model_does(folders, text, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (row,) = scored(tmp_path, folders["original"], "--text", text, "--window", 64)
+    ids = AutoTokenizer.from_pretrained(folders["original"])(TEXT, return_tensors="pt").input_ids[0]
+    model = AutoModelForCausalLM.from_pretrained(folders["original"], dtype=torch.float32)
+    batch = ids[: len(ids) // 64 * 64].view(-1, 64)
+    with torch.inference_mode():
+        assert row["perplexity"] == pytest.approx(math.exp(float(model(batch, labels=batch).loss)), rel=1e-5)
+
+
+def test_eval_quantizes_in_memory(folders, text, tmp_path):
+    options = ("--bits", "2,4", "--plain", "--text", text, "--window", 64, "--max-tokens", 256)
+    base, *rows = scored(tmp_path, folders["original"], *options)
+    assert base["kl_divergence"] is None
+    assert [(row["bits"], row["method"]) for row in rows] == [
+        (bits, method) for bits in (2, 4) for method in ("plain", "search")
+    ]
+    errors = {(row["bits"], row["method"]): row["nmse"] for row in rows}
+    assert errors[2, "search"] < errors[2, "plain"]
+    assert errors[4, "search"] < errors[4, "plain"] < errors[2, "search"]
+    assert all(row["kl_divergence"] > 0 for row in rows)
+    # In memory and from disk is one and the same quantizer.
+    quantize_checkpoint(folders["original"], tmp_path / "two", kbit.QuantizationPolicy(bits=2))
+    saved = scored(tmp_path, tmp_path / "two", "--reference", folders["original"], *options[3:])[1]
+    in_memory = rows[1]
+    for key in ("perplexity", "kl_divergence", "nmse", "bits_per_weight"):
+        assert saved[key] == pytest.approx(in_memory[key], rel=1e-6), key
+
+
+def test_eval_uses_the_shipped_text(folders):
+    assert "windows of 32" in succeed("eval", folders["quantized"], "--window", 32, "--max-tokens", 64)
+
+
+def test_eval_refuses_what_it_cannot_score(folders, text, tmp_path):
+    quantized, original = folders["quantized"], folders["original"]
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "tokens" in refuse("eval", original, "--text", tmp_path / "empty.txt")
+    assert "UTF-8" in refuse("eval", original, "--text", tmp_path / "latin.txt")
+    assert "nothing.txt" in refuse("eval", original, "--text", tmp_path / "nothing.txt")
+    assert "--bits takes" in refuse("eval", original, "--bits", "2-5", "--text", text)
+    assert "bits must be" in refuse("eval", original, "--bits", "6", "--text", text)
+    assert "is quantized" in refuse("eval", quantized, "--bits", "4", "--text", text)
+    assert "is quantized" in refuse("eval", quantized, "--reference", quantized, "--text", text)
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_this_machine_fit():
+    findings = {row["what"]: row for row in json.loads(succeed("doctor", "--json"))}
+    assert torch.__version__ in findings["torch"]["found"]
+    assert {"python", "transformers", "cpu", "cpu kernels", "threads", "gpu", "cache folder"} <= set(findings)
+    assert "cpu kernels" in succeed("doctor")
+
+
+def test_doctor_fails_where_kbit_cannot_run(monkeypatch):
+    missing = doctor.__globals__["_package"]("no-such-package-at-all")
+    monkeypatch.setitem(doctor.__globals__, "CHECKS", (missing,))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "pip install" in result.output
+
+
+def test_doctor_says_why_kernels_are_missing(monkeypatch):
+    from kbit.backends import cpu
+
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no compiler when it was installed")
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, "slow is not broken"
+    (kernels,) = (row for row in json.loads(result.output) if row["what"] == "cpu kernels")
+    assert "no compiler" in kernels["found"]
+    assert "g++" in kernels["remedy"]
+
+
+def test_an_unsupported_instruction_set_is_explained():
+    result = shell("doctor", KBIT_CPU_ISA="sse2")
+    assert "Traceback" not in result.stderr
+    assert result.returncode == (1 if cpu_available() else 0)
+    if cpu_available():
+        assert "sse2" in result.stdout
+
+
+def cpu_available() -> bool:
+    from kbit.backends import cpu
+
+    return cpu.available()
+
+
+def test_doctor_reports_an_unwritable_cache(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    findings = {row["what"]: row for row in json.loads(run("doctor", "--json").output)}
+    assert "XDG_CACHE_HOME" in findings["cache folder"]["remedy"]
