@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 OLDEST_TRANSFORMERS ?= 5.17.0
 
 bin := $(VENV)/bin
-sources := src tests tools benchmarks
+sources := src tests tools
 cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX

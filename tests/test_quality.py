@@ -82,10 +82,9 @@ def test_search_beats_plain_absmax_at_every_width():
     unquantized = compare(base, ids).perplexity
     divergences = []
     for bits in SUPPORTED_BITS:
-        plain, search = (
-            compare(kbit.quantize_model(copy.deepcopy(base), QuantizationPolicy(bits, search=search)), ids, base)
-            for search in (False, True)
-        )
+        policies = [QuantizationPolicy(bits, search=search) for search in (False, True)]
+        models = [kbit.quantize_model(copy.deepcopy(base), policy) for policy in policies]
+        plain, search = (compare(model, ids, base) for model in models)
         assert search.kl_divergence < plain.kl_divergence, bits
         divergences.append(search.kl_divergence)
     assert divergences == sorted(divergences, reverse=True), "each bit more must help"
