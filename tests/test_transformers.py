@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from packaging import version
 from safetensors.torch import load_file
 from torch import nn
@@ -14,7 +15,6 @@ from kbit.format import SUPPORTED_BITS
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
 from tiny_models import ARCHITECTURES, build, quantize_files
 
-transformers = pytest.importorskip("transformers")
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import kbit
 from tiny_models import build
 
-transformers = pytest.importorskip("transformers")
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 

@@ -112,10 +112,11 @@ lint)
     touch "$venv/.lint-installed"
     ;;
 oldest)
-    # Beside the environment, not in it: PYTHONPATH picks it, and the environment stays as constrained.
+    # Beside the environment, not in it: PYTHONPATH picks it and what it needs (none of it torch), and the
+    # environment stays as constrained.
     if [ ! -d "$venv/oldest/transformers-$2.dist-info" ]; then
         rm -rf "$venv/oldest"
-        quietly "installing transformers $2 beside" "$venv/bin/python" -m pip install --no-deps --quiet \
+        quietly "installing transformers $2 beside" "$venv/bin/python" -m pip install --quiet \
             --disable-pip-version-check --target "$venv/oldest" "transformers==$2"
     fi
     ;;
