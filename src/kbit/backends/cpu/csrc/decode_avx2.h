@@ -65,6 +65,7 @@ struct PairDecoder {
     static constexpr int kUnitVecs = 8;
     static constexpr int kUnits = kBlocks / 2;
     static constexpr bool kNatural = false;
+    static constexpr bool kStaged = true;  // codes() and look_up() apart: see gemv.h
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
@@ -115,14 +116,32 @@ struct PairDecoder {
         return _mm256_shuffle_epi8(tables[unit][byte], index);
     }
 
+    // What remains to be looked up: byte i of each 32-bit lane j as above, and the fifth plane.
+    struct Codes {
+        __m256i low, fifth[BITS == 5 ? 2 : 1];
+    };
+
+    static inline __attribute__((always_inline)) Codes codes(const uint8_t* p) {
+        Codes c;
+        c.low = swap_bits(swap_bits(planes(p), 7, 0x00aa00aa), 14, 0x0000cccc);
+        if constexpr (BITS == 5) {
+            c.fifth[0] = fifth_bit(p, 0x08040201);
+            c.fifth[1] = fifth_bit(p, int(0x80402010));
+        }
+        return c;
+    }
+
     inline __attribute__((always_inline)) void operator()(const uint8_t* p, Vec* w) const {
-        __m256i codes = swap_bits(planes(p), 7, 0x00aa00aa);
-        codes = swap_bits(codes, 14, 0x0000cccc);
+        look_up(codes(p), w);
+    }
+
+    inline __attribute__((always_inline)) void look_up(const Codes& c, Vec* w) const {
+        const __m256i codes = c.low;
         const __m256i nibble = _mm256_set1_epi8(15), zero = _mm256_setzero_si256();
 #pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) {
             const __m256i index = _mm256_and_si256(h == 0 ? codes : _mm256_srli_epi32(codes, 4), nibble);
-            const __m256i fifth = BITS == 5 ? fifth_bit(p, h == 0 ? 0x08040201 : int(0x80402010)) : zero;
+            const __m256i fifth = BITS == 5 ? c.fifth[h % (BITS == 5 ? 2 : 1)] : zero;
 #pragma GCC unroll 2
             for (int u = 0; u < kUnits; ++u) {
                 const __m256i b2 = lookup(2, u, index, fifth), b3 = lookup(3, u, index, fifth);

@@ -116,6 +116,7 @@ struct Decoder {
     static constexpr int kUnitVecs = 2;
     static constexpr int kUnits = kBlocks;
     static constexpr bool kNatural = true;
+    static constexpr bool kStaged = false;
 
     explicit Decoder(const float* table) : low(load(table)), high(load(table + 16)) {}
 

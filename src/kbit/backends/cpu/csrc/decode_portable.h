@@ -55,6 +55,7 @@ struct Decoder {
     static constexpr int kUnitVecs = kBlock / kLanes;
     static constexpr int kUnits = 1;
     static constexpr bool kNatural = true;
+    static constexpr bool kStaged = false;
 
     explicit Decoder(const float* levels) : table(levels) {}
 

@@ -6,6 +6,10 @@
 // x: float32 in decoded order, zero-padded to whole groups. Sums are float32: per block, lane by lane, the
 // block scale applied by one fused multiply-add, blocks alternate between two accumulators, lanes are summed
 // last. The order depends on neither threads nor row splits.
+//
+// AVX2 decodes by long chains of dependent instructions. Transposing planes one group ahead of the look-ups
+// takes 256 x 4096 from cache on one Zen 5 core (bfloat16) from 0.084 to 0.076 ms at k = 4 and from 0.076 to
+// 0.058 at k = 2.
 #pragma once
 
 #include "rows.h"
@@ -26,28 +30,50 @@ inline __attribute__((always_inline)) void gemv_row(const LinearJob& job, const 
     for (int t = 0; t < TOKENS; ++t) {
         even[t] = odd[t] = splat(0.0f);
     }
-    for_each_group<D>(
-        w, row, 0, w.blocks, kGemvAhead, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
-            Vec v[D::kUnits * D::kUnitVecs];
-            decode(p, v);
+    const auto multiply = [&](int64_t g, const Vec* v) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int u = 0; u < D::kUnits; ++u) {
-                const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
-                const int64_t column = g * D::kBlocks * kBlock + u * D::kUnitVecs * kLanes;
+        for (int u = 0; u < D::kUnits; ++u) {
+            const Vec scale = D::unit_scale(scales + g * D::kBlocks, u);
+            const int64_t column = g * D::kBlocks * kBlock + u * D::kUnitVecs * kLanes;
 #pragma GCC unroll 4
-                for (int t = 0; t < TOKENS; ++t) {
-                    const float* xt = x + t * job.x_stride + column;
-                    Vec a = v[u * D::kUnitVecs] * load(xt), b = v[u * D::kUnitVecs + 1] * load(xt + kLanes);
+            for (int t = 0; t < TOKENS; ++t) {
+                const float* xt = x + t * job.x_stride + column;
+                Vec a = v[u * D::kUnitVecs] * load(xt), b = v[u * D::kUnitVecs + 1] * load(xt + kLanes);
 #pragma GCC unroll 8
-                    for (int i = 2; i < D::kUnitVecs; i += 2) {
-                        a = fma(v[u * D::kUnitVecs + i], load(xt + i * kLanes), a);
-                        b = fma(v[u * D::kUnitVecs + i + 1], load(xt + (i + 1) * kLanes), b);
-                    }
-                    Vec& acc = u % 2 == 0 ? even[t] : odd[t];
-                    acc = fma(a + b, scale, acc);
+                for (int i = 2; i < D::kUnitVecs; i += 2) {
+                    a = fma(v[u * D::kUnitVecs + i], load(xt + i * kLanes), a);
+                    b = fma(v[u * D::kUnitVecs + i + 1], load(xt + (i + 1) * kLanes), b);
                 }
+                Vec& acc = u % 2 == 0 ? even[t] : odd[t];
+                acc = fma(a + b, scale, acc);
             }
-        });
+        }
+    };
+    Vec v[D::kUnits * D::kUnitVecs];
+    if constexpr (D::kStaged) {
+        typename D::Codes pending = {};
+        int64_t last = 0;
+        for_each_group<D>(w, row, 0, w.blocks, kGemvAhead,
+                          [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+                              if (g > 0) {
+                                  const auto now = pending;
+                                  pending = decode.codes(p);
+                                  decode.look_up(now, v);
+                                  multiply(g - 1, v);
+                              } else {
+                                  pending = decode.codes(p);
+                              }
+                              last = g;
+                          });
+        decode.look_up(pending, v);
+        multiply(last, v);
+    } else {
+        for_each_group<D>(w, row, 0, w.blocks, kGemvAhead,
+                          [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+                              decode(p, v);
+                              multiply(g, v);
+                          });
+    }
     for (int t = 0; t < TOKENS; ++t) {
         sums[4 * t] = even[t] + odd[t];
     }
