@@ -119,13 +119,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
 def render(text: str) -> str:
     """Text with every marked section filled."""
     for name, function in SECTIONS.items():
-        pattern = re.compile(rf"(<!-- {name} -->)(\n?).*?(\n?)(<!-- /{name} -->)", re.S)
+        pattern = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.S)
         if pattern.search(text):
             content = function()
-            text = pattern.sub(
-                lambda match, content=content: "".join((match[1], match[2], content, match[3], match[4])),
-                text,
-            )
+            block = f"\n{content}\n" if "\n" in content else content
+            text = pattern.sub(lambda match, block=block: match[1] + block + match[2], text)
     return text
 
 
