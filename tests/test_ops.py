@@ -1,5 +1,8 @@
 """The ops: schemas under opcheck, traced and eager alike, gradients, `out=`, and every refusal."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -256,3 +259,19 @@ def test_backend_can_be_forced_and_a_bad_name_is_explained(dense, monkeypatch):
     w = torch.randn(4, 32)
     with pytest.raises(ValueError, match="KBIT_BACKEND=cpu cannot run quantize"):
         kbit.quantize(w, scale="float32")
+
+
+def test_without_kernels_the_reference_answers_and_says_so_once():
+    code = """
+import sys, warnings
+sys.modules["kbit._cpu"] = None  # importing it fails, as where no compiler was found
+import torch, kbit
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    q = kbit.quantize(torch.randn(8, 64), bits=3)
+    kbit.linear(torch.randn(2, 64), q)
+print(*(str(warning.message) for warning in caught if "kbit" in str(warning.message)), sep="\\n")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (message,) = result.stdout.splitlines()
+    assert message.endswith("the slower reference backend is used. `kbit doctor` says what to do.")

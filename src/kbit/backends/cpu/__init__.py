@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     _reason = (
         f"the compiled extension kbit._cpu is missing ({error}). Reinstall kbit with a C++17 compiler "
-        "and Python's headers present; until then the slower reference backend is used."
+        "and Python's headers present; until then the slower reference backend is used"
     )
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
