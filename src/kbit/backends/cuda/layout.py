@@ -1,0 +1,182 @@
+"""The tiled layout that every CUDA kernel reads, and its reference permutation in pure PyTorch.
+
+A tile is 16 rows (n) by 64 columns (k) of one matrix: a record of 32 * bits words of codes and 8 words of
+E4M4 scales, all int32. A weight [N, K] is ceil(N / 16) x ceil(K / 64) records. What lies outside the
+canonical form is padded with code 0 and scale 0: a permutation of the bit-planes, without loss.
+
+Codes. Lane 4g + t of a warp (g = 0..7, t = 0..3) owns 32 codes, as the 16 pairs that are its A registers of
+four `mma.m16n8k16`: pair 4j + h, j = 0..3 the step of 16 columns, h = 0..3 the register, holds
+
+    row g + 8 (h & 1), columns 16j + 8 (h >> 1) + 2t and the next:  code(first) | code(next) << bits
+
+Pairs fill the lane's `bits` words from bit 0 up, 32 // (2 * bits) to a word. At 3 and 5 bits that is one
+pair short: bits 2w and 2w + 1 of pair 15 are bits 30 and 31 of word w.
+
+Words. A lane's words are placed so that it reads them by one load of 8 bytes (2 and 3 bits) or 16 bytes
+(4 and 5 bits) and at most one of 4, without bank conflicts: first those vectors lane by lane, then the last
+word (3 and 5 bits) lane by lane.
+
+Scales. Byte 2r + b of scale word g is the scale of row g + 8r in the tile's block b of 32 columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.format import bitplanes
+from kbit.format.codebook import BLOCK_SIZE, check_bits
+
+TILE_ROWS = 16
+TILE_COLUMNS = 64
+LANES = 32
+PAIRS = 16
+SCALE_WORDS = 8
+
+_BLOCKS = TILE_COLUMNS // BLOCK_SIZE
+
+
+def tile_words(bits: int) -> int:
+    """int32 words of one tile: 32 * bits of codes, 8 of scales."""
+    return LANES * check_bits(bits) + SCALE_WORDS
+
+
+def tile_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:
+    """Shape of the tiled form of a weight [n, k]: row tiles, column tiles, words of a tile."""
+    return -(-n // TILE_ROWS), -(-k // TILE_COLUMNS), tile_words(bits)
+
+
+def pairs_per_word(bits: int) -> int:
+    """Whole pairs in a word: 8, 5, 4 and 3 at 2, 3, 4 and 5 bits."""
+    return 32 // (2 * bits)
+
+
+def lane_words(bits: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Where a lane's words are in a tile: int64 [32, bits]."""
+    vector = 4 if bits >= 4 else 2
+    lane = torch.arange(LANES, device=device).unsqueeze(1)
+    word = torch.arange(bits, device=device)
+    return torch.where(word < vector, vector * lane + word, LANES * vector + lane)
+
+
+def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
+    """Permute the canonical form into tiles.
+
+    Args:
+        packed: int32 [..., N, blocks * bits].
+        absmax: uint8 [..., N, blocks], E4M4.
+        bits: code width.
+        in_features: K; blocks is K / 32 rounded up.
+
+    Returns:
+        int32 [..., *tile_shape(N, K, bits)].
+
+    Raises:
+        ValueError: the scales are not E4M4, or the shapes do not belong together.
+    """
+    check_canonical(packed, absmax, bits, in_features)
+    *leading, n, blocks = absmax.shape
+    row_tiles, column_tiles, words = tile_shape(n, in_features, bits)
+    more_rows, more_blocks = row_tiles * TILE_ROWS - n, column_tiles * _BLOCKS - blocks
+    codes = F.pad(bitplanes.unpack(packed, bits), (0, more_blocks * BLOCK_SIZE, 0, more_rows))
+    codes = codes.reshape(-1, row_tiles, 2, 8, column_tiles, 4, 2, 4, 2)
+    # [E, row tile, r, g, column tile, j, c, t, p] -> [E, row tile, column tile, g, t, j, c, r, p]
+    codes = codes.permute(0, 1, 4, 3, 7, 5, 6, 2, 8).reshape(-1, LANES, PAIRS, 2).long()
+    tiles = torch.empty(codes.shape[0], words, dtype=torch.int32, device=packed.device)
+    tiles[:, lane_words(bits, packed.device)] = _pack_pairs(codes[..., 0] | codes[..., 1] << bits, bits)
+    scales = F.pad(absmax, (0, more_blocks, 0, more_rows))
+    scales = scales.reshape(-1, row_tiles, 2, 8, column_tiles, _BLOCKS).permute(0, 1, 4, 3, 2, 5)
+    tiles[:, -SCALE_WORDS:] = scales.contiguous().view(torch.int32).reshape(-1, SCALE_WORDS)
+    return tiles.view(*leading, row_tiles, column_tiles, words)
+
+
+def from_tiled(
+    tiled: torch.Tensor, bits: int, out_features: int, in_features: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `to_tiled`.
+
+    Args:
+        tiled: int32 [..., *tile_shape(out_features, in_features, bits)].
+        bits: code width.
+        out_features: N.
+        in_features: K.
+
+    Returns:
+        packed int32 [..., N, blocks * bits] and absmax uint8 [..., N, blocks].
+
+    Raises:
+        ValueError: `tiled` has another shape or dtype.
+    """
+    check_tiled(tiled, bits, out_features, in_features)
+    leading = tiled.shape[:-3]
+    row_tiles, column_tiles, words = tiled.shape[-3:]
+    blocks, rows = -(-in_features // BLOCK_SIZE), row_tiles * TILE_ROWS
+    flat = tiled.reshape(-1, words)
+    pairs = _unpack_pairs(flat[:, lane_words(bits, tiled.device)], bits)
+    codes = torch.stack([pairs & (2**bits - 1), pairs >> bits], -1).to(torch.uint8)
+    codes = codes.reshape(-1, row_tiles, column_tiles, 8, 4, 4, 2, 2, 2).permute(0, 1, 7, 3, 2, 5, 6, 4, 8)
+    codes = codes.reshape(*leading, rows, column_tiles * TILE_COLUMNS)
+    scales = flat[:, -SCALE_WORDS:].contiguous().view(torch.uint8)
+    scales = scales.view(-1, row_tiles, column_tiles, 8, 2, _BLOCKS).permute(0, 1, 4, 3, 2, 5)
+    scales = scales.reshape(*leading, rows, column_tiles * _BLOCKS)
+    packed = bitplanes.pack(codes[..., :out_features, : blocks * BLOCK_SIZE], bits)
+    return packed, scales[..., :out_features, :blocks].contiguous()
+
+
+def _pack_pairs(pairs: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pairs int64 [..., 16] -> a lane's words, int32 [..., bits]."""
+    width, fit = 2 * bits, pairs_per_word(bits)
+    whole = pairs[..., : fit * bits].unflatten(-1, (bits, fit))
+    words = (whole << torch.arange(0, width * fit, width, device=pairs.device)).sum(-1)
+    if fit * bits < PAIRS:
+        spare = torch.arange(0, width, 2, device=pairs.device)
+        words |= (pairs[..., -1:] >> spare & 3) << 30
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Undo `_pack_pairs`."""
+    width, fit = 2 * bits, pairs_per_word(bits)
+    unsigned = words.long() & 0xFFFFFFFF
+    shifts = torch.arange(0, width * fit, width, device=words.device)
+    pairs = (unsigned.unsqueeze(-1) >> shifts & (2**width - 1)).flatten(-2)
+    if fit * bits < PAIRS:
+        spare = torch.arange(0, width, 2, device=words.device)
+        pairs = torch.cat([pairs, (unsigned >> 30 << spare).sum(-1, keepdim=True)], -1)
+    return pairs
+
+
+def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
+    """Check that the parts can be tiled.
+
+    Raises:
+        ValueError: the scales are not E4M4, or the shapes do not belong together.
+    """
+    if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
+        raise ValueError(
+            f"tiled layout: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and "
+            f"{absmax.dtype}. Quantize with scale='e4m4', or use the reference backend."
+        )
+    blocks = -(-in_features // BLOCK_SIZE)
+    expected = (*absmax.shape[:-1], blocks * check_bits(bits))
+    if absmax.dim() < 2 or absmax.shape[-1] != blocks or tuple(packed.shape) != expected:
+        raise ValueError(
+            f"tiled layout: {in_features} in-features at {bits} bits need packed [..., N, {blocks * bits}] "
+            f"and absmax [..., N, {blocks}], got {tuple(packed.shape)} and {tuple(absmax.shape)}. "
+            f"Is in_features that of another layer?"
+        )
+
+
+def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
+    """Check that `tiled` is a weight [out_features, in_features], or a stack of them.
+
+    Raises:
+        ValueError: it has another shape or dtype.
+    """
+    expected = tile_shape(out_features, in_features, bits)
+    if tiled.dtype != torch.int32 or tiled.dim() < 3 or tuple(tiled.shape[-3:]) != expected:
+        raise ValueError(
+            f"tiled layout: a weight [{out_features}, {in_features}] at {bits} bits is int32 [..., "
+            f"{', '.join(map(str, expected))}], got {tiled.dtype} {tuple(tiled.shape)}. "
+            f"Were sizes or bits of another layer given?"
+        )
