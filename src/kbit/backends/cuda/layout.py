@@ -86,7 +86,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     tiles[:, lane_words(bits, packed.device)] = _pack_pairs(codes[..., 0] | codes[..., 1] << bits, bits)
     scales = F.pad(absmax, (0, more_blocks, 0, more_rows))
     scales = scales.reshape(-1, row_tiles, 2, 8, column_tiles, _BLOCKS).permute(0, 1, 4, 3, 2, 5)
-    tiles[:, -SCALE_WORDS:] = scales.contiguous().view(torch.int32).reshape(-1, SCALE_WORDS)
+    tiles[:, -SCALE_WORDS:] = scales.reshape(-1, 4 * SCALE_WORDS).view(torch.int32)
     return tiles.view(*leading, row_tiles, column_tiles, words)
 
 
