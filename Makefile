@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all the set-up there is. Everything lands in .venv, demo/ and build/.
-#   make test PYTHON=python3.12        another interpreter
+#   make test PYTHON=python3.12 VENV=.venv-3.12    another interpreter, with an environment of its own
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu    a small torch without CUDA, from that index
 PYTHON ?=
 VENV ?= .venv
@@ -15,7 +15,7 @@ cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/c
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: help demo test test-oldest lint format readme clean
+.PHONY: help demo test test-oldest lint format readme reinstall clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test      install, then run every test that needs no GPU"
 	@echo "make lint      formatting, style and types;  make format  repairs the first two"
 	@echo "make readme    put the figures of benchmarks/results/ into README.md"
+	@echo "make reinstall build the CPU kernels after installing a compiler"
 	@echo "make clean     remove .venv, build/ and demo/"
 
 # The package is installed in place: Python edits need no reinstall, C++ edits make this stamp old.
@@ -55,6 +56,10 @@ format: $(VENV)/.lint-installed
 
 readme: $(VENV)/.installed
 	@$(bin)/python tools/render_readme.py
+
+# After installing a compiler or headers that were missing.
+reinstall:
+	@tools/setup.sh install
 
 clean:
 	rm -rf $(VENV) build demo

@@ -33,20 +33,35 @@ find_python() {
     fail "no Python 3.10 to 3.13 found. Install one (sudo apt-get install python3 python3-venv) or name it: make test PYTHON=/path/to/python3.12"
 }
 
+# Debian packages that the C++ kernels want and this machine lacks, each after a space.
+missing_for_kernels() {
+    for compiler in "${CXX:-c++}" g++ clang++ ''; do
+        command -v "$compiler" >/dev/null 2>&1 && break
+    done
+    [ -n "$compiler" ] || printf ' g++'
+    "$1" -c 'import pathlib, sys, sysconfig
+if not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file():
+    print(" python%d.%d-dev" % sys.version_info[:2], end="")'
+}
+
 # Debian splits the standard library: `venv` works only with python3-venv, so other ways are tried before giving up.
 make_environment() {
     python=$(find_python)
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    printf 'kbit: environment %s with Python %s\n' "$venv" "$version"
     if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
         "$python" -m venv "$venv"
     elif "$python" -m virtualenv --version >/dev/null 2>&1; then
         "$python" -m virtualenv --quiet "$venv"
     elif command -v virtualenv >/dev/null 2>&1; then
         virtualenv --quiet --python "$python" "$venv"
+    elif "$python" -m pip --version >/dev/null 2>&1 && "$python" -m venv --without-pip "$venv" 2>/dev/null &&
+        "$python" -m pip --python "$venv/bin/python" install --quiet pip 2>/dev/null; then
+        :
     else
-        fail "Python $version cannot make virtual environments here. Run: sudo apt-get install python$version-venv"
+        missing=$(missing_for_kernels "$python")
+        fail "Python $version cannot make virtual environments here. Run: sudo apt-get install python$version-venv${missing:+ (and for fast kernels:$missing)}"
     fi
+    printf 'kbit: environment %s with Python %s\n' "$venv" "$version"
 }
 
 # Run a command with its output in the log; show a line of progress, and the log if it fails.
@@ -86,14 +101,19 @@ install_torch() {
     fi
 }
 
-explain_missing_kernels() {
-    if "$venv/bin/python" -c 'from kbit.backends import cpu; raise SystemExit(not cpu.available())' 2>/dev/null; then
-        return
-    fi
-    cat >&2 <<'END'
-kbit: installed without its CPU kernels, since no C++ compiler or no Python headers were found (or the build failed).
-kbit: everything works, slowly, on the reference backend. For the kernels: sudo apt-get install g++ python3-dev; make clean
-END
+# Said before the long downloads, so that they can be stopped and what is missing installed first.
+warn_before() {
+    missing=$(missing_for_kernels "$venv/bin/python")
+    [ -z "$missing" ] || printf 'kbit: %s\n' \
+        "the CPU kernels need a C++ compiler and Python's headers; without them everything works, slowly." \
+        "for the kernels: sudo apt-get install$missing && make reinstall" >&2
+}
+
+warn_after() {
+    "$venv/bin/python" -c 'from kbit.backends import cpu; raise SystemExit(not cpu.available())' 2>/dev/null ||
+        [ -n "$missing" ] || printf 'kbit: %s\n' \
+        "the CPU kernels did not build; everything works, slowly, on the reference backend." \
+        "CMake's and the compiler's errors are in $log; once they are cured: make reinstall" >&2
 }
 
 case ${1:-} in
@@ -102,9 +122,11 @@ install)
         rm -rf "$venv"
         make_environment
     }
+    warn_before
     install_torch
-    quietly 'building kbit and installing what it needs' pip_install --editable '.[demo,test]'
-    explain_missing_kernels
+    # Verbose, since only so pip passes on what CMake and the compiler say.
+    quietly 'building kbit and installing what it needs' pip_install --verbose --editable '.[demo,test]'
+    warn_after
     touch "$venv/.installed"
     ;;
 lint)
