@@ -1,0 +1,126 @@
+"""Pictures of a result of `kbit bench kernels --json`: speed-up against M per model, and a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kbit.bench.kernel_rows import BASELINE, DISPATCHED, KernelRow, compare, totals
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
+BASELINE_COLOR = "#666666"
+
+
+def _figure() -> tuple[Figure, Axes]:
+    """An empty picture that needs no display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need matplotlib ({error}). pip install 'kbit[plot]'") from None
+    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dict[int, float]]:
+    """{bits: {M: speed-up}} of a model's block, each layer as often as it runs, kernels as dispatched."""
+    result: dict[int, dict[int, float]] = {}
+    comparisons = [
+        item for item in compare(rows) if (item.baseline.model, item.baseline.dtype) == (model, dtype)
+    ]
+    for count in sorted({item.baseline.rows for item in comparisons}):
+        for total in totals([item for item in comparisons if item.baseline.rows == count], dispatched=True):
+            result.setdefault(total.bits, {})[count] = total.speedup
+    return result
+
+
+def plot_speedup(rows: Sequence[KernelRow], model: str, dtype: str, gpu: str, file: Path) -> None:
+    """Write a PNG of one model's speed-up over 16-bit cuBLAS against the number of tokens."""
+    figure, axes = _figure()
+    counts: set[int] = set()
+    for bits, line in sorted(speedups(rows, model, dtype).items()):
+        axes.plot(list(line), list(line.values()), marker="o", color=COLORS[bits], label=f"k={bits}")
+        counts |= set(line)
+    axes.axhline(1, color=BASELINE_COLOR, linewidth=1)
+    axes.set_xscale("log", base=2)
+    ticks = sorted(counts)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens M")
+    axes.set_ylabel(f"times as fast as {dtype} cuBLAS")
+    axes.set_title(f"{model}: linear layers of a block, {gpu}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
+def intensity(row: KernelRow) -> float:
+    """Operations per byte of weights that the kernel reads."""
+    return 2 * row.rows * row.in_features * row.out_features / row.weight_bytes
+
+
+def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str, file: Path) -> None:
+    """Write a PNG of TFLOP/s over operations per weight byte.
+
+    The slanted roof is the measured read bandwidth (GB/s), the flat one the fastest 16-bit cuBLAS row.
+    """
+    figure, axes = _figure()
+    rows = [row for row in rows if row.dtype == dtype]
+    baselines = [row for row in rows if row.kind == BASELINE]
+    roof = max(row.tflop_s for row in baselines)
+    corner = roof * 1e3 / bandwidth
+    least = min(intensity(row) for row in rows)
+    most = max([*(intensity(row) for row in rows), 2 * corner])
+    axes.plot(
+        [least, corner, most], [least * bandwidth / 1e3, roof, roof], color="black", label="measured roofs"
+    )
+    _scatter(axes, baselines, f"{dtype} cuBLAS", BASELINE_COLOR, "x")
+    for bits, color in COLORS.items():
+        _scatter(
+            axes, [r for r in rows if r.kernel == DISPATCHED and r.bits == bits], f"k={bits}", color, "o"
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte of weights")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{gpu}: {bandwidth:.0f} GB/s read, {roof:.0f} TFLOP/s {dtype} at most")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
+def _scatter(axes: Axes, rows: Sequence[KernelRow], label: str, color: str, marker: Any) -> None:
+    if rows:
+        points = [intensity(row) for row in rows], [row.tflop_s for row in rows]
+        axes.scatter(*points, s=14, label=label, color=color, marker=marker)
+
+
+def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> list[Path]:
+    """Write every picture of a result file; returns their paths.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no rows with a 16-bit baseline.
+    """
+    if not compare(rows):
+        raise ValueError("bench plot: the file holds no kernel beside a 16-bit baseline; nothing to draw.")
+    folder.mkdir(parents=True, exist_ok=True)
+    gpu = str(result["machine"].get("gpu", "unknown GPU"))
+    bandwidth = float(result["read_bandwidth_gb_s"])
+    written = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        for model in dict.fromkeys(row.model for row in rows if row.dtype == dtype):
+            file = folder / f"speedup-{model}-{dtype}.png"
+            plot_speedup(rows, model, dtype, gpu, file)
+            written.append(file)
+        written.append(folder / f"roofline-{dtype}.png")
+        plot_roofline(rows, dtype, bandwidth, gpu, written[-1])
+    return written
