@@ -1,0 +1,280 @@
+"""`kbit bench kernels`, `check`, `dequant` and `plot`: GPU kernels against 16-bit cuBLAS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kbit.bench.kernel_rows import KernelRow
+    from kbit.bench.kernels import Plan
+    from kbit.bench.shapes import LayerShape
+
+console = Console()
+# Wider than any table: they are never cut to the terminal's width, nor to the 80 columns of a pipe.
+MAX_WIDTH = 500
+
+
+class TimerName(str, Enum):
+    """How kernels are timed; ncu-record is what `--timer ncu` runs inside ncu."""
+
+    graph = "graph"
+    ncu = "ncu"
+    ncu_record = "ncu-record"
+
+
+Names = Annotated[str, typer.Option("--shape", help="Only these shapes, such as l8b,l70b; all by default.")]
+Models = Annotated[str, typer.Option("--model", help="Only the shapes of these models.")]
+Rows = Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M, such as 1,2,4.")]
+Bits = Annotated[str, typer.Option(help="Widths, such as 2,4.")]
+Dtypes = Annotated[str, typer.Option("--dtype", help="fp16, bf16, or both: fp16,bf16.")]
+Repeats = Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option("--with", help="One more arm with this setting, such as KBIT_KERNEL=stream; repeatable."),
+]
+DECODE, PREFILL = "1,2,4,8,16,32,64", "128,256,512,1024,2048,4096,8192"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options that say what is measured, parsed."""
+
+    shapes: tuple[LayerShape, ...]
+    dtypes: tuple[str, ...]
+    plan: Plan
+
+    def arguments(self) -> list[str]:
+        """The same choice as a command line after `kbit`."""
+        plan = self.plan
+        words = ["bench", "kernels", "--shape", ",".join(shape.name for shape in self.shapes)]
+        words += ["--rows", ",".join(map(str, plan.rows)), "--bits", ",".join(map(str, plan.bits))]
+        words += ["--dtype", ",".join(self.dtypes), "--repeats", str(plan.repeats)]
+        for settings in plan.variants:
+            words += ["--with", ",".join(f"{name}={value}" for name, value in settings.items())]
+        return words if plan.with_peers else [*words, "--no-peers"]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = _words(text)
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"{option} takes positive whole numbers such as 1,2,4; got {text!r}.")
+    return [int(word) for word in words]
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [word.partition("=") for word in _words(text)]
+    if not pairs or not all(name.startswith("KBIT_") and equals for name, equals, _ in pairs):
+        raise ValueError(f"--with takes KBIT_NAME=VALUE, several joined by commas; got {text!r}.")
+    return {name: value for name, _, value in pairs}
+
+
+def choose(
+    shape: str,
+    model: str,
+    rows: str,
+    bits: str,
+    dtype: str,
+    repeats: int,
+    variants: Sequence[str] = (),
+    **options: bool,
+) -> Choice:
+    """Parse and check the options.
+
+    Raises:
+        ValueError: one of them names what does not exist.
+    """
+    from kbit.bench import kernels, shapes
+    from kbit.format.codebook import check_bits
+
+    dtypes = tuple(_words(dtype))
+    if not dtypes or not set(dtypes) <= set(kernels.DTYPES):
+        raise ValueError(f"--dtype takes {', '.join(kernels.DTYPES)} or both; got {dtype!r}.")
+    plan = kernels.Plan(
+        rows=_numbers("--rows", rows),
+        bits=[check_bits(width) for width in _numbers("--bits", bits)],
+        repeats=repeats,
+        variants=[_settings(text) for text in variants],
+        **options,  # type: ignore[arg-type]
+    )
+    return Choice(shapes.select(_words(shape), _words(model)), dtypes, plan)
+
+
+def _plans(choice: Choice, timer: Any = None) -> list[tuple[LayerShape, Plan]]:
+    changes: dict[str, Any] = {} if timer is None else {"timer": timer}
+    return [
+        (shape, replace(choice.plan, dtype=dtype, **changes))
+        for dtype in choice.dtypes
+        for shape in choice.shapes
+    ]
+
+
+def _header(timer: TimerName, choice: Choice) -> dict[str, Any]:
+    """The result file without its rows: machine, bandwidth, protocol."""
+    from kbit.bench import gpu_timing
+
+    bandwidth = gpu_timing.read_bandwidth()
+    return {
+        "machine": gpu_timing.describe(),
+        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
+        "read_bandwidth_method": bandwidth.method,
+        "timer": timer.value,
+        "repeats": choice.plan.repeats,
+        "cold_copies_over_l2": gpu_timing.CACHE_FACTOR,
+    }
+
+
+def _measure(choice: Choice, result: dict[str, Any], file: Path | None, timer: Any = None) -> list[KernelRow]:
+    """Measure a choice; the file is written after every shape, so that an interruption loses one."""
+    from kbit.bench import kernel_rows, kernels
+
+    rows: list[KernelRow] = []
+    absent: dict[str, str] = {}
+    for shape, plan in track(_plans(choice, timer), description="kernels", console=console):
+        rows += kernels.shape_rows(shape, plan, absent)
+        _save(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
+    for name, reason in absent.items():
+        console.print(f"{name}: {reason}", markup=False)
+    return rows
+
+
+def _save(file: Path | None, result: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _print_tables(tables: Sequence[Table], result: dict[str, Any]) -> None:
+    about = result["machine"]
+    console.print(
+        f"{about['gpu']}, driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}, "
+        f"{result['read_bandwidth_gb_s']:.0f} GB/s ({result['read_bandwidth_method']})",
+        markup=False,
+    )
+    wide = Console(width=MAX_WIDTH)
+    for table in tables:
+        wide.print(table, width=wide.measure(table).maximum)
+
+
+def kernels(
+    shape: Names = "",
+    model: Models = "",
+    rows: Rows = DECODE,
+    bits: Bits = "2,3,4,5",
+    dtype: Dtypes = "fp16",
+    repeats: Repeats = 11,
+    variants: Variants = None,
+    peers: Annotated[bool, typer.Option(help="Other people's kernels, where they can be imported.")] = True,
+    timer: Annotated[TimerName, typer.Option(help="graph, or ncu for kernel-only times.")] = TimerName.graph,
+    json_file: JsonFile = None,
+) -> None:
+    """Every kernel against 16-bit cuBLAS: cold weights, CUDA-graph replays, one table per M."""
+    from kbit.bench import gpu_timing, kernel_rows, kernel_tables, ncu
+
+    choice = choose(shape, model, rows, bits, dtype, repeats, variants or (), with_peers=peers)
+    gpu_timing.require_gpu("kbit bench kernels")
+    if timer is TimerName.ncu_record:
+        _measure(choice, {"timer": timer.value}, json_file, ncu.record)
+        return
+    result = _header(timer, choice)
+    if timer is TimerName.ncu:
+        recorded, measured = ncu.run(choice.arguments(), repeats)
+        result |= {"peers_absent": recorded["peers_absent"], "rows": kernel_rows.as_json(measured)}
+        _save(json_file, result)
+    else:
+        measured = _measure(choice, result, json_file)
+    _print_tables(list(kernel_tables.tables(measured, result["read_bandwidth_gb_s"])), result)
+    console.print(kernel_tables.NOTE)
+    for line in kernel_tables.losses(measured):
+        console.print(line, markup=False)
+
+
+def check(
+    shape: Names = "",
+    model: Models = "",
+    rows: Rows = f"{DECODE},{PREFILL}",
+    bits: Bits = "2,3,4,5",
+    dtype: Dtypes = "fp16,bf16",
+    repeats: Repeats = 11,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Judge this result of `bench kernels --json` instead.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Exit with code 1 if kbit.linear is slower than 16-bit cuBLAS anywhere by more than it may be."""
+    from kbit.bench import gpu_timing, kernel_rows
+    from kbit.bench.check import verdicts
+
+    if source is not None:
+        _, measured = kernel_rows.load(source)
+    else:
+        choice = choose(shape, model, rows, bits, dtype, repeats, dequantize=False, with_peers=False)
+        gpu_timing.require_gpu("kbit bench check")
+        measured = _measure(choice, _header(TimerName.graph, choice), json_file)
+    found = verdicts(measured)
+    if not found:
+        raise ValueError("bench check: there is no kernel beside a 16-bit baseline to judge.")
+    broken = [verdict for verdict in found if not verdict.holds]
+    for verdict in broken:
+        console.print(str(verdict), markup=False, soft_wrap=True)
+    console.print(f"{len(found) - len(broken)} of {len(found)} problems keep the bound")
+    if broken:
+        raise typer.Exit(1)
+
+
+def dequant(
+    shape: Names = "",
+    model: Models = "",
+    rows: Rows = "64,256,1024,4096",
+    bits: Bits = "2,3,4,5",
+    dtype: Dtypes = "fp16",
+    repeats: Repeats = 11,
+    json_file: JsonFile = None,
+) -> None:
+    """What decoding to 16 bits in front of cuBLAS costs, one table per width."""
+    from kbit.bench import dequant as bench
+    from kbit.bench import gpu_timing
+
+    choice = choose(shape, model, rows, bits, dtype, repeats, with_peers=False)
+    gpu_timing.require_gpu("kbit bench dequant")
+    result = _header(TimerName.graph, choice)
+    measured: list[bench.DequantizeRow] = []
+    for item, plan in track(_plans(choice), description="dequant", console=console):
+        measured += bench.shape_rows(item, plan)
+        _save(json_file, result | {"rows": bench.as_json(measured)})
+    bandwidth = result["read_bandwidth_gb_s"]
+    for name in choice.dtypes:
+        chosen = [row for row in measured if row.dtype == name]
+        _print_tables(list(bench.tables(chosen, bandwidth)), result)
+
+
+def plot(
+    file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the PNGs.")] = Path(),
+) -> None:
+    """Draw speed-up against M for each model, and a roofline, from a result file (needs kbit[plot])."""
+    from kbit.bench import kernel_rows, plots
+
+    result, rows = kernel_rows.load(file)
+    for path in plots.write(result, rows, out):
+        console.print(str(path), markup=False, soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `kbit bench`."""
+    for command in (kernels, check, dequant, plot):
+        app.command()(command)
