@@ -127,6 +127,22 @@ def test_every_arm_computes_the_layer():
     assert arms["kbit BACKEND=reference", 4, OURS, weights.packed[4][0].nbytes].environment
 
 
+def test_a_peer_that_refuses_a_number_of_tokens_leaves_that_row_only():
+    plan = kernels.Plan(bits=(4,))
+    weights = packed_weights(plan)
+
+    def call(x):
+        if x.shape[0] > 1:
+            raise RuntimeError("one token\nonly")
+        return x @ weights.dense[0].T
+
+    weights.peers["humming", 4] = [peers.PeerWeight(call, 7)]
+    for count, expected in ((1, True), (2, False), (2, False)):
+        arms = kernels.make_arms(weights, torch.randn(count, 64).half(), plan)
+        assert (("humming", 4, PEER, 7) in arms) == expected
+    assert weights.absent == {"humming": ["refuses M=2, K=64: one token"]}
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The measurements' set-up on the CPU; the timer calls each arm once and makes its times up."""
@@ -145,7 +161,7 @@ def on_cpu(monkeypatch):
 
 def test_rows_of_a_shape(on_cpu):
     layer, plan = on_cpu
-    absent: dict[str, str] = {}
+    absent: dict[str, list[str]] = {}
     rows = list(kernels.shape_rows(layer, plan, absent))
     kinds = [(row.kernel, row.bits) for row in rows if row.rows == 1 and row.kind != PEER]
     ours = list(itertools.product((2, 4), ("kbit", "dq+cublas")))
@@ -218,9 +234,9 @@ def test_peers_say_why_they_are_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "humming.layer", None)
     assert "pip install humming-kernels" in peers.build(humming, w, 4, lambda nbytes: 2)
     assert peers.build(int4, w, 4, lambda nbytes: 2) == "takes bfloat16 only, not float16"
-    assert peers.build(int4, w.bfloat16(), 3, lambda nbytes: 2) == "has 4 bits only, not 3"
+    assert peers.build(int4, w.bfloat16(), 3, lambda nbytes: 2) == "has 4 bits only"
     broken = replace(int4, reason=lambda bits, dtype: None, make=lambda w, bits: 1 / 0)
-    assert peers.build(broken, w, 4, lambda nbytes: 2) == "refuses 64x32: division by zero"
+    assert peers.build(broken, w, 4, lambda nbytes: 2) == "refuses 64x32, k=4: division by zero"
 
 
 # -- ncu -----------------------------------------------------------------------------------------------------
@@ -315,7 +331,7 @@ def fake_gpu(monkeypatch) -> None:
 
     def shape_rows(shape, plan, absent=None):
         if absent is not None:
-            absent["torch int4"] = "takes bfloat16 only, not float16"
+            absent["torch int4"] = ["takes bfloat16 only, not float16"]
         for count in plan.rows:
             for bits in plan.bits:
                 yield from problem(shape.name, count, 10.0, 1.0 + bits, bits, plan.dtype)

@@ -226,14 +226,16 @@ def describe() -> dict[str, object]:
         "compute_capability": f"{about.major}.{about.minor}",
         "multiprocessors": about.multi_processor_count,
         "l2_mb": round(l2_bytes() / 2**20, 1),
-        "driver": _driver(str(about.uuid)),
+        "driver": _driver(),
         "cuda": torch.version.cuda,
     }
 
 
-def _driver(uuid: str) -> str | None:
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _driver() -> str | None:
+    """The driver's version, one for all GPUs of a machine; None where nvidia-smi cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return lines[0] if lines else None

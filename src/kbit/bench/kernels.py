@@ -50,7 +50,13 @@ class Weights:
     dense: list[torch.Tensor]
     packed: dict[int, list[QuantizedTensor]]
     peers: dict[tuple[str, int], list[peers.PeerWeight]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, peer: str, reason: str) -> None:
+        """Remember once why a peer is not in a row."""
+        reasons = self.absent.setdefault(peer, [])
+        if reason not in reasons:
+            reasons.append(reason)
 
 
 def _copies(nbytes: int) -> int:
@@ -66,18 +72,19 @@ def _packed_copies(w: torch.Tensor, bits: int) -> list[QuantizedTensor]:
     ]
 
 
-def make_weights(shape: LayerShape, plan: Plan) -> Weights:
+def make_weights(shape: LayerShape, plan: Plan, absent: dict[str, list[str]] | None = None) -> Weights:
     """Random weights of a shape on the current GPU, in as many copies as each arm rotates."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     size = (shape.out_features, shape.in_features)
     w = torch.randn(size, generator=generator, device=DEVICE).to(DTYPES[plan.dtype])
     dense = [w.clone() for _ in range(_copies(w.nbytes))]
     weights = Weights(dense, {bits: _packed_copies(w, bits) for bits in plan.bits})
+    weights.absent = {} if absent is None else absent
     for peer in peers.PEERS if plan.with_peers else ():
         for bits in plan.bits:
             made = peers.build(peer, w, bits, _copies)
             if isinstance(made, str):
-                weights.absent.setdefault(peer.name, made)
+                weights.note(peer.name, made)
             else:
                 weights.peers[peer.name, bits] = made
     return weights
@@ -118,6 +125,10 @@ def make_arms(weights: Weights, x: torch.Tensor, plan: Plan) -> dict[Label, Arm]
         if plan.dequantize:
             arms[DEQUANTIZE, bits, OURS, nbytes] = Arm([_dequantize_call(x, q) for q in copies])
     for (name, bits), made in weights.peers.items():
+        reason = peers.try_call(made[0], x)
+        if reason is not None:
+            weights.note(name, reason)
+            continue
         calls = [functools.partial(weight.call, x) for weight in made]
         arms[name, bits, PEER, made[0].nbytes] = Arm(calls)
     return arms
@@ -145,17 +156,17 @@ def _check_results(shape: LayerShape, x: torch.Tensor, weights: Weights, plan: P
                 )
 
 
-def shape_rows(shape: LayerShape, plan: Plan, absent: dict[str, str] | None = None) -> Iterator[KernelRow]:
+def shape_rows(
+    shape: LayerShape, plan: Plan, absent: dict[str, list[str]] | None = None
+) -> Iterator[KernelRow]:
     """Measure one shape; yields the rows of each M as they are done, in the order of the arms.
 
     Args:
         shape: a dense shape.
         plan: what to measure.
-        absent: filled with {peer: why it is not in the rows}.
+        absent: filled with {peer: why it is missing from rows}.
     """
-    weights = make_weights(shape, plan)
-    if absent is not None:
-        absent.update(weights.absent)
+    weights = make_weights(shape, plan, absent)
     for count in plan.rows:
         x = activations(shape, count, plan)
         _check_results(shape, x, weights, plan)

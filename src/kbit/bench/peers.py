@@ -47,13 +47,14 @@ def _humming(w: torch.Tensor, bits: int) -> PeerWeight:
     layer = layer.to(w.device)
     layer.load_from_unquantized(w)
     layer.transform()
-    nbytes = sum(part.nbytes for part in (*layer.parameters(), *layer.buffers()))
+    # Its buffers are locks, not weights.
+    nbytes = sum(part.nbytes for part in layer.parameters())
     return PeerWeight(layer, nbytes)
 
 
 def _torch_int4_reason(bits: int, dtype: torch.dtype) -> str | None:
     if bits != 4:
-        return f"has 4 bits only, not {bits}"
+        return "has 4 bits only"
     if dtype != torch.bfloat16:
         return f"takes bfloat16 only, not {str(dtype).removeprefix('torch.')}"
     return None
@@ -92,9 +93,21 @@ def build(peer: Peer, w: torch.Tensor, bits: int, copies: Callable[[int], int]) 
         return reason
     try:
         first = peer.make(w, bits)
-        first.call(torch.zeros(1, w.shape[1], dtype=w.dtype, device=w.device))
-        torch.cuda.synchronize()
         return [first, *(peer.make(w, bits) for _ in range(copies(first.nbytes) - 1))]
     except Exception as error:  # a peer's refusal must not end our run
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        return f"refuses {w.shape[1]}x{w.shape[0]}: {first_line}"
+        return f"refuses {w.shape[1]}x{w.shape[0]}, k={bits}: {_first_line(error)}"
+
+
+def try_call(weight: PeerWeight, x: torch.Tensor) -> str | None:
+    """Why a peer refuses x [M, K]; None where it does not."""
+    try:
+        weight.call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+    except Exception as error:  # a peer's refusal must not end our run
+        return f"refuses M={x.shape[0]}, K={x.shape[1]}: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

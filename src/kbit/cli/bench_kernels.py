@@ -144,12 +144,12 @@ def _measure(choice: Choice, result: dict[str, Any], file: Path | None, timer: A
     from kbit.bench import kernel_rows, kernels
 
     rows: list[KernelRow] = []
-    absent: dict[str, str] = {}
+    absent: dict[str, list[str]] = {}
     for shape, plan in track(_plans(choice, timer), description="kernels", console=console):
         rows += kernels.shape_rows(shape, plan, absent)
         _save(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
-    for name, reason in absent.items():
-        console.print(f"{name}: {reason}", markup=False)
+    for name, reasons in absent.items():
+        console.print(f"{name}: {'; '.join(reasons)}", markup=False, soft_wrap=True)
     return rows
 
 
