@@ -87,3 +87,6 @@ def test_decode_speed_counts_the_tokens_it_made():
     speed = tokens_per_second(model, torch.arange(5)[None], new_tokens=3, repeats=1)
     assert (speed.prompt_tokens, speed.new_tokens) == (5, 3)
     assert speed.decode_tokens_s > 0
+    short = tokens_per_second(model, torch.arange(5)[None], new_tokens=9, repeats=2, seconds=0)
+    assert short.new_tokens == 1, "a slow backend is not waited for"
+    assert short.decode_tokens_s > 0

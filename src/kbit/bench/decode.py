@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ class DecodeSpeed:
 
 @torch.inference_mode()
 def tokens_per_second(
-    model: Any, input_ids: torch.Tensor, new_tokens: int = 64, repeats: int = 3
+    model: Any, input_ids: torch.Tensor, new_tokens: int = 64, repeats: int = 3, seconds: float = math.inf
 ) -> DecodeSpeed:
     """Decode greedily after a prompt and time both parts; the fastest of `repeats`.
 
@@ -33,17 +34,23 @@ def tokens_per_second(
         input_ids: int64 [1, T], the prompt, on the model's device.
         new_tokens: tokens decoded one at a time after the first.
         repeats: how often the whole is done.
+        seconds: a repetition that has decoded for so long stops before `new_tokens`.
     """
     prefill, decode = [], []
     for _ in range(repeats):
         start = time.perf_counter()
         output = model(input_ids=input_ids, use_cache=True, logits_to_keep=1)
         middle = time.perf_counter()
-        for _ in range(new_tokens):
+        done = 0
+        while done < new_tokens:
             token = output.logits[:, -1:].argmax(-1)
             output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+            done += 1
+            if time.perf_counter() - middle > seconds:
+                break
         end = time.perf_counter()
         prefill.append(middle - start)
-        decode.append(end - middle)
+        decode.append((done / (end - middle), done))
     count = input_ids.shape[1]
-    return DecodeSpeed(count / min(prefill), new_tokens / min(decode), count, new_tokens)
+    decode_tokens_s, decoded = max(decode)
+    return DecodeSpeed(count / min(prefill), decode_tokens_s, count, decoded)
