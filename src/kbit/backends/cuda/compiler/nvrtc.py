@@ -45,6 +45,8 @@ class Nvrtc:
             "-default-device",
             "--ptxas-options=-v",
             "--ptxas-options=--warn-on-spills",
+            # From 13 on it has a cache of its own where there is a driver: twice the disk, misleading times.
+            *(("-no-cache",) if self._version >= (13, 0) else ()),
         )
 
     def known_archs(self) -> tuple[str, ...]:

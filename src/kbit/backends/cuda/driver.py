@@ -1,0 +1,150 @@
+"""NVIDIA's driver, through cuda-bindings: starting it, its devices and contexts, and its errors in words."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from kbit.backends.cuda.compiler import CompilerUnavailableError, arch_of
+from kbit.format.errors import KbitError
+
+
+class DriverError(KbitError, RuntimeError):
+    """NVIDIA's driver is missing, too old for what was compiled, or refused a call."""
+
+
+@functools.cache
+def api() -> ModuleType:
+    """cuda-bindings' module of the driver, initialised."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CompilerUnavailableError(
+            f"launching CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
+            f"pip install 'kbit[cuda]'"
+        ) from error
+    try:
+        (code,) = driver.cuInit(0)
+    except RuntimeError as error:
+        raise DriverError(
+            f"NVIDIA's driver was not found ({error}). Install it; `nvidia-smi` must work."
+        ) from error
+    if int(code):
+        raise DriverError(
+            f"NVIDIA's driver does not start: {code.name}. `nvidia-smi` must list a GPU; in a container, "
+            f"pass the GPUs in (docker run --gpus all), and see what CUDA_VISIBLE_DEVICES is."
+        )
+    return driver
+
+
+@functools.cache
+def driver_library() -> ctypes.CDLL:
+    """The driver for ctypes, for the one call that must be quick."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    library.cuLaunchKernelEx.restype = ctypes.c_int
+    return library
+
+
+def device_handle(index: int) -> Any:
+    """The driver's name of a device.
+
+    Raises:
+        DriverError: there is no such device.
+    """
+    count = device_count()
+    if not 0 <= index < count:
+        raise DriverError(f"there is no CUDA device {index}; the driver shows {count}.")
+    return check(api().cuDeviceGet(index), "cuDeviceGet")
+
+
+@contextmanager
+def current(device_index: int) -> Iterator[None]:
+    """Make a device's primary context, which torch uses, the thread's current one."""
+    cuda = api()
+    check(cuda.cuCtxPushCurrent(primary_context(device_index)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        cuda.cuCtxPopCurrent()
+
+
+@functools.cache
+def primary_context(device_index: int) -> Any:
+    """The context that torch and the CUDA runtime use on a device; made here if they did not yet."""
+    return check(api().cuDevicePrimaryCtxRetain(device_handle(device_index)), "cuDevicePrimaryCtxRetain")
+
+
+@contextmanager
+def lenient_capture() -> Iterator[None]:
+    """Let this thread load code while a stream captures; the default forbids whatever might allocate."""
+    cuda = api()
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(cuda.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(before)
+
+
+def check(result: tuple[Any, ...], function: str) -> Any:
+    """The value in a result of cuda-bindings.
+
+    Raises:
+        DriverError: the result is an error.
+    """
+    code, *values = result
+    if int(code):
+        raise DriverError(f"{function}: {error_text(code)}")
+    return values[0] if values else None
+
+
+def error_text(code: int) -> str:
+    """Such as "CUDA_ERROR_INVALID_VALUE (invalid argument)"."""
+    cuda = api()
+    result = cuda.CUresult(int(code))
+    _, text = cuda.cuGetErrorString(result)
+    return f"{result.name} ({text.decode() if text else 'no description'})"
+
+
+def device_arch(device_index: int) -> str:
+    """Architecture to compile for on a device, such as "90a".
+
+    Raises:
+        DriverError: no driver, or no such device.
+        UnsupportedArchError: older than sm_80.
+    """
+    cuda = api()
+    device = device_handle(device_index)
+    kinds = cuda.CUdevice_attribute
+    wanted = (
+        kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    )
+    return arch_of(
+        *(check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted)
+    )
+
+
+def device_count() -> int:
+    """Number of GPUs that the driver shows.
+
+    Raises:
+        DriverError: no driver.
+    """
+    return int(check(api().cuDeviceGetCount(), "cuDeviceGetCount"))
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver knows, such as "13.0".
+
+    Raises:
+        DriverError: no driver.
+    """
+    version = int(check(api().cuDriverGetVersion(), "cuDriverGetVersion"))
+    return f"{version // 1000}.{version % 1000 // 10}"
