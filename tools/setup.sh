@@ -20,7 +20,7 @@ supported() {
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        supported "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Name another: make test PYTHON=python3.12"
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13 ($("$PYTHON" --version 2>&1)). Name another: make test PYTHON=python3.12"
         echo "$PYTHON"
         return
     fi
@@ -30,7 +30,8 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.10 to 3.13 found. Install one (sudo apt-get install python3 python3-venv) or name it: make test PYTHON=/path/to/python3.12"
+    found=$(python3 --version 2>/dev/null) || found='no python3'
+    fail "Python 3.10 to 3.13 is needed; found: $found. Install one (sudo apt-get install python3 python3-venv; Debian 12, Ubuntu 22.04 or newer) or name it: make test PYTHON=/path/to/python3.12"
 }
 
 # Debian packages that the C++ kernels want and this machine lacks, each after a space.
