@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kbit._version import __version__
 from kbit.cli import bench
+from kbit.cli.compile import compile_kernels
 from kbit.cli.demo import demo
 from kbit.cli.doctor import doctor
 from kbit.cli.eval import evaluate
@@ -29,6 +30,7 @@ app.command()(inspect)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
+app.command("compile")(compile_kernels)
 app.command()(doctor)
 app.command()(demo)
 

@@ -8,14 +8,12 @@ import platform
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import platformdirs
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -85,27 +83,87 @@ def _threads() -> Finding:
     return Finding("threads", f"{threads} of {cores} usable cores", remedy if threads > cores else "")
 
 
+def _driver() -> Finding:
+    from kbit.backends.cuda import driver
+
+    try:
+        return Finding("nvidia driver", f"for CUDA {driver.driver_version()}")
+    except ValueError as error:
+        return Finding("nvidia driver", "none", f"Only GPUs need it: {error}")
+
+
 def _gpu() -> Finding:
     import torch
 
+    from kbit.backends.cuda import driver
+
+    try:
+        found = _count([_gpu_name(index) for index in range(driver.device_count())])
+    except ValueError:
+        return Finding("gpu", "none")
     if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-        return Finding("gpu", f"{torch.cuda.device_count()} x {', '.join(names)} (reference backend)")
-    built = "this torch has no CUDA" if torch.version.cuda is None else "no usable driver or device"
-    return Finding("gpu", f"none ({built})")
+        old = "older than sm_80" in found
+        return Finding("gpu", found, "Those run kbit's slow reference backend." if old else "")
+    if torch.version.cuda is None:
+        remedy = (
+            "This torch has no CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        )
+    else:
+        remedy = f"torch, built for CUDA {torch.version.cuda}, cannot use it; is the driver older than that?"
+    return Finding("gpu", found, remedy)
+
+
+def _gpu_name(index: int) -> str:
+    from kbit.backends.cuda import driver
+    from kbit.backends.cuda.compiler import UnsupportedArchError
+
+    name = driver.device_name(index)
+    try:
+        return f"{name} (sm_{driver.device_arch(index)})"
+    except UnsupportedArchError:
+        return f"{name} (older than sm_80)"
+
+
+def _count(names: list[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+
+
+def _cuda_bindings() -> Finding:
+    try:
+        return Finding("cuda-bindings", metadata.version("cuda-bindings"))
+    except metadata.PackageNotFoundError:
+        return Finding("cuda-bindings", "not installed", "Only GPUs need it: pip install 'kbit[cuda]'")
+
+
+def _nvrtc() -> Finding:
+    from kbit.backends.cuda.compiler import nvrtc
+
+    try:
+        return Finding("nvrtc", f"{nvrtc.Nvrtc().name} ({nvrtc.library_path() or 'unknown place'})")
+    except ValueError as error:
+        return Finding("nvrtc", "none", f"Only GPUs need it: {error}")
+
+
+def _nvcc() -> Finding:
+    from kbit.backends.cuda.compiler import nvcc
+
+    wanted = os.environ.get("KBIT_CUDA_COMPILER") == nvcc.KIND or "KBIT_NVCC" in os.environ
+    try:
+        return Finding("nvcc", f"{nvcc.Nvcc().name}{'' if wanted else '; used with KBIT_CUDA_COMPILER=nvcc'}")
+    except ValueError as error:
+        return Finding("nvcc", "none", str(error) if wanted else "")
 
 
 def _cache() -> Finding:
-    folder = Path(platformdirs.user_cache_dir("kbit"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding(
-            "cache folder", f"{folder}: {error.strerror}", "Make it writable, or set XDG_CACHE_HOME."
-        )
-    return Finding("cache folder", f"{folder}, writable")
+    from kbit.backends.cuda.compiler import cubin_folder, folder_problem
+
+    folder = cubin_folder()
+    problem = folder_problem(folder)
+    if problem is not None:
+        remedy = "Name a folder of your own: set KBIT_CACHE, or XDG_CACHE_HOME for all programs."
+        return Finding("cache folder", f"{folder}: {problem}", remedy)
+    sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+    return Finding("cache folder", f"{folder}, writable, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB")
 
 
 def _disk() -> Finding:
@@ -120,7 +178,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _kernels,
     _compiler,
     _threads,
+    _driver,
     _gpu,
+    _cuda_bindings,
+    _nvrtc,
+    _nvcc,
     _cache,
     _disk,
 )

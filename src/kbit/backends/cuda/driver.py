@@ -131,6 +131,16 @@ def device_arch(device_index: int) -> str:
     )
 
 
+def device_name(device_index: int) -> str:
+    """Such as "NVIDIA H200".
+
+    Raises:
+        DriverError: no driver, or no such device.
+    """
+    name = check(api().cuDeviceGetName(100, device_handle(device_index)), "cuDeviceGetName")
+    return str(name.rstrip(b"\0").decode())
+
+
 def device_count() -> int:
     """Number of GPUs that the driver shows.
 

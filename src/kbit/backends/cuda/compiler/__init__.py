@@ -28,7 +28,7 @@ from kbit.backends.cuda.compiler.build import (
     compile_kernel,
     compile_many,
 )
-from kbit.backends.cuda.compiler.cache import CubinCache, cubin_folder
+from kbit.backends.cuda.compiler.cache import CubinCache, cubin_folder, folder_problem
 from kbit.backends.cuda.compiler.errors import (
     CompilerUnavailableError,
     KbitCompileError,
@@ -52,4 +52,5 @@ __all__ = [
     "compile_kernel",
     "compile_many",
     "cubin_folder",
+    "folder_problem",
 ]

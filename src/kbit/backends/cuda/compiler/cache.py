@@ -56,6 +56,16 @@ def content_key(sources: Sources, options: tuple[str, ...], compiler: str) -> st
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def folder_problem(folder: Path) -> str | None:
+    """Why kernels cannot be kept in a folder, which is made if it is missing; None where they can."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return _doubt(os.stat(folder), folder)
+    except OSError as error:
+        return f"nothing can be written there: {error.strerror}"
+
+
 class CubinCache:
     """A folder of cubins. What goes wrong with it stops no compilation: it warns once and does without."""
 
