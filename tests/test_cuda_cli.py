@@ -5,20 +5,19 @@ from __future__ import annotations
 import builtins
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from kbit.backends.cuda import compiler, driver, variants
-from kbit.backends.cuda.compiler import CompilerUnavailableError, KernelSpec, UnsupportedArchError, nvrtc
+from kbit.backends.cuda.compiler import KernelSpec, UnsupportedArchError, nvrtc
 from kbit.backends.cuda.driver import DriverError
 from kbit.cli import app
 
-try:
-    compiler.chosen_compiler()
-except CompilerUnavailableError as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+if sys.platform == "darwin":
+    pytest.skip("NVIDIA publishes no compiler for macOS", allow_module_level=True)
 
 SOURCE = """#include "config.h"
 extern "C" __global__ void fill(int* x) {
@@ -195,6 +194,4 @@ def test_doctor_counts_the_cache(tmp_path, monkeypatch):
 
 
 def doctor_module():
-    import sys
-
     return sys.modules["kbit.cli.doctor"]

@@ -5,22 +5,17 @@ Needs no GPU. What is in the cache already is not compiled again.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from kbit.backends.cuda.compiler import (
-    CompiledKernel,
-    CompilerUnavailableError,
-    chosen_compiler,
-    compile_many,
-)
+from kbit.backends.cuda.compiler import CompiledKernel, compile_many
 from kbit.backends.cuda.variants import all_specs
 
 ARCHS = ("80", "89", "90a", "100a", "120a")
 
-try:
-    chosen_compiler()
-except CompilerUnavailableError as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+if sys.platform == "darwin":
+    pytest.skip("NVIDIA publishes no compiler for macOS", allow_module_level=True)
 
 
 def complaint(arch: str, spec, outcome) -> str | None:

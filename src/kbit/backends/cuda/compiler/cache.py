@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import platformdirs
-
 from kbit.backends.cuda.compiler.spec import Sources
 
 MAGIC = b"kbitcub1"
 TRAILER = struct.Struct("<Q8s")
+# All may read, whatever the umask: root may fill the cache of a container whose users are others.
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
 # Waiting for another process that compiles the same kernel; after that, compile it too.
 LOCK_SECONDS = 120
 _warned: set[Path] = set()
@@ -41,7 +41,12 @@ class Entry:
 
 def cubin_folder() -> Path:
     """Where cubins are: KBIT_CACHE, or kbit's folder among the user's caches, and "cubin" in it."""
-    return Path(os.environ.get("KBIT_CACHE") or platformdirs.user_cache_dir("kbit")) / "cubin"
+    named = os.environ.get("KBIT_CACHE")
+    if not named:
+        import platformdirs
+
+        named = platformdirs.user_cache_dir("kbit")
+    return Path(named) / "cubin"
 
 
 def content_key(sources: Sources, options: tuple[str, ...], compiler: str) -> str:
@@ -59,7 +64,7 @@ def content_key(sources: Sources, options: tuple[str, ...], compiler: str) -> st
 def folder_problem(folder: Path) -> str | None:
     """Why kernels cannot be kept in a folder, which is made if it is missing; None where they can."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return _doubt(os.stat(folder), folder)
     except OSError as error:
@@ -100,13 +105,14 @@ class CubinCache:
         text = json.dumps(about | {"log": entry.log, "seconds": entry.seconds}).encode()
         temporary = ""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             doubt = _doubt(os.stat(self.folder), self.folder)
             if doubt is not None:
                 self._warn(doubt)
                 return
             descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-")
             with open(descriptor, "wb") as file:
+                os.chmod(temporary, FILE_MODE)
                 file.write(entry.cubin + text + TRAILER.pack(len(text), MAGIC))
             os.replace(temporary, self._path(stem, key))
         except OSError as error:
@@ -122,7 +128,7 @@ class CubinCache:
 
         lock = FileLock(self._path(stem, key).with_suffix(".lock"), timeout=LOCK_SECONDS)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             lock.acquire()
         except (OSError, NotImplementedError, Timeout):  # `store` says what is wrong with the folder
             yield
