@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kbit.backends.cuda import driver
-from kbit.backends.cuda.compiler import CSRC, CompiledKernel, KernelSpec, compile_kernel
+from kbit.backends.cuda.compiler import CSRC, CompiledKernel, KernelSpec, chosen_compiler, compile_kernel
 from kbit.backends.cuda.driver import DriverError
 
 # Static and dynamic shared memory that a block may have without asking.
@@ -237,10 +237,12 @@ def _library_kernel(spec: KernelSpec, arch: str, csrc: Path) -> tuple[CompiledKe
             if isinstance(error, DriverError) and not any(word in str(error) for word in REFUSALS):
                 raise
             version = driver.driver_version()
+            major = version.partition(".")[0]
+            package = "nvidia-cuda-nvrtc" if int(major) >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
             raise DriverError(
-                f"the driver, made for CUDA {version}, does not take {spec.name} as compiled for sm_{arch} "
-                f"({error}). Update the driver, or install a compiler of its version: "
-                f"pip install 'nvidia-cuda-nvrtc=={version}.*'"
+                f"the driver, made for CUDA {version}, does not take {spec.name} as {chosen_compiler().name} "
+                f"compiled it for sm_{arch} ({error}). Update the driver, or compile with its version: "
+                f"pip install '{package}=={version}.*' 'cuda-bindings=={major}.*'"
             ) from error
         _libraries[key] = compiled, handle
     return _libraries[key]
