@@ -351,3 +351,13 @@ def test_unknown_instruction_set_is_one_clear_error() -> None:
         check=True,
     )
     assert run.stdout.strip() == "portable"
+
+
+@pytest.mark.parametrize("name", ["avx512_nobf16", "avx2_nogfni"])
+def test_plain_variant_answers_to_the_short_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that has only the plain variant of an instruction set."""
+    short = name.partition("_")[0]
+    monkeypatch.setattr(cpu, "_isa_names", lambda: (name, "portable"))
+    assert cpu._isa_index.__wrapped__(short) == cpu._isa_index.__wrapped__(name) == 0
+    monkeypatch.setattr(cpu, "_isa_index", lambda _: 0)
+    assert cpu.isa() == short

@@ -56,7 +56,8 @@ def supported_isas() -> list[str]:
     """Names that `isa=` and KBIT_CPU_ISA take on this machine, fastest first.
 
     "avx512" (F, BW, VL, DQ, VBMI, GFNI; with bfloat16 dot products where the CPU has them; then
-    "avx512_nobf16" is the same without), "avx2" (and FMA), "portable".
+    "avx512_nobf16" is the same without), "avx2" (and FMA; with GFNI where the CPU has it; then
+    "avx2_nogfni" is the same without), "portable".
     """
     return list(_isa_names())
 
@@ -65,13 +66,14 @@ def supported_isas() -> list[str]:
 def _isa_index(name: str | None) -> int:
     """Position of an instruction set in the extension's table.
 
-    "avx512" exists there under its own name only with bfloat16 dot products.
+    "avx512" exists there under its own name only with bfloat16 dot products, "avx2" only with GFNI.
     """
     names = supported_isas()
     if name is None:
         name = os.environ.get("KBIT_CPU_ISA") or names[0]
-    if name == "avx512" and name not in names and "avx512_nobf16" in names:
-        name = "avx512_nobf16"
+    plain = {"avx512": "avx512_nobf16", "avx2": "avx2_nogfni"}.get(name, name)
+    if name not in names and plain in names:
+        name = plain
     if name not in names:
         raise ValueError(
             f"kbit: instruction set {name!r} cannot be used on this machine; supported: {', '.join(names)}. "
@@ -86,7 +88,7 @@ def isa() -> str:
     Raises:
         ValueError: KBIT_CPU_ISA names one that this machine does not support.
     """
-    return supported_isas()[_isa_index(None)].removesuffix("_nobf16")
+    return supported_isas()[_isa_index(None)].removesuffix("_nobf16").removesuffix("_nogfni")
 
 
 def _weight(

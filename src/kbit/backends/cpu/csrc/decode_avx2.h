@@ -1,55 +1,21 @@
-// AVX2 + FMA decoding: two blocks (four at k = 2) at a time, one in each 128-bit lane.
+// AVX2 + FMA decoding without GFNI (Haswell to Comet Lake, Zen 1 to 3): two blocks (four at k = 2) at a time,
+// one in each 128-bit lane.
 //
-//   vpshufb       puts byte j of four planes into 32-bit lane j: a 4 (planes) x 8 (elements) bit matrix
-//   two delta swaps transpose its two 4x4 halves: byte i then holds the code of element 8j + i in the low
-//   nibble
-//                 and of element 8j + 4 + i in the high one (k = 2: the codes of two blocks in each nibble)
-//   vpshufb       looks the bytes of the float32 level up: four tables, put together by unpacks, or two for
-//   bfloat16
-//                 levels, whose low halves are zero; a shift and a mask then widen the even and the odd ones
-//   k = 5         the fifth plane selects between two tables
+//   vpshufb   puts byte j of four planes into 32-bit lane j: a 4 (planes) x 8 (elements) bit matrix
+//   swaps     two delta swaps transpose its two 4x4 halves: byte i then holds the code of element 8j + i in
+//             the low nibble and of element 8j + 4 + i in the high one (k = 2: the codes of two blocks in
+//             each)
+//   vpshufb   looks the bytes of the float32 level up: four tables, or two for bfloat16 levels, whose low
+//             halves are zero
+//   unpacks   put the bytes together. Unpacking words with zeros widens faster than shifts and masks do: 4 a
+//             clock on Zen 5, shifts 2
+//   k = 5     the fifth plane selects between two tables
 #pragma once
 
-#include <immintrin.h>
-
-#include "scales.h"
+#include "avx2.h"
 
 namespace kbit {
 namespace {
-
-using Vec = __m256;
-constexpr int kLanes = 8;
-constexpr int kTileTokens = 3;  // 3 * 4 accumulators + 3 activations + 1 weight: all 16 registers
-constexpr int kTileRows = 4;
-constexpr int kChunkRows = 64;  // gemm.h: 256 KB of decoded weights in a second-level cache of 512 KB or more
-
-inline Vec load(const float* p) {
-    return _mm256_loadu_ps(p);
-}
-inline void store(float* p, Vec v) {
-    _mm256_storeu_ps(p, v);
-}
-inline Vec splat(float v) {
-    return _mm256_set1_ps(v);
-}
-inline Vec fma(Vec a, Vec b, Vec c) {
-    return _mm256_fmadd_ps(a, b, c);
-}
-
-// out[i] += sum of the lanes of v[i], i < 4.
-inline void add_sums(const Vec v[4], float* out) {
-    const __m256 quads = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps(quads, 1));
-    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums));
-}
-
-inline __m256i join(__m128i low, __m128i high) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
-
-inline __m128i load16(const uint8_t* p) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
 
 inline __m256i swap_bits(__m256i x, int distance, int mask) {
     const __m256i t =
@@ -94,16 +60,19 @@ struct PairDecoder {
             BITS == 5 ? join(load16(p), load16(p + 20)) : join(load16(p), load16(p + 16)), order);
     }
 
-    // All ones in the bytes whose fifth bit is set: elements 8j + i for bits = 1 << i, 8j + 4 + i for 16 <<
-    // i.
-    static __m256i fifth_bit(const uint8_t* p, int bits) {
+    // Byte j of the fifth plane in all bytes of 32-bit lane j.
+    static __m256i fifth_plane(const uint8_t* p) {
         int32_t a, b;
         memcpy(&a, p + 16, 4);
         memcpy(&b, p + 36, 4);
         const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,  //
                                                0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-        const __m256i plane = _mm256_shuffle_epi8(join(_mm_cvtsi32_si128(a), _mm_cvtsi32_si128(b)), order);
-        const __m256i select = _mm256_set1_epi32(bits);
+        return _mm256_shuffle_epi8(join(_mm_cvtsi32_si128(a), _mm_cvtsi32_si128(b)), order);
+    }
+
+    // All ones in the bytes whose fifth bit is set, of elements 8j + 4h + i.
+    static __m256i fifth_bit(__m256i plane, int h) {
+        const __m256i select = _mm256_set1_epi32(h == 0 ? 0x08040201 : int(0x80402010));
         return _mm256_cmpeq_epi8(_mm256_and_si256(plane, select), select);
     }
 
@@ -118,17 +87,12 @@ struct PairDecoder {
 
     // What remains to be looked up: byte i of each 32-bit lane j as above, and the fifth plane.
     struct Codes {
-        __m256i low, fifth[BITS == 5 ? 2 : 1];
+        __m256i low, fifth;
     };
 
     static inline __attribute__((always_inline)) Codes codes(const uint8_t* p) {
-        Codes c;
-        c.low = swap_bits(swap_bits(planes(p), 7, 0x00aa00aa), 14, 0x0000cccc);
-        if constexpr (BITS == 5) {
-            c.fifth[0] = fifth_bit(p, 0x08040201);
-            c.fifth[1] = fifth_bit(p, int(0x80402010));
-        }
-        return c;
+        const __m256i low = swap_bits(swap_bits(planes(p), 7, 0x00aa00aa), 14, 0x0000cccc);
+        return {low, BITS == 5 ? fifth_plane(p) : low};
     }
 
     inline __attribute__((always_inline)) void operator()(const uint8_t* p, Vec* w) const {
@@ -141,49 +105,40 @@ struct PairDecoder {
 #pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) {
             const __m256i index = _mm256_and_si256(h == 0 ? codes : _mm256_srli_epi32(codes, 4), nibble);
-            const __m256i fifth = BITS == 5 ? c.fifth[h % (BITS == 5 ? 2 : 1)] : zero;
+            const __m256i fifth = BITS == 5 ? fifth_bit(c.fifth, h) : zero;
 #pragma GCC unroll 2
             for (int u = 0; u < kUnits; ++u) {
                 const __m256i b2 = lookup(2, u, index, fifth), b3 = lookup(3, u, index, fifth);
                 const __m256i high0 = _mm256_unpacklo_epi8(b2, b3), high1 = _mm256_unpackhi_epi8(b2, b3);
-                Vec* out = w + u * kUnitVecs + 4 * h;
+                __m256i low0 = zero, low1 = zero;
                 if constexpr (WIDE) {
                     const __m256i b0 = lookup(0, u, index, fifth), b1 = lookup(1, u, index, fifth);
-                    const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
-                    out[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
-                    out[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
-                    out[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
-                    out[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
-                } else {
-                    const __m256i odd = _mm256_set1_epi32(int(0xffff0000));
-                    out[0] = _mm256_castsi256_ps(_mm256_slli_epi32(high0, 16));
-                    out[1] = _mm256_castsi256_ps(_mm256_and_si256(high0, odd));
-                    out[2] = _mm256_castsi256_ps(_mm256_slli_epi32(high1, 16));
-                    out[3] = _mm256_castsi256_ps(_mm256_and_si256(high1, odd));
+                    low0 = _mm256_unpacklo_epi8(b0, b1);
+                    low1 = _mm256_unpackhi_epi8(b0, b1);
                 }
+                Vec* out = w + u * kUnitVecs + 4 * h;
+                out[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
+                out[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
+                out[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
+                out[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
             }
         }
     }
 
-    // Unit u holds block u in its low 128-bit lanes and block u + kUnits in the high ones. Vector 4h + j of a
-    // unit holds elements 8j + 4h + (0 1 2 3) if WIDE; otherwise vectors 4h + 2(j / 2) and the next one hold
-    // the even and the odd ones of j and j + 1.
+    // Unit u holds block u in its low 128-bit lanes and block u + kUnits in the high ones; its vector 4h + j
+    // holds elements 8j + 4h + (0 1 2 3) of both.
     static Vec unit_scale(const float* scales, int unit) {
         return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_broadcast_ss(scales + unit)),
                                     _mm_broadcast_ss(scales + unit + kUnits), 1);
     }
     static int position(int block, int e) {
-        const int j = e / 8, h = e / 4 % 2, i = e % 4;
-        const int vec = WIDE ? 4 * h + j : 4 * h + j / 2 * 2 + i % 2, lane = WIDE ? i : j % 2 * 2 + i / 2;
-        return block % kUnits * 2 * kBlock + vec * kLanes + block / kUnits * 4 + lane;
+        const int vec = e / 4 % 2 * 4 + e / 8, lane = block / kUnits * 4 + e % 4;
+        return (block % kUnits * kUnitVecs + vec) * kLanes + lane;
     }
     static void store_natural(float* dst, const Vec* w) {
         for (int u = 0; u < kUnits; ++u) {
-            for (int i = 0; i < kUnitVecs; i += 2) {
-                const Vec a = w[u * kUnitVecs + i], b = w[u * kUnitVecs + i + 1];
-                float* at = dst + u * kBlock + i % 4 * 8 + i / 4 * 4;
-                store_lanes(at, WIDE ? a : _mm256_unpacklo_ps(a, b));
-                store_lanes(at + 8, WIDE ? b : _mm256_unpackhi_ps(a, b));
+            for (int i = 0; i < kUnitVecs; ++i) {
+                store_lanes(dst + u * kBlock + i % 4 * 8 + i / 4 * 4, w[u * kUnitVecs + i]);
             }
         }
     }

@@ -90,6 +90,7 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx2gfni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
 

@@ -12,11 +12,14 @@ namespace {
 constexpr int64_t kScalesAhead = 4096;  // bytes
 
 inline float decode_e4m4(uint32_t byte) {
+    // Below 16, `normal` is 2^-11 (1 + byte / 16) and twice that less 2^-10 is right; from 16 on that is no
+    // smaller than `normal`. Neither is negative, so they compare as integers. Taking the smaller one is two
+    // instructions less than converting the byte and selecting: AVX-512, k = 4, M = 1, 4096 -> 14336, two
+    // threads, 0.72 to 0.65 ms (medians of the minima of seven noisy runs).
     const float normal = float_of((byte << 19) + (116u << 23));
-    const float subnormal = float(int32_t(byte)) * 6.103515625e-5f;  // 2^-14
-    // Not `byte < 16 ? ... : ...`: GCC 12 makes that a branch and the loop over a row's scales a scalar one.
-    const uint32_t small = 0u - uint32_t(byte < 16u);
-    return float_of((bits_of(subnormal) & small) | (bits_of(normal) & ~small));
+    const float doubled = normal + (normal - 9.765625e-4f);  // 2^-10
+    const int32_t a = int32_t(bits_of(normal)), b = int32_t(bits_of(doubled));
+    return float_of(uint32_t(a < b ? a : b));
 }
 
 // out[0, count): scales of blocks [first, first + count) of `row`; out[count, padded): zeros.
