@@ -1,0 +1,55 @@
+// A lane's words of a tile (layout.py): where they are, and where its 16 pairs are in them.
+#pragma once
+
+#include "rows.cuh"
+
+constexpr int kTileRows = 16;
+constexpr int kTileColumns = 64;
+template <int BITS>
+constexpr int kTileWords = 32 * BITS + 8;
+
+template <int BITS>
+struct Pairs {
+    static constexpr int kPerWord = 16 / BITS;
+    static constexpr int kVector = BITS >= 4 ? 4 : 2;
+
+    // Pair 15 of 3 and 5 bits is not: its bits 2w and 2w + 1 are bits 30 and 31 of word w.
+    static constexpr __device__ bool in_words(int pair) { return pair < kPerWord * BITS; }
+    static constexpr __device__ int word(int pair) { return pair / kPerWord; }
+    static constexpr __device__ int bit(int pair) { return pair % kPerWord * 2 * BITS; }
+
+    static DEVICE void load(u32 (&w)[BITS], const u32* tile, int lane) {
+        load_words<kVector>(w, tile + lane * kVector);
+        if constexpr (BITS % 2) {
+            w[BITS - 1] = __ldg(tile + 32 * kVector + lane);
+        }
+    }
+    static DEVICE void store(u32* tile, const u32 (&w)[BITS], int lane) {
+        store_words<kVector>(tile + lane * kVector, w);
+        if constexpr (BITS % 2) {
+            tile[32 * kVector + lane] = w[BITS - 1];
+        }
+    }
+    static DEVICE u32 last(const u32 (&w)[BITS]) {
+        u32 pair = 0;
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) {
+            pair |= w[i] >> 30 << (2 * i);
+        }
+        return pair;
+    }
+    static DEVICE u32 get(const u32 (&w)[BITS], int pair) {
+        return in_words(pair) ? w[word(pair)] >> bit(pair) & ((1u << (2 * BITS)) - 1) : last(w);
+    }
+    // w |= pair, on zeros.
+    static DEVICE void put(u32 (&w)[BITS], int pair, u32 value) {
+        if (in_words(pair)) {
+            w[word(pair)] |= value << bit(pair);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) {
+            w[i] |= value >> (2 * i) << 30;
+        }
+    }
+};
