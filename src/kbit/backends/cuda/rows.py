@@ -22,6 +22,7 @@ _TILES = 32  # blocks a warp takes at a time in quantize and dequantize
 _MAX_BLOCKS = 2**31 - 1  # of one matrix: their numbers are 32 bits in the kernels
 _MAX_GRID = 65535  # in y and z
 _WARP = 32
+_Grid = tuple[int, int, int]
 
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 5), for a
 # block that stays builds its tables once. The others: a few times that, which evens out the end.
@@ -30,6 +31,7 @@ _DEQUANTIZE_PER_SM = 16
 _TILED_PER_SM = 32
 
 
+@functools.cache
 def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] | None) -> KernelSpec:
     """The kernel that quantizes; `search_window` as in `quantize`."""
     low, high = search_window or (0, 0)
@@ -37,12 +39,14 @@ def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] 
     return KernelSpec.make("quantize.cu", bits=bits, dtype=_DTYPES[dtype], search=search, low=low, high=high)
 
 
+@functools.cache
 def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> KernelSpec:
     """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout."""
     source = "dequantize_tiled.cu" if tiled else "dequantize.cu"
     return KernelSpec.make(source, bits=bits, dtype=_DTYPES[dtype])
 
 
+@functools.cache
 def repack_spec(bits: int, inverse: bool) -> KernelSpec:
     """The kernel that permutes to the tiled layout, or back."""
     return KernelSpec.make("repack.cu", bits=bits, inverse=inverse)
@@ -261,10 +265,8 @@ def _multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def _block_grid(
-    device: torch.device, matrices: int, n: int, blocks: int, per_sm: int
-) -> tuple[int, int, int]:
-    """Four warps a block of threads, each a tile of 32 blocks of a matrix at a time."""
+def _block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm: int) -> _Grid:
+    """Four warps a block of threads, each a tile of 32 blocks at a time."""
     if n * blocks > _MAX_BLOCKS:
         raise ValueError(
             f"CUDA kernels: a matrix may have {_MAX_BLOCKS} blocks of 32 weights, got {n} rows of {blocks}. "
@@ -276,9 +278,7 @@ def _block_grid(
     return min(needed, -(-wanted // y)), y, 1
 
 
-def _tile_grid(
-    device: torch.device, matrices: int, row_tiles: int, column_tiles: int
-) -> tuple[int, int, int]:
+def _tile_grid(device: torch.device, matrices: int, row_tiles: int, column_tiles: int) -> _Grid:
     """Eight warps a block of threads, each a tile of 16 x 64 at a time."""
     z, y = min(matrices, _MAX_GRID), min(row_tiles, _MAX_GRID)
     wanted = -(-_multiprocessors(device.index) * _TILED_PER_SM // (z * y))
@@ -286,12 +286,7 @@ def _tile_grid(
 
 
 def _launch(
-    spec: KernelSpec,
-    format: str,
-    device: torch.device,
-    grid: tuple[int, int, int],
-    warps: int,
-    args: tuple[int, ...],
+    spec: KernelSpec, format: str, device: torch.device, grid: _Grid, warps: int, args: tuple[int, ...]
 ) -> None:
     kernel = launcher.load(spec, device.index, format)
     stream = torch._C._cuda_getCurrentRawStream(device.index)

@@ -8,7 +8,7 @@
 //
 // A warp decodes one tile: each lane its 16 pairs, whose levels come from a table with a copy per bank, then
 // the tile is turned into rows in shared memory, in chunks of 16 bytes at (chunk ^ row) so that neither side
-// conflicts, and stored as 128 or 256 contiguous bytes a row. About 6 instructions a weight.
+// conflicts, and stored as 128 or 256 contiguous bytes a row. About 11 instructions a weight.
 //
 // Shared memory: 2^bits * 128 + 8 warps * 1024 weights. grid: z matrices, y row tiles, x column tiles / 8.
 #include "config.h"

@@ -7,7 +7,8 @@
 // lane 4g + t are spread over just those four lanes. So each lane cuts its planes into four chunks, one for
 // each t (a shift and a LOP3 for every bit and column parity, 2 a weight at 4 bits), four lanes exchange
 // chunks by a 4 x 4 transposition of shuffles, and each assembles its words. Nothing passes through shared
-// memory. Row pieces are 2 * bits words, 32 bytes at 4 bits; the warps of a block take neighbouring ones.
+// memory; about 6 instructions a weight. Row pieces are 2 * bits words, 32 bytes at 4 bits; the warps of a
+// block take neighbouring ones.
 //
 // grid: z matrices, y row tiles, x column tiles / 8.
 #include "config.h"

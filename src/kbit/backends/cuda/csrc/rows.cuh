@@ -112,7 +112,9 @@ struct Fields {
 // ---- 16-byte global accesses
 
 DEVICE void store16(void* to, uint4 v) {
-    *static_cast<uint4*>(to) = v;
+    // As C++ the compiler made four stores of it in repack.cu.
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // Asynchronous copies of 16 bytes to a shared address; zeros where `valid` is false.
@@ -164,7 +166,7 @@ DEVICE void load_words(u32 (&w)[SIZE], const u32* from) {
 template <int COUNT, int SIZE>
 DEVICE void store_words(u32* to, const u32 (&w)[SIZE]) {
     if constexpr (COUNT == 4) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+        store16(to, make_uint4(w[0], w[1], w[2], w[3]));
     } else if constexpr (COUNT == 2) {
         *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
     } else {
