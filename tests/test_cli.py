@@ -312,7 +312,7 @@ def test_eval_refuses_what_it_cannot_score(folders, text, tmp_path):
 
 def test_doctor_finds_this_machine_fit():
     findings = {row["what"]: row for row in json.loads(succeed("doctor", "--json"))}
-    assert torch.__version__ in findings["torch"]["found"]
+    assert findings["torch"]["found"].startswith(torch.__version__.split("+")[0])  # "+cu130" may be missing
     assert {"python", "transformers", "cpu", "cpu kernels", "threads", "gpu", "cache folder"} <= set(findings)
     assert "cpu kernels" in succeed("doctor")
 
