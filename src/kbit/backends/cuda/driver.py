@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -158,3 +159,35 @@ def driver_version() -> str:
     """
     version = int(check(api().cuDriverGetVersion(), "cuDriverGetVersion"))
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What plans of launches depend on.
+
+    Attributes:
+        multiprocessors: how many there are.
+        shared_bytes: most shared memory of a block.
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+
+
+@functools.cache
+def device_limits(device_index: int) -> DeviceLimits:
+    """The limits of a device.
+
+    Raises:
+        DriverError: no driver, or no such device.
+    """
+    cuda = api()
+    device = device_handle(device_index)
+    kinds = cuda.CUdevice_attribute
+    wanted = (
+        kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+    )
+    return DeviceLimits(
+        *(check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted)
+    )

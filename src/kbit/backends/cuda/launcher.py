@@ -20,6 +20,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.compiler import CSRC, CompiledKernel, KernelSpec, chosen_compiler, compile_kernel
 from kbit.backends.cuda.driver import DriverError
@@ -246,3 +248,23 @@ def _library_kernel(spec: KernelSpec, arch: str, csrc: Path) -> tuple[CompiledKe
             ) from error
         _libraries[key] = compiled, handle
     return _libraries[key]
+
+
+def launch_on(
+    device_index: int,
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    block: int,
+    args: tuple[int | float, ...],
+    *,
+    smem: int = 0,
+    pdl: bool = False,
+    cluster: int = 1,
+) -> None:
+    """Launch on torch's current stream of a device, whichever device is current; see `Kernel.launch`."""
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    if stream or torch.cuda.current_device() == device_index:
+        kernel.launch(grid, block, args, stream=stream, smem=smem, pdl=pdl, cluster=cluster)
+        return
+    with torch.cuda.device(device_index):  # stream 0 is the current device's
+        kernel.launch(grid, block, args, stream=stream, smem=smem, pdl=pdl, cluster=cluster)

@@ -222,6 +222,9 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(_aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
+    # Kernels launched as dependents read weights before the kernel in front of them is done. Filling one byte
+    # is no kernel, so nothing overtakes it, and it waits for the permutation.
+    tiled.new_zeros(1, dtype=torch.uint8)
     return tiled
 
 
@@ -289,6 +292,4 @@ def _launch(
     spec: KernelSpec, format: str, device: torch.device, grid: _Grid, warps: int, args: tuple[int, ...]
 ) -> None:
     kernel = launcher.load(spec, device.index, format)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    with torch.cuda.device(device):  # stream 0 means the current device's
-        kernel.launch(grid, warps * _WARP, args, stream=stream)
+    launcher.launch_on(device.index, kernel, grid, warps * _WARP, args)

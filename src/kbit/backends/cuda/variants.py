@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from kbit.backends.cuda import rows, stream
 from kbit.backends.cuda.compiler import KernelSpec
+
+_KIB = 1024
+# Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
+_SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}
+_SHARED_BYTES_SINCE_HOPPER = 227 * _KIB
 
 
 def all_specs(arch: str) -> list[KernelSpec]:
     """The kernels that are ever launched on an architecture, such as "90a"."""
-    return []
+    number = arch.rstrip("af")
+    shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
+    return [*rows.row_specs(), *stream.specs(shared)]

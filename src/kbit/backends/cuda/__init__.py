@@ -1,0 +1,55 @@
+"""The CUDA backend: kernels compiled at their first use for the GPU at hand (sm_80 and newer).
+
+Functions take contiguous tensors of one CUDA device that the op layer has checked; they launch on the current
+stream. Only `quantize` waits for the device, once, to report NaN and Inf.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kbit.backends.cuda import compiler, driver
+from kbit.backends.cuda.linear import linear, linear_tiled
+from kbit.backends.cuda.rows import (
+    dequantize,
+    dequantize_tiled,
+    embedding,
+    from_tiled,
+    quantize,
+    to_tiled,
+)
+from kbit.format.errors import KbitError
+
+__all__ = [
+    "available",
+    "dequantize",
+    "dequantize_tiled",
+    "embedding",
+    "from_tiled",
+    "linear",
+    "linear_tiled",
+    "quantize",
+    "to_tiled",
+    "unavailable_reason",
+]
+
+
+def available() -> bool:
+    """Whether the kernels can be compiled and launched here."""
+    return unavailable_reason() is None
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Why `available()` is False and what to do about it, else None."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device. Install a CUDA build of torch and NVIDIA's driver"
+    try:
+        for index in range(torch.cuda.device_count()):
+            driver.device_arch(index)
+        compiler.chosen_compiler()
+    except KbitError as error:
+        return str(error)
+    return None

@@ -1,0 +1,272 @@
+// What every kernel uses: short type names, 16-bit arithmetic, and the PTX that CUDA C++ has no word for.
+//
+// No CUDA header is included: the run-time compiler then needs nothing but itself.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+// float16 or bfloat16, as bits.
+template <bool BF16>
+struct Half {
+    // The two values rounded to nearest even, `low` in the low half.
+    static DEVICE u32 pack(float low, float high) {
+        u32 both;
+        if constexpr (BF16) {
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+        } else {
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+        }
+        return both;
+    }
+    static DEVICE u16 narrow(float value) { return u16(pack(value, 0.0f)); }
+    static DEVICE float widen(u16 bits) {
+        if constexpr (BF16) {
+            return __uint_as_float(u32(bits) << 16);
+        } else {
+            float value;
+            asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+            return value;
+        }
+    }
+    // Products of the two pairs, each rounded once.
+    static DEVICE u32 multiply(u32 a, u32 b) {
+        u32 product;
+        if constexpr (BF16) {  // mul.bf16x2 needs sm_90; -0 as addend keeps the sign of a zero
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+        } else {
+            asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+        }
+        return product;
+    }
+    // d += a * b: a is 16 x 16 (rows n, columns k), b is 16 x 8 (k, tokens), d is float32.
+    static DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        if constexpr (BF16) {
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        } else {
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        }
+    }
+};
+
+// Bytes of {b, a} picked by the nibbles of `selector`.
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
+    return picked;
+}
+
+DEVICE float low_half(u32 both) {
+    return Half<false>::widen(u16(both));
+}
+DEVICE float high_half(u32 both) {
+    return Half<false>::widen(u16(both >> 16));
+}
+
+// The same in every lane, known to the compiler as such.
+DEVICE int uniform(int value) {
+    return __shfl_sync(~0u, value, 0);
+}
+
+// Four lanes hold a 4 x 4 matrix of words by rows, and then by columns. t: lane % 4.
+DEVICE void transpose_four_lanes(u32 (&v)[4], int t) {
+    const bool odd = t & 1, upper = t & 2;
+    const u32 a = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1), b = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+    const u32 p[4] = {odd ? a : v[0], odd ? v[1] : a, odd ? b : v[2], odd ? v[3] : b};
+    const u32 c = __shfl_xor_sync(~0u, upper ? p[0] : p[2], 2), d = __shfl_xor_sync(~0u, upper ? p[1] : p[3], 2);
+    v[0] = upper ? c : p[0];
+    v[1] = upper ? d : p[1];
+    v[2] = upper ? p[2] : c;
+    v[3] = upper ? p[3] : d;
+}
+
+// In each of four lanes, the sum of their values.
+DEVICE float add_four_lanes(float value) {
+    value += __shfl_xor_sync(~0u, value, 1);
+    return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+DEVICE u32 shared_address(const void* pointer) {
+    return u32(__cvta_generic_to_shared(pointer));
+}
+
+// Volatile loads keep their place among the asynchronous copies that refill what they read.
+DEVICE u32 load_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+DEVICE uint2 load_shared2(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+DEVICE uint4 load_shared4(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
+    return v;
+}
+
+// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrices(u32 (&v)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// f(Index<0>()), ..., f(Index<N - 1>())
+template <int I>
+struct Index {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, class F>
+DEVICE void static_for(F f) {
+    if constexpr (I < N) {
+        f(Index<I>());
+        static_for<N, I + 1>(f);
+    }
+}
+
+DEVICE void store_shared4(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// ---- mbarriers (sm_80 on)
+
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#else
+        asm volatile(
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#endif
+    } while (!done);
+}
+// A thread's arrival that also announces `bytes` to come by the copy engine.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Initialized barriers become visible to other threads after a block barrier, to the copy engine after this.
+DEVICE void barriers_visible() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// ---- asynchronous copies into shared memory
+
+#if __CUDA_ARCH__ >= 900
+constexpr int kCopyArrivals = 1;
+#else
+constexpr int kCopyArrivals = 32;
+#endif
+
+// A warp copies `bytes` (a multiple of 16): by the copy engine from sm_90 on. `barrier`, initialized with
+// kCopyArrivals, completes its phase when they are there.
+DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+        barrier_expect(barrier, bytes);
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "l"(from), "r"(bytes), "r"(barrier)
+            : "memory");
+    }
+#else
+#pragma unroll 4
+    for (u32 i = lane * 16; i < bytes; i += 512) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+    __syncwarp();
+}
+
+// ---- clusters (sm_90 on; elsewhere a block is alone)
+
+DEVICE u32 cluster_size() {
+    u32 size = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+    return size;
+}
+DEVICE u32 cluster_rank() {
+    u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+DEVICE void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+// One thread copies `bytes` to the same place in every block of `mask`, completing on their barriers.
+DEVICE void copy_to_cluster(u32 to, const void* from, u32 bytes, u32 barrier, u32 mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
+        "[%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(u16(mask))
+        : "memory");
+}
+DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+#else
+DEVICE void copy_to_cluster(u32, const void*, u32, u32, u32) {}
+DEVICE void barrier_arrive_at(u32, u32) {}
+#endif
+
+// ---- programmatic dependent launch: nothing happens below sm_90, or in a launch without the attribute
+
+// Lets the next kernel of the stream start.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Returns when the previous kernel of the stream is done and what it wrote can be read.
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

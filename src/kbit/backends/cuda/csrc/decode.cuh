@@ -1,0 +1,166 @@
+// From the words of a tile to the A operands of mma.m16n8k16, by look-ups in shared memory.
+//
+// A tile (see layout.py) is 16 rows x 64 columns; lane l owns 16 pairs of neighbouring codes in BITS words.
+// Pair i = 4 * j + h is register h of the A operand of the j-th of its four k16 steps. The table holds, for
+// every value of a field of codes, the 16-bit levels as the operand wants them, once per lane: a copy lies in
+// the banks of its lane alone, so no look-up conflicts with another.
+//
+//   bits  field        look-ups a tile   rows x bytes     address of a look-up
+//   2     4 codes      8 of 8 bytes      256 x 256        one PRMT
+//   3     2 codes      16 of 4 bytes     64 x 128         shift and LOP3
+//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (half of a row is free: see kHoles)
+//   5     1 code       32 of 4 bytes     32 x 128         shift and LOP3, a PRMT joins two
+//   5     2 codes      16 of 4 bytes     1024 x 128       shift and LOP3 (PAIRS: 128 KB of shared memory)
+//
+// Method: the pair table is FLUTE's (Guo et al. 2024); a copy per bank with 256-byte rows, so that one PRMT
+// makes the address, decodes 45 weights a clock and SM on an H200 against 18 for a single copy.
+#pragma once
+
+#include "common.cuh"
+
+template <int BITS, bool BF16, bool PAIRS>
+struct Decoder {
+    static constexpr int kTileBytes = 128 * BITS + 32;
+    static constexpr int kFieldBits = BITS == 2 ? 8 : BITS == 5 && !PAIRS ? 5 : 2 * BITS;
+    static constexpr int kRows = 1 << kFieldBits;
+    static constexpr int kRowBytes = BITS == 2 || BITS == 4 ? 256 : 128;
+    static constexpr int kCopyBytes = BITS == 2 ? 8 : 4;  // of one lane
+    static constexpr int kTableBytes = kRows * kRowBytes;
+    static constexpr bool kHoles = BITS == 4;  // bytes 128..255 of every row are free
+    static constexpr int kPerWord = 16 / BITS;  // pairs in a word; a 16th pair in the words' top bits
+
+    const u8* table;
+    u32 lane_byte;
+
+    DEVICE Decoder(u8* table_, int lane) : table(table_) {
+        // Opaque to the compiler, or it would recompute the value at each of its uses.
+        asm volatile("mov.u32 %0, %1;" : "=r"(lane_byte) : "r"(lane * kCopyBytes));
+    }
+
+    // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
+    static DEVICE float level(const float* codebook, int lane) { return __ldg(codebook + lane % (1 << BITS)); }
+
+    // Each warp fills its part; a __syncthreads must follow.
+    static DEVICE void fill(u8* table, float level) {
+        using H = Half<BF16>;
+        constexpr int kParts = 4;  // threads of a row
+        constexpr int kStores = 32 * kCopyBytes / 16 / kParts;
+        constexpr u32 kMask = (1 << BITS) - 1;
+#pragma unroll 2
+        for (u32 i = threadIdx.x; i < u32(kRows * kParts); i += blockDim.x) {
+            const u32 row = i % kRows, part = i / kRows;
+            const auto of = [&](int code) { return __shfl_sync(~0u, level, row >> (BITS * code) & kMask); };
+            uint4 v;
+            v.x = H::pack(of(0), kFieldBits == BITS ? 0.0f : of(1));
+            v.y = BITS == 2 ? H::pack(of(2), of(3)) : v.x;
+            v.z = v.x;
+            v.w = v.y;
+#pragma unroll
+            for (int j = 0; j < kStores; ++j) {  // rotated: lanes of a warp write to different banks
+                const u32 chunk = (part * kStores + j + i) % (kParts * kStores);
+                *reinterpret_cast<uint4*>(table + row * kRowBytes + chunk * 16) = v;
+            }
+        }
+    }
+
+    // This lane's words of the tile at a shared address.
+    static DEVICE void load(u32 (&w)[BITS], u32 tile, int lane) {
+        if constexpr (BITS <= 3) {
+            const uint2 v = load_shared2(tile + lane * 8);
+            w[0] = v.x;
+            w[1] = v.y;
+        } else {
+            const uint4 v = load_shared4(tile + lane * 16);
+            w[0] = v.x;
+            w[1] = v.y;
+            w[2] = v.z;
+            w[3] = v.w;
+        }
+        if constexpr (BITS % 2) {
+            w[BITS - 1] = load_shared(tile + 128 * (BITS - 1) + lane * 4);
+        }
+    }
+
+    DEVICE u32 look_up(u32 offset) const { return *reinterpret_cast<const u32*>(table + offset); }
+
+    // Offset of the row whose number is in bits [FIRST, FIRST + kFieldBits) of a word, for 128-byte rows.
+    template <int FIRST>
+    DEVICE u32 row_offset(u32 word) const {
+        constexpr u32 kMask = (kRows - 1) * 128;
+        const u32 shifted = FIRST < 7 ? word << (7 - FIRST) : word >> (FIRST - 7);
+        return (shifted & kMask) | lane_byte;
+    }
+
+    // The 16th pair: bits 2w and 2w + 1 of it are bits 30 and 31 of word w.
+    static DEVICE u32 last_pair(const u32 (&w)[BITS]) {
+        u32 pair = 0;
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) {
+            pair |= (w[i] >> (30 - 2 * i)) & (3u << (2 * i));
+        }
+        return pair;
+    }
+
+    template <int PAIR>
+    DEVICE u32 pair(const u32 (&w)[BITS]) const {
+        if constexpr (PAIR == kPerWord * BITS) {
+            return wide<0>(last_pair(w));
+        } else {
+            return wide<2 * BITS * (PAIR % kPerWord)>(w[PAIR / kPerWord]);
+        }
+    }
+
+    template <int FIRST>
+    DEVICE u32 wide(u32 word) const {
+        if constexpr (kFieldBits == BITS) {
+            return permute(look_up(row_offset<FIRST>(word)), look_up(row_offset<FIRST + BITS>(word)), 0x5410);
+        } else {
+            return look_up(row_offset<FIRST>(word));
+        }
+    }
+
+    // The A operand of k16 step J.
+    template <int J>
+    DEVICE void step(const u32 (&w)[BITS], u32 (&a)[4]) const {
+        if constexpr (BITS == 4) {
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+                a[h] = look_up(permute(w[J], lane_byte, 0x7704 | (h << 4)));
+            }
+        } else if constexpr (BITS == 2) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const u32 offset = permute(w[J / 2], lane_byte, 0x7704 | ((J % 2 * 2 + h) << 4));
+                const uint2 v = *reinterpret_cast<const uint2*>(table + offset);
+                a[2 * h] = v.x;
+                a[2 * h + 1] = v.y;
+            }
+        } else {
+            a[0] = pair<4 * J>(w);
+            a[1] = pair<4 * J + 1>(w);
+            a[2] = pair<4 * J + 2>(w);
+            a[3] = pair<4 * J + 3>(w);
+        }
+    }
+};
+
+// Block scales. A scale word holds E4M4 bytes: (row g, block 0), (row g, block 1), (row g + 8, block 0),
+// (row g + 8, block 1). A byte shifted left by 6 is a float16 of 1/16 of its value, subnormals included.
+constexpr float kScaleUnit = 16.0f;
+
+// Low half: row g, high half: row g + 8, of one block, as float16 in units of 16.
+template <int BLOCK>
+DEVICE u32 scale_halves(u32 word) {
+    return (BLOCK == 0 ? word << 6 : word >> 2) & 0x3fc03fc0u;
+}
+
+// The scale in byte BYTE of a scale word, in both halves, as 16-bit values. Both products are exact.
+template <bool BF16, int BYTE>
+DEVICE u32 scale_pair(u32 word) {
+    const u32 bytes = permute(word, 0, 0x4040 | BYTE | BYTE << 8);  // 00 b 00 b
+    if constexpr (BF16) {
+        return Half<true>::multiply(bytes << 3, 0x79807980u);  // a bfloat16 of 2^-116 times the value
+    } else {
+        return Half<false>::multiply(bytes << 6, 0x4c004c00u);  // times 16
+    }
+}

@@ -1,0 +1,432 @@
+// y[m, n] = sum_k x[m, k] * W[n, k] (+ bias[n]) for few tokens: 1 <= M <= Config::tokens (1, 8 or 16).
+//
+// Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
+//
+// Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into the A operand of
+// an MMA; tokens are the columns of B. batch.cu takes over above 16 tokens.
+//
+//   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
+//   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
+//   x         16-bit [M, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
+//   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
+//
+// Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last, split
+// K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the block's row
+// tiles. If K has more groups than there are workers there are several passes. The last warp, the server, adds
+// up the workers' sums: done by the workers in turn, that cost them a third of their instructions.
+//
+// Order of float32 sums: the MMAs of a 32-block, times its scale, over the blocks of a worker's group, over
+// workers in their order, over passes. Results depend on M's class, N and K alone, never on timing.
+//
+//   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
+//   useful in column b only, and one set of 4 registers is the x of all of them.
+//
+// Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
+// and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
+//
+// Shared memory: table, barriers (1 KB), ring (workers * stages * 4 tiles), parts (2 or 4 * workers * 128 bytes a sum; in the table's holes where they fit), totals.
+#include "config.h"
+#include "decode.cuh"
+
+using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
+using H = Half<Config::bf16>;
+
+constexpr int kGroupTiles = 4;
+constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
+constexpr int kStages = Config::stages;
+constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
+constexpr bool kOne = Config::tokens == 1;
+constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
+// Scales multiply the weights, or the products of a block. The first rounds once more, to the 16-bit weight that
+// dequantize gives, and needs no second set of accumulators.
+constexpr bool kScaleWeights = Config::tokens == 16;
+constexpr int kBuffers = Config::workers * kSums <= 32 ? 4 : 2;  // of parts
+constexpr bool kInHoles = D::kHoles && kBuffers * Config::workers * kSums <= D::kRows;
+constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
+
+// What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass over
+// K of the gates and then of the ups.
+struct Problem {
+    int n, k, m;
+    bool gated;
+    int k_tiles, segments, row_tiles, first, rows, workers;
+
+    DEVICE int pass(int segment) const { return gated ? segment / 2 : segment; }
+    DEVICE bool ups(int segment) const { return gated && segment % 2 == 1; }
+    DEVICE bool last(int segment) const { return segment + (gated ? 2 : 1) >= segments; }
+    DEVICE int group(int segment, int worker) const { return pass(segment) * workers + worker; }
+    DEVICE bool has(int group) const { return group * kGroupTiles < k_tiles; }
+    // A single row tile keeps its sums in registers from one pass to the next.
+    DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
+};
+
+template <int SIZE>
+struct Cursor {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == SIZE) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// A worker's groups, in the order it needs them, kStages ahead.
+struct Ring {
+    const u8* tiled;
+    u32 base, barriers;  // kStages slots of kGroupBytes, and as many mbarriers
+    int worker, lane;
+    const u8* from = nullptr;
+    long long stride = 0;
+    int left = 0, segment = -1;
+    u32 bytes = 0;
+    Cursor<kStages> at;
+
+    DEVICE void start(const Problem& p) {
+        if (lane == 0) {
+            for (int s = 0; s < kStages; ++s) {
+                barrier_init(barriers + 8 * s, kCopyArrivals);
+            }
+            barriers_visible();
+        }
+        __syncwarp();
+        stride = (long long)(p.k_tiles) * D::kTileBytes;
+        next_segment(p);
+        for (int s = 0; s < kStages; ++s) {
+            fetch(p, s, 0);
+        }
+    }
+    DEVICE void next_segment(const Problem& p) {
+        ++segment;
+        const int tile = p.group(segment, worker) * kGroupTiles, tiles = p.k_tiles - tile;
+        const int row = p.first + (p.ups(segment) ? p.row_tiles / 2 : 0);
+        left = segment < p.segments && tiles > 0 ? p.rows : 0;
+        bytes = (tiles < kGroupTiles ? tiles : kGroupTiles) * D::kTileBytes;
+        from = tiled + (u64(row) * p.k_tiles + tile) * D::kTileBytes;
+    }
+    DEVICE void fetch(const Problem& p, int slot, u32 shift) {
+        if (left > 0) {
+            copy(base + slot * kGroupBytes + shift, from, bytes, barriers + 8 * slot, lane);
+            from += stride;
+            if (--left == 0) {
+                next_segment(p);
+            }
+        }
+    }
+    // Address of the next group, when it is there.
+    DEVICE u32 wait() const {
+        barrier_wait(barriers + 8 * at.slot, at.phase);
+        return base + at.slot * kGroupBytes;
+    }
+    // All lanes have read the group; `last` is a word that was loaded last. The copy engine is not ordered
+    // behind loads that are still queued (a __syncwarp alone was a race), so the copy's address depends on that
+    // word: `zero` is a run-time zero.
+    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
+        __syncwarp();
+        fetch(p, at.slot, last & zero);
+        at.next();
+    }
+};
+
+// The workers' sums, [buffer][worker][sum] rows of 32 floats.
+struct Parts {
+    u8* base;
+    int workers;
+
+    DEVICE float* row(int buffer, int worker, int i, int lane) const {
+        return reinterpret_cast<float*>(base + ((buffer * workers + worker) * kSums + i) * kPartStep) + lane;
+    }
+};
+
+// B operands of a group: [column tile][k-block][4 registers], or [1][1][4] where columns are k-blocks.
+//
+// A lane loads 16 bytes, to be swapped within its four lanes before the first use (loading 4 bytes at a time took
+// 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Swapping a block just before its first MMA hides the loads of the
+// next ones.
+struct Activations {
+    static constexpr int kBlocks = kOne ? 1 : 8;
+    u32 v[kColumns][kBlocks][4];
+
+    DEVICE void load(const u16* x, int x_stride, int group, const Problem& p, int lane) {
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+                const int token = kOne ? 0 : n * 8 + g, column = group * 256 + (kOne ? g : b) * 32 + 8 * t;
+                const bool there = token < p.m && column < p.k;
+                const u16* from = x + u64(token) * x_stride + column;
+                const uint4 eight = there ? *reinterpret_cast<const uint4*>(from) : uint4{};
+                v[n][b][0] = eight.x;
+                v[n][b][1] = eight.y;
+                v[n][b][2] = eight.z;
+                v[n][b][3] = eight.w;
+            }
+        }
+    }
+    DEVICE void swap(int block, int t) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            transpose_four_lanes(v[n][kOne ? 0 : block], t);
+        }
+    }
+};
+
+// d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
+template <int BLOCK, bool NEW>
+DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (&w)[Config::bits], u32 scales,
+                           Activations& x, int q, int t) {
+    u32 a[2][4];
+    decode.template step<2 * BLOCK>(w, a[0]);
+    decode.template step<2 * BLOCK + 1>(w, a[1]);
+    if constexpr (kScaleWeights) {
+        const u32 upper = scale_pair<Config::bf16, BLOCK>(scales), lower = scale_pair<Config::bf16, 2 + BLOCK>(scales);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
+        }
+    }
+    if (NEW && (!kOne || q + BLOCK == 0)) {
+        x.swap(2 * q + BLOCK, t);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            const u32(&b)[4] = x.v[n][kOne ? 0 : 2 * q + BLOCK];
+            H::mma(d[n], a[j], b[2 * j], b[2 * j + 1]);
+        }
+    }
+}
+
+// sums += (one 32-block's products) * (its scales in rows g and g + 8)
+DEVICE void add_scaled(float (&sums)[kColumns][4], const float (&d)[kColumns][4], u32 scales) {
+    const float upper = low_half(scales), lower = high_half(scales);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+        sums[n][0] += d[n][0] * upper;
+        sums[n][1] += d[n][1] * upper;
+        sums[n][2] += d[n][2] * lower;
+        sums[n][3] += d[n][3] * lower;
+    }
+}
+
+// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t + 1.
+// Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1 alternately.
+typedef float Sums[kColumns][4];
+DEVICE float& sum_at(Sums& sums, int i) {
+    return kOne ? sums[0][2 * i] : sums[i / 4][i % 4];
+}
+
+// sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales, all
+// of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded last.
+template <bool NEW>
+DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const u32 scales_at = group + 128 * Config::bits + 4 * g;
+    u32 w[kGroupTiles][Config::bits], scales[kGroupTiles];
+    float column[4] = {};  // M = 1: sums of blocks 2t, 2t + 1 in row g, then row g + 8
+    constexpr int kAhead = kScaleWeights ? 0 : 1;  // tiles loaded before they are needed
+    if constexpr (kOne) {
+        scales[0] = load_shared(scales_at + t * D::kTileBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupTiles + kAhead; ++i) {
+        if (i < kGroupTiles) {
+            if constexpr (!kOne) {
+                scales[i] = load_shared(scales_at + i * D::kTileBytes);
+            }
+            D::load(w[i], group + i * D::kTileBytes, lane);
+        }
+        const int q = i - kAhead;
+        if (q < 0) {
+            continue;
+        }
+        if constexpr (kScaleWeights) {
+            multiply_block<0, NEW>(sums, decode, w[q], scales[q], x, q, t);
+            multiply_block<1, NEW>(sums, decode, w[q], scales[q], x, q, t);
+            continue;
+        }
+        Sums even = {}, odd = {};
+        multiply_block<0, NEW>(even, decode, w[q], 0, x, q, t);
+        multiply_block<1, NEW>(odd, decode, w[q], 0, x, q, t);
+        if constexpr (kOne) {
+            if (t == q) {  // columns 2q and 2q + 1
+                column[0] = even[0][0];
+                column[1] = odd[0][1];
+                column[2] = even[0][2];
+                column[3] = odd[0][3];
+            }
+        } else {
+            add_scaled(sums, even, scale_halves<0>(scales[q]));
+            add_scaled(sums, odd, scale_halves<1>(scales[q]));
+        }
+    }
+    if constexpr (kOne) {
+        const u32 even = scale_halves<0>(scales[0]), odd = scale_halves<1>(scales[0]);
+        sums[0][0] += column[0] * low_half(even) + column[1] * low_half(odd);
+        sums[0][2] += column[2] * high_half(even) + column[3] * high_half(odd);
+    }
+    return w[kGroupTiles - 1][Config::bits - 1];
+}
+
+DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table,
+                 const u16* x, int x_stride, int worker, int lane) {
+    const D decode(table, lane);
+    const u32 zero = u32(p.m) >> 31, parts_empty = parts_full + 8 * kBuffers;
+    Sums sums = {};
+    Activations act;
+    Cursor<kBuffers> out;
+    for (int segment = 0; segment < p.segments; ++segment) {
+        const int group = p.group(segment, worker);
+        const bool mine = p.has(group), hands_over = p.hands_over(segment);
+        if (!p.ups(segment)) {
+            act.load(x, x_stride, group, p, lane);
+        }
+        for (int row = 0; row < p.rows; ++row) {
+            if (mine) {
+                const u32 group_at = ring.wait();
+                const u32 last = row == 0 && !p.ups(segment)
+                                     ? multiply_group<true>(sums, decode, act, group_at, lane)
+                                     : multiply_group<false>(sums, decode, act, group_at, lane);
+                ring.refill(p, last, zero);
+            }
+            if (!hands_over) {
+                continue;
+            }
+            barrier_wait(parts_empty + 8 * out.slot, out.phase ^ 1);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                *parts.row(out.slot, worker, i, lane) = sum_at(sums, i);
+                sum_at(sums, i) = 0.0f;
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(parts_full + 8 * out.slot);
+            }
+            out.next();
+        }
+    }
+}
+
+struct Output {
+    const u16* bias;
+    u16* y;
+    float unit;  // of the sums
+
+    // Row `row` of the first half if gated, with the sum of its up row.
+    DEVICE void store(const Problem& p, int token, int row, float value, float up) const {
+        const int width = p.gated ? p.n / 2 : p.n;
+        if (token >= p.m || row >= width) {
+            return;
+        }
+        value = value * unit + (bias ? H::widen(bias[row]) : 0.0f);
+        if (p.gated) {
+            // As the unfused layers do: both projections are rounded, then silu, then the product.
+            up = up * unit + (bias ? H::widen(bias[row + width]) : 0.0f);
+            value = H::widen(H::narrow(value));
+            const float silu = H::widen(H::narrow(value / (1.0f + __expf(-value))));
+            value = silu * H::widen(H::narrow(up));
+        }
+        y[u64(token) * width + row] = H::narrow(value);
+    }
+};
+
+// Adds up the workers' sums. Those that are not complete, and gates, are kept in `totals` [rows][kSums][32].
+DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Output& out, float* totals,
+                  int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const u32 parts_empty = parts_full + 8 * kBuffers;
+    float* const up_totals = totals + p.rows * kSums * 32;
+    Cursor<kBuffers> in;
+    for (int segment = 0; segment < p.segments; ++segment) {
+        if (!p.hands_over(segment)) {
+            continue;
+        }
+        for (int row = 0; row < p.rows; ++row) {
+            barrier_wait(parts_full + 8 * in.slot, in.phase);
+            float sums[kSums] = {};
+#pragma unroll 4
+            for (int w = 0; w < p.workers; ++w) {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) {
+                    sums[i] += *parts.row(in.slot, w, i, lane);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(parts_empty + 8 * in.slot);
+            }
+            in.next();
+            const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
+            const bool writes = p.last(segment) && (p.ups(segment) || !p.gated);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const int at = (row * kSums + i) * 32 + lane;
+                float* kept = (p.ups(segment) ? up_totals : totals) + at;
+                if (adds) {
+                    sums[i] += *kept;
+                }
+                if (!writes) {
+                    *kept = sums[i];
+                    continue;
+                }
+                float gate = p.gated ? totals[at] : 0.0f;
+                if constexpr (kOne) {
+                    sums[i] = add_four_lanes(sums[i]);
+                    gate = add_four_lanes(gate);
+                }
+                if (!kOne || t == 0) {
+                    const int token = kOne ? 0 : i / 4 * 8 + 2 * t + i % 2;
+                    const int n = (p.first + row) * 16 + g + (kOne ? i : i / 2 % 2) * 8;
+                    out.store(p, token, n, p.gated ? gate : sums[i], sums[i]);
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config::blocks)
+    stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
+           const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
+           int parts_at, int totals_at) {
+    extern __shared__ __align__(1024) u8 memory[];
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
+    const float level = D::level(codebook, lane);
+    const float unit = __ldg(scale) * (kScaleWeights ? 1.0f : kScaleUnit);
+
+    Problem p;
+    p.n = n;
+    p.k = k;
+    p.m = m;
+    p.gated = gated != 0;
+    p.k_tiles = (k + 63) / 64;
+    p.segments = (p.k_tiles + workers * kGroupTiles - 1) / (workers * kGroupTiles) * (gated ? 2 : 1);
+    p.row_tiles = (n + 15) / 16;
+    p.workers = workers;
+    const u32 units = gated ? p.row_tiles / 2 : p.row_tiles;
+    const u32 share = units / gridDim.x, rest = units % gridDim.x;
+    p.first = share * blockIdx.x + (blockIdx.x < rest ? blockIdx.x : rest);
+    p.rows = share + (blockIdx.x < rest);
+
+    const u32 base = shared_address(memory), parts_full = base + D::kTableBytes;
+    Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes, parts_full + 128 + warp * kStages * 8,
+              warp,  lane};
+    if (warp < workers) {
+        ring.start(p);
+    } else if (lane < kBuffers) {
+        barrier_init(parts_full + 8 * lane, workers);
+        barrier_init(parts_full + 8 * (kBuffers + lane), 1);
+    }
+    D::fill(memory, level);
+    __syncthreads();
+    wait_for_previous();
+    const Parts parts{memory + (kInHoles ? 128 : parts_at), workers};
+    if (warp < workers) {
+        work(p, ring, parts, parts_full, memory, x, x_stride, warp, lane);
+    } else {
+        serve(p, parts, parts_full, {bias, y, unit}, reinterpret_cast<float*>(memory + totals_at), lane);
+    }
+}

@@ -1,0 +1,215 @@
+"""The small-batch kernel, csrc/stream.cu: which configuration takes a problem, and its launch.
+
+Legality is `refusal`; `plan` chooses among what is legal. The choice follows measurements on an H200 (132
+multiprocessors) and changes speed alone: results depend on the number of tokens' class, N and K.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kbit.backends.cuda import driver, launcher, layout
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format.codebook import SUPPORTED_BITS
+
+TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
+DTYPES = (torch.float16, torch.bfloat16)
+_FORMAT = "QQQQQQiiiiiiii"
+_GROUP_TILES = 4  # column tiles that a worker takes at a time
+_WARP = 32
+_BARRIER_BYTES = 1024
+_ROW_BYTES = 128  # of 32 sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices of stream.cu.
+
+    Attributes:
+        workers: most warps that split K; a launch may have fewer.
+        blocks: of which so many are meant to run at once on a multiprocessor.
+        stages: groups of four tiles that a worker has in flight.
+        pairs: look two 5-bit codes up at once, in a table of 128 KB.
+    """
+
+    workers: int
+    blocks: int
+    stages: int
+    pairs: bool = True
+
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+        """The kernel for this configuration."""
+        return KernelSpec.make(
+            "stream.cu",
+            bits=bits,
+            bf16=dtype == torch.bfloat16,
+            pairs=self.pairs,
+            tokens=tokens,
+            workers=self.workers,
+            blocks=self.blocks,
+            stages=self.stages,
+        )
+
+    def table_bytes(self, bits: int) -> int:
+        """Shared memory of the look-up table; as kTableBytes in decode.cuh."""
+        return {2: 65536, 3: 8192, 4: 65536, 5: 131072 if self.pairs else 4096}[bits]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: configuration, blocks, warps that split K, and places in shared memory."""
+
+    config: Config
+    tokens: int
+    grid: int
+    workers: int
+    ring_at: int
+    parts_at: int
+    totals_at: int
+    shared_bytes: int
+
+
+# Two blocks on a multiprocessor, or one of them beside the next kernel's; many warps for large K; 20 groups
+# at once (K = 5120); what fits in 99 KB (sm_86, 89, 120).
+_NARROW, _WIDE, _WIDER, _TINY = Config(8, 2, 2), Config(16, 1, 2), Config(20, 1, 1), Config(8, 1, 1)
+_NARROW_16 = Config(8, 1, 2)  # more registers: 16 tokens of 2048 x 5120 from 7.0 to 6.6 us
+_SMALL_MEMORY = 99 * 1024
+
+
+def configs(bits: int, tokens: int, shared_bytes: int) -> list[Config]:
+    """What a multiprocessor with so much shared memory a block may be asked to run."""
+    pairs = bits != 5
+    if shared_bytes <= _SMALL_MEMORY:
+        return [_with_pairs(_TINY, pairs)]
+    chosen = [_NARROW_16, _WIDE] if tokens == 16 else [_NARROW, _WIDE]
+    if tokens == 1:
+        chosen.append(_WIDER)
+    return [_with_pairs(config, pairs) for config in chosen]
+
+
+def _with_pairs(config: Config, pairs: bool) -> Config:
+    return Config(config.workers, config.blocks, config.stages, pairs)
+
+
+def specs(shared_bytes: int) -> list[KernelSpec]:
+    """Every kernel that `plan` may choose on such a multiprocessor."""
+    return [
+        config.spec(bits, dtype, tokens)
+        for bits in SUPPORTED_BITS
+        for tokens in TOKENS
+        for config in configs(bits, tokens, shared_bytes)
+        for dtype in DTYPES
+    ]
+
+
+def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:
+    """Why the kernel may not take a problem, or None."""
+    if not 1 <= m <= TOKENS[-1]:
+        return f"it takes 1 to {TOKENS[-1]} tokens, got {m}"
+    if dtype not in DTYPES:
+        return f"it takes float16 and bfloat16, got {dtype}"
+    if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
+        return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
+) -> Plan:
+    """The launch for a legal problem."""
+    tokens = next(t for t in TOKENS if t >= m)
+    row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
+    groups = -(-column_tiles // _GROUP_TILES)
+    units = row_tiles // 2 if gated else row_tiles
+    available = configs(bits, tokens, device.shared_bytes)
+    config = _preferred(available, tokens, groups)
+    passes = -(-groups // config.workers)
+    # All passes are of one size, and the table wants several warps to fill it.
+    workers = max(-(-groups // passes), min(8, config.workers))
+    crowded = config.blocks == 2 and tokens == 1 and units > config.blocks * device.multiprocessors
+    grid = min(units, device.multiprocessors * (2 if crowded else 1))
+    chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
+    while chosen.shared_bytes > device.shared_bytes and grid < units:  # fewer row tiles a block have fewer totals to keep
+        grid = min(units, 2 * grid)
+        chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
+    return chosen
+
+
+def _preferred(available: list[Config], tokens: int, groups: int) -> Config:
+    narrow, wide = available[0], available[-1]
+    if tokens == 1:
+        wide = available[min(1, len(available) - 1)] if groups <= 16 or groups > 20 else wide
+        return narrow if groups <= 8 else wide
+    # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
+    return narrow if groups <= 8 or 16 < groups <= 24 else wide
+
+
+def _lay_out(
+    config: Config, tokens: int, grid: int, workers: int, units: int, passes: int, bits: int, gated: bool
+) -> Plan:
+    """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
+    tile_bytes = 4 * layout.tile_words(bits)
+    sums = 2 if tokens == 1 else tokens // 2
+    buffers = 4 if config.workers * sums <= 32 else 2
+    in_holes = bits == 4 and buffers * config.workers * sums <= 256
+    rows = -(-units // grid)
+    ring_at = config.table_bytes(bits) + _BARRIER_BYTES
+    parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
+    totals_at = parts_at + (0 if in_holes else buffers * workers * sums * _ROW_BYTES)
+    kept = (2 if gated else 1) * rows * sums * _ROW_BYTES if gated or (passes > 1 and rows > 1) else 0
+    return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, totals_at + kept)
+
+
+def linear(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.linear`."""
+    index = x.device.index
+    bits = codebook.shape[0].bit_length() - 1
+    limits = driver.device_limits(index)
+    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
+    x = _aligned(x)
+    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
+    launcher.launch_on(
+        index,
+        kernel,
+        (chosen.grid, 1, 1),
+        (chosen.workers + 1) * _WARP,
+        (
+            tiled.data_ptr(),
+            codebook.data_ptr(),
+            scale.data_ptr(),
+            x.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out_features,
+            in_features,
+            x.shape[0],
+            x.stride(0),
+            int(silu_and_mul),
+            chosen.ring_at,
+            chosen.parts_at,
+            chosen.totals_at,
+        ),
+        smem=chosen.shared_bytes,
+        pdl=True,
+    )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x with rows that start at multiples of 16 bytes, zeros behind K up to the next one."""
+    if x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone()
