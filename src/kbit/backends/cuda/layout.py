@@ -9,8 +9,10 @@ four `mma.m16n8k16`: pair 4j + h, j = 0..3 the step of 16 columns, h = 0..3 the 
 
     row g + 8 (h & 1), columns 16j + 8 (h >> 1) + 2t and the next:  code(first) | code(next) << bits
 
-Pairs fill the lane's `bits` words from bit 0 up, 32 // (2 * bits) to a word. At 3 and 5 bits that is one
-pair short: bits 2w and 2w + 1 of pair 15 are bits 30 and 31 of word w.
+Pairs fill the lane's `bits` words from bit 0 up, one every PAIR_PITCH bits: at 3 and 4 bits a byte each, so
+that a kernel picks them by byte. The last pairs have no field of their own and lie, two bits in each word w
+(bits 2w and 2w + 1 of the pair), in what the others leave: at 3 bits pair 12 + b in the top of byte b, at 5
+bits pair 15 in bits 30 and 31.
 
 Words. A lane's words are placed so that it reads them by one load of 8 bytes (2 and 3 bits) or 16 bytes
 (4 and 5 bits) and at most one of 4, without bank conflicts: first those vectors lane by lane, then the last
@@ -31,6 +33,7 @@ TILE_ROWS = 16
 TILE_COLUMNS = 64
 LANES = 32
 PAIRS = 16
+PAIR_PITCH = {2: 4, 3: 8, 4: 8, 5: 10}
 SCALE_WORDS = 8
 
 _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
@@ -44,11 +47,6 @@ def tile_words(bits: int) -> int:
 def tile_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:
     """Shape of the tiled form of a weight [n, k]: row tiles, column tiles, words of a tile."""
     return -(-n // TILE_ROWS), -(-k // TILE_COLUMNS), tile_words(bits)
-
-
-def pairs_per_word(bits: int) -> int:
-    """Whole pairs in a word: 8, 5, 4 and 3 at 2, 3, 4 and 5 bits."""
-    return 32 // (2 * bits)
 
 
 def lane_words(bits: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -125,25 +123,31 @@ def from_tiled(
 
 def _pack_pairs(pairs: torch.Tensor, bits: int) -> torch.Tensor:
     """Pairs int64 [..., 16] -> a lane's words, int32 [..., bits]."""
-    width, fit = 2 * bits, pairs_per_word(bits)
-    whole = pairs[..., : fit * bits].unflatten(-1, (bits, fit))
-    words = (whole << torch.arange(0, width * fit, width, device=pairs.device)).sum(-1)
-    if fit * bits < PAIRS:
-        spare = torch.arange(0, width, 2, device=pairs.device)
-        words |= (pairs[..., -1:] >> spare & 3) << 30
+    pitch, count = PAIR_PITCH[bits], bits * (32 // PAIR_PITCH[bits])
+    whole = pairs[..., :count].unflatten(-1, (bits, 32 // pitch))
+    words = (whole << torch.arange(0, 32 // pitch * pitch, pitch, device=pairs.device)).sum(-1)
+    piece = torch.arange(0, 2 * bits, 2, device=pairs.device)
+    for index in range(count, PAIRS):
+        words |= (pairs[..., index : index + 1] >> piece & 3) << _spare_bit(bits, index - count)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Undo `_pack_pairs`."""
-    width, fit = 2 * bits, pairs_per_word(bits)
+    pitch, count = PAIR_PITCH[bits], bits * (32 // PAIR_PITCH[bits])
     unsigned = words.long() & 0xFFFFFFFF
-    shifts = torch.arange(0, width * fit, width, device=words.device)
-    pairs = (unsigned.unsqueeze(-1) >> shifts & (2**width - 1)).flatten(-2)
-    if fit * bits < PAIRS:
-        spare = torch.arange(0, width, 2, device=words.device)
-        pairs = torch.cat([pairs, (unsigned >> 30 << spare).sum(-1, keepdim=True)], -1)
-    return pairs
+    shifts = torch.arange(0, 32 // pitch * pitch, pitch, device=words.device)
+    pairs = [(unsigned.unsqueeze(-1) >> shifts & (4**bits - 1)).flatten(-2)]
+    piece = torch.arange(0, 2 * bits, 2, device=words.device)
+    for index in range(count, PAIRS):
+        pieces = unsigned >> _spare_bit(bits, index - count) & 3
+        pairs.append((pieces << piece).sum(-1, keepdim=True))
+    return torch.cat(pairs, -1)
+
+
+def _spare_bit(bits: int, extra: int) -> int:
+    """Where each word holds two bits of the pair that has no field of its own, number `extra` of those."""
+    return 8 * extra + 6 if bits == 3 else 30
 
 
 def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:

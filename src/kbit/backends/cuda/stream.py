@@ -55,7 +55,7 @@ class Config:
 
     def table_bytes(self, bits: int) -> int:
         """Shared memory of the look-up table; as kTableBytes in decode.cuh."""
-        return {2: 65536, 3: 8192, 4: 65536, 5: 131072 if self.pairs else 4096}[bits]
+        return {2: 65536, 3: 65536, 4: 65536, 5: 131072 if self.pairs else 4096}[bits]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def plan(
     crowded = config.blocks == 2 and tokens == 1 and units > config.blocks * device.multiprocessors
     grid = min(units, device.multiprocessors * (2 if crowded else 1))
     chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
-    while chosen.shared_bytes > device.shared_bytes and grid < units:  # fewer row tiles a block have fewer totals to keep
+    while (
+        chosen.shared_bytes > device.shared_bytes and grid < units
+    ):  # fewer row tiles a block have fewer totals to keep
         grid = min(units, 2 * grid)
         chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
     return chosen
@@ -155,7 +157,7 @@ def _lay_out(
     tile_bytes = 4 * layout.tile_words(bits)
     sums = 2 if tokens == 1 else tokens // 2
     buffers = 4 if config.workers * sums <= 32 else 2
-    in_holes = bits == 4 and buffers * config.workers * sums <= 256
+    in_holes = bits in (3, 4) and buffers * config.workers * sums <= 256
     rows = -(-units // grid)
     ring_at = config.table_bytes(bits) + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes

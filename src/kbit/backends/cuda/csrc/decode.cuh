@@ -7,8 +7,8 @@
 //
 //   bits  field        look-ups a tile   rows x bytes     address of a look-up
 //   2     4 codes      8 of 8 bytes      256 x 256        one PRMT
-//   3     2 codes      16 of 4 bytes     64 x 128         shift and LOP3
-//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (half of a row is free: see kHoles)
+//   3     2 codes      16 of 4 bytes     256 x 256        one PRMT; the byte's top bits do not matter
+//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (3 and 4: half of a row is free, see kHoles)
 //   5     1 code       32 of 4 bytes     32 x 128         shift and LOP3, a PRMT joins two
 //   5     2 codes      16 of 4 bytes     1024 x 128       shift and LOP3 (PAIRS: 128 KB of shared memory)
 //
@@ -21,13 +21,13 @@
 template <int BITS, bool BF16, bool PAIRS>
 struct Decoder {
     static constexpr int kTileBytes = 128 * BITS + 32;
-    static constexpr int kFieldBits = BITS == 2 ? 8 : BITS == 5 && !PAIRS ? 5 : 2 * BITS;
+    static constexpr bool kByBytes = BITS <= 4;
+    static constexpr int kFieldBits = kByBytes ? 8 : PAIRS ? 10 : 5;
     static constexpr int kRows = 1 << kFieldBits;
-    static constexpr int kRowBytes = BITS == 2 || BITS == 4 ? 256 : 128;
+    static constexpr int kRowBytes = kByBytes ? 256 : 128;
     static constexpr int kCopyBytes = BITS == 2 ? 8 : 4;  // of one lane
     static constexpr int kTableBytes = kRows * kRowBytes;
-    static constexpr bool kHoles = BITS == 4;  // bytes 128..255 of every row are free
-    static constexpr int kPerWord = 16 / BITS;  // pairs in a word; a 16th pair in the words' top bits
+    static constexpr bool kHoles = BITS == 3 || BITS == 4;  // bytes 128..255 of every row are free
 
     const u8* table;
     u32 lane_byte;
@@ -91,22 +91,18 @@ struct Decoder {
         return (shifted & kMask) | lane_byte;
     }
 
-    // The 16th pair: bits 2w and 2w + 1 of it are bits 30 and 31 of word w.
-    static DEVICE u32 last_pair(const u32 (&w)[BITS]) {
-        u32 pair = 0;
-#pragma unroll
-        for (int i = 0; i < BITS; ++i) {
-            pair |= (w[i] >> (30 - 2 * i)) & (3u << (2 * i));
-        }
-        return pair;
-    }
-
+    // 5 bits: three pairs in a word, and bits 2w and 2w + 1 of the 16th in the top of word w.
     template <int PAIR>
     DEVICE u32 pair(const u32 (&w)[BITS]) const {
-        if constexpr (PAIR == kPerWord * BITS) {
-            return wide<0>(last_pair(w));
+        if constexpr (PAIR < 15) {
+            return wide<10 * (PAIR % 3)>(w[PAIR / 3]);
         } else {
-            return wide<2 * BITS * (PAIR % kPerWord)>(w[PAIR / kPerWord]);
+            u32 last = 0;
+#pragma unroll
+            for (int i = 0; i < BITS; ++i) {
+                last |= (w[i] >> (30 - 2 * i)) & (3u << (2 * i));
+            }
+            return wide<0>(last);
         }
     }
 
@@ -119,13 +115,19 @@ struct Decoder {
         }
     }
 
+    // 3 bits: the pairs of step 3, a byte each, from the top two bits of the others' bytes.
+    static DEVICE u32 last_four(const u32 (&w)[BITS]) {
+        return (w[0] >> 6 & 0x03030303u) | (w[1] >> 4 & 0x0c0c0c0cu) | (w[2 % BITS] >> 2 & 0x30303030u);
+    }
+
     // The A operand of k16 step J.
     template <int J>
     DEVICE void step(const u32 (&w)[BITS], u32 (&a)[4]) const {
-        if constexpr (BITS == 4) {
+        if constexpr (BITS == 3 || BITS == 4) {
+            const u32 word = BITS == 4 || J < 3 ? w[J % BITS] : last_four(w);
 #pragma unroll
             for (int h = 0; h < 4; ++h) {
-                a[h] = look_up(permute(w[J], lane_byte, 0x7704 | (h << 4)));
+                a[h] = look_up(permute(word, lane_byte, 0x7704 | (h << 4)));
             }
         } else if constexpr (BITS == 2) {
 #pragma unroll

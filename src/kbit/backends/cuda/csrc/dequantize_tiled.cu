@@ -30,12 +30,12 @@ DEVICE u32 chunk_at(int row, int chunk) {
 }
 
 template <int PAIR>
-DEVICE void decode(const Levels<kBits>& levels, const u32 (&w)[kBits], u32 last, const float (&scales)[4],
+DEVICE void decode(const Levels<kBits>& levels, const u32 (&w)[kBits], const float (&scales)[4],
                    float factor, u32 area, int g, int t) {
     if constexpr (PAIR < 16) {
         using P = Pairs<kBits>;
         constexpr int kFirst = P::in_words(PAIR) ? P::bit(PAIR) : 0;
-        const u32 word = P::in_words(PAIR) ? w[P::in_words(PAIR) ? P::word(PAIR) : 0] : last;
+        const u32 word = P::in_words(PAIR) ? w[P::in_words(PAIR) ? P::word(PAIR) : 0] : P::get(w, PAIR);
         constexpr int kColumn = PAIR / 4 * 16 + PAIR % 4 / 2 * 8, kLow = PAIR % 2;  // and 2t; row g + 8 kLow
         const float scale = scales[2 * kLow + kColumn / 32];
         const float a = __fmul_rn(__fmul_rn(levels.at(word, kFirst), scale), factor);
@@ -47,7 +47,7 @@ DEVICE void decode(const Levels<kBits>& levels, const u32 (&w)[kBits], u32 last,
         } else {
             put_shared(area + chunk_at(row, kColumn / 8) + t * 4, D::Bits::pack(a, b));
         }
-        decode<PAIR + 1>(levels, w, last, scales, factor, area, g, t);
+        decode<PAIR + 1>(levels, w, scales, factor, area, g, t);
     }
 }
 
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
                 const float scales[4] = {decode_e4m4(bytes & 255u), decode_e4m4(bytes >> 8 & 255u),
                                          decode_e4m4(bytes >> 16 & 255u), decode_e4m4(bytes >> 24)};
                 __syncwarp();  // the area's last contents are stored
-                decode<0>(levels, w, Pairs<kBits>::last(w), scales, factor, area, lane / 4, lane % 4);
+                decode<0>(levels, w, scales, factor, area, lane / 4, lane % 4);
                 __syncwarp();
                 store(part, i * 16, j * 64, area, lane);
             }

@@ -10,13 +10,15 @@ constexpr int kTileWords = 32 * BITS + 8;
 
 template <int BITS>
 struct Pairs {
-    static constexpr int kPerWord = 16 / BITS;
+    static constexpr int kPitch = BITS == 2 ? 4 : BITS == 5 ? 10 : 8;
+    static constexpr int kPerWord = 32 / kPitch;
     static constexpr int kVector = BITS >= 4 ? 4 : 2;
 
-    // Pair 15 of 3 and 5 bits is not: its bits 2w and 2w + 1 are bits 30 and 31 of word w.
+    // The last pair of 5 bits and four of 3 bits have no field: bits 2w and 2w + 1 are at spare_bit of word w.
     static constexpr __device__ bool in_words(int pair) { return pair < kPerWord * BITS; }
     static constexpr __device__ int word(int pair) { return pair / kPerWord; }
-    static constexpr __device__ int bit(int pair) { return pair % kPerWord * 2 * BITS; }
+    static constexpr __device__ int bit(int pair) { return pair % kPerWord * kPitch; }
+    static constexpr __device__ int spare_bit(int pair) { return BITS == 3 ? (pair - 12) * 8 + 6 : 30; }
 
     static DEVICE void load(u32 (&w)[BITS], const u32* tile, int lane) {
         load_words<kVector>(w, tile + lane * kVector);
@@ -30,16 +32,16 @@ struct Pairs {
             tile[32 * kVector + lane] = w[BITS - 1];
         }
     }
-    static DEVICE u32 last(const u32 (&w)[BITS]) {
-        u32 pair = 0;
+    static DEVICE u32 get(const u32 (&w)[BITS], int pair) {
+        if (in_words(pair)) {
+            return w[word(pair)] >> bit(pair) & ((1u << (2 * BITS)) - 1);
+        }
+        u32 value = 0;
 #pragma unroll
         for (int i = 0; i < BITS; ++i) {
-            pair |= w[i] >> 30 << (2 * i);
+            value |= (w[i] >> spare_bit(pair) & 3) << (2 * i);
         }
-        return pair;
-    }
-    static DEVICE u32 get(const u32 (&w)[BITS], int pair) {
-        return in_words(pair) ? w[word(pair)] >> bit(pair) & ((1u << (2 * BITS)) - 1) : last(w);
+        return value;
     }
     // w |= pair, on zeros.
     static DEVICE void put(u32 (&w)[BITS], int pair, u32 value) {
@@ -49,7 +51,7 @@ struct Pairs {
         }
 #pragma unroll
         for (int i = 0; i < BITS; ++i) {
-            w[i] |= value >> (2 * i) << 30;
+            w[i] |= (value >> (2 * i) & 3) << spare_bit(pair);
         }
     }
 };
