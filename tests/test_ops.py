@@ -253,12 +253,17 @@ def test_backend_can_be_forced_and_a_bad_name_is_explained(dense, monkeypatch):
     monkeypatch.setenv("KBIT_BACKEND", "reference")
     torch.testing.assert_close(kbit.linear(x, dense), expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setenv("KBIT_BACKEND", "tpu")
-    with pytest.raises(ValueError, match="KBIT_BACKEND is 'tpu'; known: cpu, reference"):
+    with pytest.raises(ValueError, match="KBIT_BACKEND is 'tpu'; known: cuda, cpu, reference"):
         kbit.linear(x, dense)
     monkeypatch.setenv("KBIT_BACKEND", "cpu")
     w = torch.randn(4, 32)
     with pytest.raises(ValueError, match="KBIT_BACKEND=cpu cannot run quantize"):
         kbit.quantize(w, scale="float32")
+    monkeypatch.setenv("KBIT_BACKEND", "cuda")
+    with pytest.raises(
+        ValueError, match="cuda cannot run linear: the CUDA kernels need CUDA tensors, got cpu"
+    ):
+        kbit.linear(x, dense)
 
 
 def test_without_kernels_the_reference_answers_and_says_so_once():

@@ -1,6 +1,7 @@
 """The backends in order of preference, and the legality of each: may it take this problem, and if not, why.
 
-`KBIT_BACKEND=cpu` or `reference` forces one; where that one may not take a problem, the error says why.
+`KBIT_BACKEND=cuda`, `cpu` or `reference` forces one; where that one may not take a problem, the error says
+why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from types import ModuleType
 
 import torch
 
-from kbit.backends import cpu, reference
+from kbit.backends import cpu, cuda, reference
+from kbit.ops import forms
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,26 @@ def _cpu_legal(op: str, device: torch.device, absmax_dtype: torch.dtype) -> str 
     return None
 
 
+def _cuda_legal(op: str, device: torch.device, absmax_dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"the CUDA kernels need CUDA tensors, got {device}"
+    reason = cuda.unavailable_reason()
+    if reason is not None:
+        return reason
+    if not hasattr(cuda, op):
+        return f"the CUDA kernels have no {op}"
+    if op == "quantize" and absmax_dtype != torch.uint8:
+        return f"the CUDA kernels quantize with E4M4 scales only, got {absmax_dtype}"
+    return None
+
+
 backends: tuple[Backend, ...] = (
+    Backend("cuda", cuda, _cuda_legal),
     Backend("cpu", cpu, _cpu_legal),
     Backend("reference", reference, lambda op, device, absmax_dtype: None),
 )
 
-_warned = False
+_warned: set[str] = set()
 
 
 def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Backend:
@@ -60,8 +76,8 @@ def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Bac
         return _forced(forced, op, device, absmax_dtype)
     for backend in backends:
         if backend.legal(op, device, absmax_dtype) is None:
-            if backend.name == "reference" and device.type == "cpu":
-                _say_once_that_kernels_are_missing()
+            if backend.name == "reference":
+                _say_once_that_kernels_are_missing(device)
             return backend
     raise AssertionError("the reference backend takes every problem")
 
@@ -77,14 +93,27 @@ def _forced(name: str, op: str, device: torch.device, absmax_dtype: torch.dtype)
     raise ValueError(f"KBIT_BACKEND is {name!r}; known: {known}.")
 
 
-def _say_once_that_kernels_are_missing() -> None:
-    global _warned
-    reason = cpu.unavailable_reason()
-    if _warned or reason is None:
+def _say_once_that_kernels_are_missing(device: torch.device) -> None:
+    kernels = {"cpu": ("CPU", cpu), "cuda": ("CUDA", cuda)}.get(device.type)
+    if kernels is None or device.type in _warned:
         return
-    _warned = True
+    name, module = kernels
+    reason = module.unavailable_reason()
+    if reason is None:
+        return
+    _warned.add(device.type)
     warnings.warn(
-        f"kbit runs on its reference backend, many times slower than its CPU kernels: {reason}. "
+        f"kbit runs on its reference backend, many times slower than its {name} kernels: {reason}. "
         f"`kbit doctor` says what to do.",
         stacklevel=2,
     )
+
+
+def tiles_pay(op: str, device: torch.device) -> bool:
+    """Whether `op` ("linear", "grouped_linear") has a kernel that multiplies tiles on a device."""
+    if device.type != "cuda" or os.environ.get("KBIT_BACKEND", "") not in ("", "cuda"):
+        return False
+    return _cuda_legal(f"{op}_tiled", device, torch.uint8) is None
+
+
+forms.set_rule(tiles_pay)

@@ -5,6 +5,8 @@ Backends get contiguous tensors with x as [M, K] and write into `out`; they neve
 
 from __future__ import annotations
 
+from typing import Any
+
 from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
 from kbit.format.codebook import midpoints
@@ -13,7 +15,7 @@ from kbit.ops import checks, schemas
 from kbit.quantizers.scale_search import WINDOWS
 
 
-def _implement(name: str):
+def implement(name: str):
     """Register the decorated function as the kernel of an op on every device."""
 
     def register(function):
@@ -23,29 +25,30 @@ def _implement(name: str):
     return register
 
 
-def _contiguous(*tensors):
+def contiguous(*tensors) -> tuple[Any, ...]:
+    """The tensors as backends want them; no copy where they are so already."""
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-@_implement("quantize")
+@implement("quantize")
 def _quantize(w, codebook, bits, absmax_format_name, search):
     checks.quantize(w, codebook, bits, absmax_format_name)
     w = w.contiguous()
     backend = backend_for("quantize", w.device, absmax_format(absmax_format_name).dtype)
-    if backend.name == "cpu":
+    if backend.name != "reference":
         window = WINDOWS[bits] if search else None
         return backend.module.quantize(w, codebook.contiguous(), midpoints(codebook), bits, window)
     return backend.module.quantize(w, codebook, bits, absmax_format_name, search)
 
 
-@_implement("dequantize")
+@implement("dequantize")
 def _dequantize(packed, absmax, codebook, scale, in_features, dtype):
     checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
     out = packed.new_empty((*packed.shape[:-1], in_features), dtype=dtype)
     return _run_dequantize(packed, absmax, codebook, scale, in_features, out)
 
 
-@_implement("dequantize.out")
+@implement("dequantize.out")
 def _dequantize_out(packed, absmax, codebook, scale, in_features, dtype, *, out):
     checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
     checks.output("dequantize", out, (*packed.shape[:-1], in_features), dtype, packed.device)
@@ -55,18 +58,18 @@ def _dequantize_out(packed, absmax, codebook, scale, in_features, dtype, *, out)
 def _run_dequantize(packed, absmax, codebook, scale, in_features, out):
     if out.numel():
         run = backend_for("dequantize", packed.device, absmax.dtype).module.dequantize
-        run(*_contiguous(packed, absmax, codebook, scale), in_features, out)
+        run(*contiguous(packed, absmax, codebook, scale), in_features, out)
     return out
 
 
-@_implement("linear")
+@implement("linear")
 def _linear(x, packed, absmax, codebook, scale, bias, in_features):
     checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
     out = x.new_empty((*x.shape[:-1], packed.shape[0]))
     return _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
 
 
-@_implement("linear.out")
+@implement("linear.out")
 def _linear_out(x, packed, absmax, codebook, scale, bias, in_features, *, out):
     checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
     checks.output("linear", out, (*x.shape[:-1], packed.shape[0]), x.dtype, x.device)
@@ -78,27 +81,30 @@ def _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out):
         run = backend_for("linear", x.device, absmax.dtype).module.linear
         rows = x.reshape(-1, in_features).contiguous()
         bias = None if bias is None else bias.contiguous()
-        weight = _contiguous(packed, absmax, codebook, scale)
+        weight = contiguous(packed, absmax, codebook, scale)
         run(rows, *weight, bias, in_features, out.view(rows.shape[0], -1))
     return out
 
 
-@_implement("grouped_linear")
+@implement("grouped_linear")
 def _grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features):
     checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
     out = x.new_empty((x.shape[0], packed.shape[1]))
     return _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out)
 
 
-@_implement("grouped_linear.out")
+@implement("grouped_linear.out")
 def _grouped_linear_out(x, packed, absmax, codebook, scale, expert_offsets, in_features, *, out):
     checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
     checks.output("grouped_linear", out, (x.shape[0], packed.shape[1]), x.dtype, x.device)
     _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out)
 
 
-def _check_offsets(expert_offsets, rows):
-    """Offsets are data: they are looked at on the CPU only, where that costs no synchronisation."""
+def check_offsets(expert_offsets, rows):
+    """Raise ValueError for offsets that do not ascend within 0..rows.
+
+    Offsets are data: they are looked at on the CPU only, where that costs no synchronisation.
+    """
     if expert_offsets.is_cuda:
         return
     ascending = bool((expert_offsets[1:] >= expert_offsets[:-1]).all())
@@ -109,41 +115,56 @@ def _check_offsets(expert_offsets, rows):
 
 
 def _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out):
-    _check_offsets(expert_offsets, x.shape[0])
+    check_offsets(expert_offsets, x.shape[0])
     if out.numel():
         run = backend_for("grouped_linear", x.device, absmax.dtype).module.grouped_linear
-        weight = _contiguous(packed, absmax, codebook, scale)
+        weight = contiguous(packed, absmax, codebook, scale)
         run(x.contiguous(), *weight, expert_offsets.contiguous(), in_features, out)
     return out
 
 
-@_implement("embedding")
+@implement("embedding")
 def _embedding(ids, packed, absmax, codebook, scale, in_features, dtype):
     checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
     out = packed.new_empty((*ids.shape, in_features), dtype=dtype)
     if out.numel():
         run = backend_for("embedding", ids.device, absmax.dtype).module.embedding
-        weight = _contiguous(packed, absmax, codebook, scale)
+        weight = contiguous(packed, absmax, codebook, scale)
         run(ids.reshape(-1).long().contiguous(), *weight, in_features, out.view(-1, in_features))
     return out
 
 
-@_implement("linear_grad_input")
+def _decoder(packed, absmax, codebook, scale, in_features, device):
+    """decode(first, panel): the rows of one matrix from `first` on, into a panel [rows, in_features]."""
+    run = backend_for("dequantize", device, absmax.dtype).module.dequantize
+
+    def decode(first, panel):
+        rows = slice(first, first + panel.shape[0])
+        run(packed[rows], absmax[rows], codebook, scale, in_features, panel)
+
+    return decode
+
+
+@implement("linear_grad_input")
 def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
     checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
-    flat = grad.reshape(-1, packed.shape[0])
-    result = reference.linear_grad_input(flat, packed, absmax, codebook, scale, in_features)
+    packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
+    decode = _decoder(packed, absmax, codebook, scale, in_features, grad.device)
+    result = reference.grad_input(grad.reshape(-1, packed.shape[0]), in_features, decode)
     return result.view(*grad.shape[:-1], in_features)
 
 
-@_implement("grouped_linear_grad_input")
+@implement("grouped_linear_grad_input")
 def _grouped_linear_grad_input(grad, packed, absmax, codebook, scale, expert_offsets, in_features):
     checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
-    _check_offsets(expert_offsets, grad.shape[0])
-    return reference.grouped_linear_grad_input(
-        grad, packed, absmax, codebook, scale, expert_offsets, in_features
-    )
+    check_offsets(expert_offsets, grad.shape[0])
+    packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
+
+    def decoder(expert):
+        return _decoder(packed[expert], absmax[expert], codebook, scale[expert], in_features, grad.device)
+
+    return reference.grouped_grad_input(grad, expert_offsets, in_features, decoder)
 
 
-_implement("linear_train")(_linear)
-_implement("grouped_linear_train")(_grouped_linear)
+implement("linear_train")(_linear)
+implement("grouped_linear_train")(_grouped_linear)

@@ -1,21 +1,26 @@
-"""QuantizedTensor: the canonical form of a quantized weight, as one object."""
+"""QuantizedTensor: a quantized weight as one object, in canonical or in tiled form."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kbit.format import reference
 from kbit.format.codebook import check_bits
 from kbit.format.scales import ABSMAX_FORMATS, absmax_format
+from kbit.format.tiles import tile_shape
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A weight matrix, or a stack of them, in the canonical bit-plane form.
+    """A weight matrix, or a stack of them.
+
+    It holds its codes and block scales once, in one of two forms: the canonical bit-planes, or the tiles that
+    GPU kernels read, which `tile()` and the first `kbit.linear` on a GPU make. The value does not depend on
+    the form, and no attribute does: on a tiled weight `packed` and `absmax` are made anew at each access.
 
     Attributes:
         packed: int32 [..., N, blocks * bits], bit-planes.
@@ -24,6 +29,7 @@ class QuantizedTensor:
         scale: float32 [...], a power of two per matrix, 1 unless the block scales need it.
         bits: code width, 2 to 5.
         shape: shape of the weight, (N, K) or (E, N, K).
+        tiled: the tiled form, int32 [..., row tiles, column tiles, words]; None for the canonical form.
 
     Raises:
         TypeError, ValueError: the parts do not belong together.
@@ -35,6 +41,7 @@ class QuantizedTensor:
     scale: torch.Tensor
     bits: int
     shape: tuple[int, ...]
+    tiled: torch.Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_parts(self.packed, self.absmax, self.codebook, self.scale, self.shape[-1], bits=self.bits)
@@ -44,20 +51,85 @@ class QuantizedTensor:
                 f"{tuple(self.absmax.shape)}; every dimension but the last must be equal."
             )
 
+    @classmethod
+    def from_tiles(
+        cls,
+        tiled: torch.Tensor,
+        codebook: torch.Tensor,
+        scale: torch.Tensor,
+        bits: int,
+        shape: tuple[int, ...],
+    ) -> QuantizedTensor:
+        """A weight in tiled form, without a copy.
+
+        Args:
+            tiled: int32 [..., row tiles, column tiles, words].
+            codebook, scale, bits, shape: as in the class.
+
+        Raises:
+            TypeError, ValueError: the parts do not belong together.
+        """
+        check_tiles(tiled, codebook, scale, shape[-2], shape[-1], bits)
+        if tuple(tiled.shape[:-3]) != tuple(shape[:-2]):
+            raise ValueError(
+                f"quantized tensor: shape {tuple(shape)} does not match tiles {tuple(tiled.shape)}; both or "
+                f"neither must be a stack of matrices, of one length."
+            )
+        q = object.__new__(cls)
+        # Not packed and absmax, which __getattr__ then provides.
+        q.__dict__.update(codebook=codebook, scale=scale, bits=bits, shape=tuple(shape), tiled=tiled)
+        return q
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """`packed` and `absmax` of a weight in tiled form; they are plain attributes in canonical form."""
+        if name not in ("packed", "absmax") or self.__dict__.get("tiled") is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.canonical()[name == "absmax"]
+
+    def canonical(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(packed, absmax): both at the price of one, if the weight is in tiled form."""
+        if self.tiled is None:
+            return self.packed, self.absmax
+        # By the name of the op: who converts on which device is known above this layer.
+        return torch.ops.kbit.untile(self.tiled, self.bits, *self.shape[-2:])
+
+    def tile(self) -> QuantizedTensor:
+        """Change to the tiled form, in place, and give the canonical one up.
+
+        Waits once for the device, so that the tiles are complete for every stream and what they were made of
+        can be freed. Meanwhile both forms exist.
+
+        Returns:
+            This object.
+
+        Raises:
+            ValueError: the block scales are not E4M4.
+        """
+        if self.tiled is None:
+            tiled = torch.ops.kbit.tile(self.packed, self.absmax, self.shape[-1], self.bits)
+            if tiled.is_cuda:
+                torch.cuda.current_stream(tiled.device).synchronize()
+            # The order lets another thread read this object meanwhile.
+            self.__dict__["tiled"] = tiled
+            self.__dict__.pop("packed", None)
+            self.__dict__.pop("absmax", None)
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where the data is."""
-        return self.packed.device
+        return self.codebook.device
 
     @property
     def absmax_format(self) -> str:
         """Name of the block scale format."""
-        return absmax_format(self.absmax.dtype).name
+        return "e4m4" if self.tiled is not None else absmax_format(self.absmax.dtype).name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed codes and block scales."""
-        return self.packed.nbytes + self.absmax.nbytes
+        """Bytes of packed codes and block scales; tiles are larger by their padding."""
+        blocks = math.prod(self.shape[:-1]) * reference.blocks_of(self.shape[-1])
+        return blocks * (4 * self.bits + absmax_format(self.absmax_format).bytes)
 
     @property
     def bits_per_weight(self) -> float:
@@ -65,25 +137,31 @@ class QuantizedTensor:
         return 8.0 * self.nbytes / max(1, math.prod(self.shape))
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        """A copy on `device`; itself if it is there already."""
-        if torch.device(device) == self.device:
+        """A copy on `device`; itself if it is there already. Tiles stay tiles on the same kind of device."""
+        codebook = self.codebook.to(device)
+        if codebook is self.codebook:
             return self
-        parts = ("packed", "absmax", "codebook", "scale")
-        return replace(self, **{name: getattr(self, name).to(device) for name in parts})
+        scale = self.scale.to(device)
+        if self.tiled is not None and codebook.device.type == self.device.type:
+            return self.from_tiles(self.tiled.to(device), codebook, scale, self.bits, self.shape)
+        packed, absmax = (part.to(device) for part in self.canonical())
+        return replace(self, packed=packed, absmax=absmax, codebook=codebook, scale=scale)
 
     @classmethod
     def stack(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
         """One [E, N, K] weight from E quantized matrices of one shape, width and codebook."""
         first = matrices[0]
-        packed, absmax, scale = (
-            torch.stack([getattr(q, part) for q in matrices]) for part in ("packed", "absmax", "scale")
+        packed, absmax = (
+            torch.stack(parts) for parts in zip(*(q.canonical() for q in matrices), strict=True)
         )
+        scale = torch.stack([q.scale for q in matrices])
         return cls(packed, absmax, first.codebook, scale, first.bits, (len(matrices), *first.shape))
 
     def __repr__(self) -> str:
+        form = "" if self.tiled is None else ", tiled"
         return (
             f"QuantizedTensor(shape={tuple(self.shape)}, bits={self.bits}, absmax={self.absmax_format}, "
-            f"bits_per_weight={self.bits_per_weight:.2f}, device={self.device})"
+            f"bits_per_weight={self.bits_per_weight:.2f}, device={self.device}{form})"
         )
 
 
@@ -110,24 +188,14 @@ def check_parts(
     """
     tail = f" ({where})" if where else ""
     scale_dtypes = tuple(fmt.dtype for fmt in ABSMAX_FORMATS.values())
-    for name, part, dtypes in (
-        ("packed", packed, (torch.int32,)),
-        ("absmax", absmax, scale_dtypes),
-        ("codebook", codebook, (torch.float32,)),
-        ("scale", scale, (torch.float32,)),
-    ):
-        if part.dtype not in dtypes:
-            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {part.dtype}{tail}.")
-        if part.device != packed.device:
-            raise ValueError(
-                f"quantized weight: {name} is on {part.device}, packed on {packed.device}{tail}. "
-                f"Move them together."
-            )
-    levels = codebook.shape[0] if codebook.dim() == 1 else 0
-    width = levels.bit_length() - 1
-    if levels not in (4, 8, 16, 32) or (bits is not None and check_bits(bits) != width):
-        expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
-        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}{tail}.")
+    _check_same_device(
+        tail,
+        packed=(packed, (torch.int32,)),
+        absmax=(absmax, scale_dtypes),
+        codebook=(codebook, (torch.float32,)),
+        scale=(scale, (torch.float32,)),
+    )
+    width = _code_width(codebook, bits, tail)
     if packed.dim() not in (2, 3) or absmax.dim() != packed.dim():
         raise ValueError(
             f"quantized weight: packed must be [N, blocks * bits] or [E, N, blocks * bits] and absmax alike, "
@@ -146,6 +214,74 @@ def check_parts(
             f"quantized weight: packed {tuple(packed.shape)}, absmax {tuple(absmax.shape)} and scale "
             f"{tuple(scale.shape)} do not belong to one weight{tail}."
         )
+
+
+def check_tiles(
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    bits: int | None = None,
+    where: str = "",
+) -> None:
+    """Check dtypes, shapes and devices of a weight in tiled form; reads no data, so it can be traced.
+
+    Args:
+        tiled, codebook, scale: see `QuantizedTensor`.
+        out_features: N.
+        in_features: K.
+        bits: expected width; taken from the codebook's length when None.
+        where: name of the layer, for the message.
+
+    Raises:
+        TypeError: a part has the wrong dtype.
+        ValueError: a part has the wrong shape or device.
+    """
+    tail = f" ({where})" if where else ""
+    _check_same_device(
+        tail,
+        tiles=(tiled, (torch.int32,)),
+        codebook=(codebook, (torch.float32,)),
+        scale=(scale, (torch.float32,)),
+    )
+    width = _code_width(codebook, bits, tail)
+    expected = tile_shape(out_features, in_features, width)
+    if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
+        raise ValueError(
+            f"tiled weight: [{out_features}, {in_features}] at {width} bits is int32 [..., "
+            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}{tail}. Are the sizes or the "
+            f"codebook those of another layer?"
+        )
+    if scale.shape != tiled.shape[:-3]:
+        raise ValueError(
+            f"tiled weight: tiles {tuple(tiled.shape)} and scale {tuple(scale.shape)} do not belong to one "
+            f"weight{tail}."
+        )
+
+
+def _check_same_device(tail: str, **parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
+    """Check each part's dtype, and that all are where the first is."""
+    first = next(iter(parts))
+    device = parts[first][0].device
+    for name, (part, dtypes) in parts.items():
+        if part.dtype not in dtypes:
+            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {part.dtype}{tail}.")
+        if part.device != device:
+            raise ValueError(
+                f"quantized weight: {name} is on {part.device}, {first} on {device}{tail}. "
+                f"Move them together."
+            )
+
+
+def _code_width(codebook: torch.Tensor, bits: int | None, tail: str) -> int:
+    """Bits of a code, from the codebook's length; `bits` is what is expected."""
+    levels = codebook.shape[0] if codebook.dim() == 1 else 0
+    width = levels.bit_length() - 1
+    if levels not in (4, 8, 16, 32) or (bits is not None and check_bits(bits) != width):
+        expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
+        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}{tail}.")
+    return width
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kbit.format.codebook import check_bits, get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks
+from kbit.ops import checks, forms
 
 
 def quantize(
@@ -70,11 +72,16 @@ def dequantize(
     >>> kbit.dequantize(q, torch.bfloat16).shape
     torch.Size([64, 256])
     """
-    parts = (*_parts(q), q.shape[-1], dtype)
+    if q.tiled is None:
+        op: Any = torch.ops.kbit.dequantize
+        arguments: tuple[Any, ...] = (*_parts(q), q.shape[-1], dtype)
+    else:
+        op = torch.ops.kbit.dequantize_tiled
+        arguments = (q.tiled, q.codebook, q.scale, *q.shape[-2:], dtype)
     if out is not None:
-        torch.ops.kbit.dequantize.out(*parts, out=out)
+        op.out(*arguments, out=out)
         return out
-    return torch.ops.kbit.dequantize(*parts)
+    return op(*arguments)
 
 
 def linear(
@@ -83,19 +90,27 @@ def linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
+    activation: str | None = None,
     where: str = "",
 ) -> torch.Tensor:
     """y = x @ W^T + bias on packed weights; differentiable in x and bias.
+
+    On a GPU the first call changes a weight with E4M4 scales to its tiled form, see `QuantizedTensor.tile`;
+    later ones wait for nothing. While torch.compile traces, or a CUDA graph is captured, the form stays as it
+    is, so call `q.tile()` ahead: the canonical form works too, but decodes the weight at every call.
 
     Args:
         x: [..., K], float32, float16 or bfloat16; any number of rows, 0 included.
         q: weight [N, K].
         bias: [N] of x's dtype.
-        out: where to write [..., N]; not with gradients.
+        out: where to write the result; not with gradients.
+        activation: None, or "silu_and_mul": W holds I rows of gate above I rows of up, N = 2I, and the result
+            is silu(gate) * up. Each step is rounded to x's dtype, as in layers that are not merged.
         where: name of the layer, for error messages.
 
     Returns:
-        [..., N] of x's dtype, accumulated in float32 and rounded once.
+        [..., N], or [..., I] with an activation, of x's dtype; products are accumulated in float32 and
+        rounded once.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not fit; the message says which.
@@ -103,16 +118,10 @@ def linear(
     >>> kbit.linear(torch.randn(3, 256), q).shape
     torch.Size([3, 64])
     """
-    arguments = (x, *_parts(q), bias, q.shape[-1])
-    checks.linear(*arguments, where=where)
+    fused = _is_silu_and_mul("linear", activation)
+    checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if out is not None:
-        _refuse_grad("linear", needs_grad)
-        torch.ops.kbit.linear.out(*arguments, out=out)
-        return out
-    if needs_grad:
-        return torch.ops.kbit.linear_train(*arguments)
-    return torch.ops.kbit.linear(*arguments)
+    return _multiply("linear", x, q, bias, out, fused, needs_grad)
 
 
 def grouped_linear(
@@ -121,35 +130,75 @@ def grouped_linear(
     expert_offsets: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    activation: str | None = None,
     where: str = "",
 ) -> torch.Tensor:
     """One linear per expert on rows sorted by expert; differentiable in x.
 
     Args:
         x: [T, K], float32, float16 or bfloat16, rows sorted by expert.
-        q: weights [E, N, K].
+        q: weights [E, N, K]; see `linear` for their form.
         expert_offsets: int32 [E + 1] on x's device, ascending: rows offsets[e] to offsets[e + 1] belong to
             expert e. Rows outside every expert give 0.
-        out: where to write [T, N]; not with gradients.
+        out: where to write the result; not with gradients.
+        activation: None or "silu_and_mul", as in `linear`.
         where: name of the layer, for error messages.
 
     Returns:
-        [T, N] of x's dtype.
+        [T, N], or [T, N / 2] with an activation, of x's dtype.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
-    arguments = (x, *_parts(q), expert_offsets, q.shape[-1])
-    checks.grouped_linear(*arguments, where=where)
+    fused = _is_silu_and_mul("grouped_linear", activation)
+    checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if out is not None:
-        _refuse_grad("grouped_linear", needs_grad)
-        torch.ops.kbit.grouped_linear.out(*arguments, out=out)
-        return out
-    if needs_grad:
-        return torch.ops.kbit.grouped_linear_train(*arguments)
-    return torch.ops.kbit.grouped_linear(*arguments)
+    return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad)
+
+
+def _multiply(
+    name: str,
+    x: torch.Tensor,
+    q: QuantizedTensor,
+    extra: torch.Tensor | None,
+    out: torch.Tensor | None,
+    fused: bool,
+    needs_grad: bool,
+) -> torch.Tensor:
+    """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
+    if needs_grad and out is not None:
+        raise ValueError(
+            f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
+        )
+    if q.tiled is None and forms.should_tile(name, q.device, q.absmax.dtype):
+        q.tile()
+    if q.tiled is None:
+        arguments: tuple[Any, ...] = (x, *_parts(q), extra, q.shape[-1])
+    else:
+        name += "_tiled"
+        arguments = (x, q.tiled, q.codebook, q.scale, extra, *q.shape[-2:])
+    op: Any = getattr(torch.ops.kbit, f"{name}_train" if needs_grad else name)
+    if fused and (needs_grad or q.tiled is None):
+        y = silu_and_mul(op(*arguments))
+        return y if out is None else _copy(name, y, out)
+    if fused:
+        arguments += (True,)
+    if out is None:
+        return op(*arguments)
+    op.out(*arguments, out=out)
+    return out
+
+
+def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [..., 2I], gate first; what the ops with silu_and_mul fuse."""
+    gate, up = merged.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _copy(name: str, result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    checks.output(name, out, tuple(result.shape), result.dtype, result.device)
+    return out.copy_(result)
 
 
 def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +206,7 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
 
     Args:
         ids: int32 or int64, any shape, each in 0..N-1.
-        q: table [N, K].
+        q: table [N, K]; best in canonical form, for tiles are undone at every call.
         dtype: float32, float16 or bfloat16.
 
     Returns:
@@ -171,9 +220,10 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
 
 
 def _parts(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.packed, q.absmax, q.codebook, q.scale
+    return *q.canonical(), q.codebook, q.scale
 
 
-def _refuse_grad(op: str, needs_grad: bool) -> None:
-    if needs_grad:
-        raise ValueError(f"{op}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad().")
+def _is_silu_and_mul(op: str, activation: str | None) -> bool:
+    if activation not in (None, "silu_and_mul"):
+        raise ValueError(f"{op}: activation must be None or 'silu_and_mul', got {activation!r}.")
+    return activation is not None

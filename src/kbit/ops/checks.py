@@ -19,7 +19,8 @@ def _tail(where: str) -> str:
     return f" ({where})" if where else ""
 
 
-def _float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:
+def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:
+    """Raise TypeError unless `dtype`, which argument `name` has, is one that ops compute in."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{_tail(where)}. Cast it first."
@@ -35,7 +36,7 @@ def quantize(w: torch.Tensor, codebook: torch.Tensor, bits: int, absmax_format_n
     """
     check_bits(bits)
     absmax_format(absmax_format_name)
-    _float_dtype("quantize", "w", w.dtype)
+    float_dtype("quantize", "w", w.dtype)
     if w.dim() not in (2, 3) or w.shape[-1] < 1:
         raise ValueError(
             f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}. Reshape it."
@@ -65,7 +66,7 @@ def dequantize(
         TypeError, ValueError: see `check_parts`; also a dtype that is not float.
     """
     check_parts(packed, absmax, codebook, scale, in_features)
-    _float_dtype("dequantize", "dtype", dtype)
+    float_dtype("dequantize", "dtype", dtype)
 
 
 def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device, where: str = "") -> None:
@@ -75,7 +76,7 @@ def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device,
         TypeError: x is not float32, float16 or bfloat16.
         ValueError: x is a scalar, has other features than the weight, or is on another device.
     """
-    _float_dtype(op, "x", x.dtype, where)
+    float_dtype(op, "x", x.dtype, where)
     if x.dim() < 1 or x.shape[-1] != in_features:
         features = x.shape[-1] if x.dim() else "no"
         raise ValueError(
@@ -102,21 +103,53 @@ def linear(
         TypeError, ValueError: see `check_parts` and `activation`; also a stacked weight or a wrong bias.
     """
     check_parts(packed, absmax, codebook, scale, in_features, where=where)
-    activation("linear", x, in_features, packed.device, where)
-    if packed.dim() != 2:
+    linear_inputs(x, (*packed.shape[:-1], in_features), packed.device, bias, where=where)
+
+
+def linear_inputs(
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    bias: torch.Tensor | None,
+    silu_and_mul: bool = False,
+    where: str = "",
+) -> None:
+    """Check what a linear op multiplies with a weight of `shape` on `device`; the weight itself is legal.
+
+    Raises:
+        TypeError: x is not float, or the bias is not of x's dtype and device.
+        ValueError: see `activation`; also a stacked weight, a wrong bias, or rows that are no gate and up.
+    """
+    activation("linear", x, shape[-1], device, where)
+    if len(shape) != 2:
         raise ValueError(
-            f"linear: the weight is a stack of {packed.shape[0]} matrices{_tail(where)}. Use grouped_linear."
+            f"linear: the weight is a stack of {shape[0]} matrices{_tail(where)}. Use grouped_linear."
         )
+    if silu_and_mul:
+        gate_and_up("linear", shape[0], where)
     if bias is None:
         return
-    if bias.shape != packed.shape[:1]:
+    if bias.shape != shape[:1]:
         raise ValueError(
-            f"linear: bias must have shape ({packed.shape[0]},), got {tuple(bias.shape)}{_tail(where)}."
+            f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{_tail(where)}."
         )
     if bias.dtype != x.dtype or bias.device != x.device:
         raise TypeError(
             f"linear: bias is {bias.dtype} on {bias.device}, x is {x.dtype} on {x.device}{_tail(where)}. "
             f"Make them equal."
+        )
+
+
+def gate_and_up(op: str, out_features: int, where: str = "") -> None:
+    """Check that rows can be gate above up.
+
+    Raises:
+        ValueError: their number is odd.
+    """
+    if out_features % 2:
+        raise ValueError(
+            f"{op}: silu_and_mul needs gate rows above as many up rows, got {out_features}{_tail(where)}. "
+            f"Merge gate and up first."
         )
 
 
@@ -137,21 +170,40 @@ def grouped_linear(
         ValueError: shapes or devices do not belong together.
     """
     check_parts(packed, absmax, codebook, scale, in_features, where=where)
-    activation("grouped_linear", x, in_features, packed.device, where)
-    if packed.dim() != 3 or x.dim() != 2:
+    grouped_inputs(x, (*packed.shape[:-1], in_features), packed.device, expert_offsets, where=where)
+
+
+def grouped_inputs(
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    expert_offsets: torch.Tensor,
+    silu_and_mul: bool = False,
+    where: str = "",
+) -> None:
+    """Check what a grouped linear op multiplies with experts of `shape` on `device`.
+
+    Raises:
+        TypeError: offsets are not int32; x is not float.
+        ValueError: shapes or devices do not belong together, or rows are no gate and up.
+    """
+    activation("grouped_linear", x, shape[-1], device, where)
+    if len(shape) != 3 or x.dim() != 2:
         raise ValueError(
-            f"grouped_linear: x must be [T, K] and the weight [E, N, K], got x {tuple(x.shape)} and packed "
-            f"{tuple(packed.shape)}{_tail(where)}. Use linear for one matrix."
+            f"grouped_linear: x must be [T, K] and the weight [E, N, K], got x {tuple(x.shape)} and weight "
+            f"{tuple(shape)}{_tail(where)}. Use linear for one matrix."
         )
+    if silu_and_mul:
+        gate_and_up("grouped_linear", shape[1], where)
     if expert_offsets.dtype != torch.int32:
         raise TypeError(
             f"grouped_linear: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. "
             f"Use .int()."
         )
-    if expert_offsets.dim() != 1 or expert_offsets.shape[0] != packed.shape[0] + 1:
+    if expert_offsets.dim() != 1 or expert_offsets.shape[0] != shape[0] + 1:
         raise ValueError(
-            f"grouped_linear: {packed.shape[0]} experts need expert_offsets of shape "
-            f"({packed.shape[0] + 1},), got {tuple(expert_offsets.shape)}{_tail(where)}."
+            f"grouped_linear: {shape[0]} experts need expert_offsets of shape "
+            f"({shape[0] + 1},), got {tuple(expert_offsets.shape)}{_tail(where)}."
         )
     if expert_offsets.device != x.device:
         raise ValueError(

@@ -35,20 +35,21 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "grouped_linear_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", False),
 }
 
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+# Of every op here: strides as given, and traceable.
+TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
 def _define() -> None:
     LIBRARY.define(
         "quantize(Tensor w, Tensor codebook, int bits, str absmax_format, bool search)"
         " -> (Tensor packed, Tensor absmax, Tensor scale)",
-        tags=_TAGS,
+        tags=TAGS,
     )
     for name, (arguments, has_out) in SCHEMAS.items():
-        LIBRARY.define(f"{name}{arguments} -> Tensor", tags=_TAGS)
+        LIBRARY.define(f"{name}{arguments} -> Tensor", tags=TAGS)
         if has_out:
             # Returning nothing, not the aliased out: torch.compile functionalizes only such custom ops.
-            LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=_TAGS)
+            LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=TAGS)
 
 
 _define()
@@ -106,7 +107,9 @@ def grouped_linear_grad_input(  # noqa: D103
     return grad.new_empty((grad.shape[0], in_features))
 
 
-def _out_variant(functional):
+def out_variant(functional):
+    """The fake kernel of an `out=` variant, from that of the op itself."""
+
     def fake(*args, out):
         result = functional(*args)
         checks.output(functional.__name__, out, result.shape, result.dtype, result.device)
@@ -115,6 +118,6 @@ def _out_variant(functional):
 
 
 for _functional in (dequantize, linear, grouped_linear):
-    torch.library.register_fake(f"kbit::{_functional.__name__}.out", _out_variant(_functional), lib=LIBRARY)
+    torch.library.register_fake(f"kbit::{_functional.__name__}.out", out_variant(_functional), lib=LIBRARY)
 torch.library.register_fake("kbit::linear_train", linear, lib=LIBRARY)
 torch.library.register_fake("kbit::grouped_linear_train", grouped_linear, lib=LIBRARY)

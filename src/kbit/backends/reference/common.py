@@ -1,0 +1,65 @@
+"""What the reference on canonical and on tiled weights share: chunks of rows, products, gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from kbit.format.tiles import TILE_ROWS
+
+_CHUNK_WEIGHTS = 8 * 2**20
+
+Decode = Callable[[int, torch.Tensor], None]
+
+
+def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ w.T + bias, accumulated in float32 and rounded once."""
+    if x.is_cuda:
+        # cuBLAS accumulates in float32 and rounds once.
+        return F.linear(x, w, bias)
+    y = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    return y.to(x.dtype)
+
+
+def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Tensor:
+    """grad [M, N] @ W -> [M, K], summed over chunks of N in float32.
+
+    Args:
+        grad: float32, float16 or bfloat16.
+        in_features: K.
+        decode: decode(first, panel) writes W's rows from `first` on into a panel [rows, K] of grad's dtype.
+    """
+    count, out_features = grad.shape
+    total = grad.new_zeros((count, in_features), dtype=torch.float32)
+    rows = rows_at_once(in_features)
+    panel = grad.new_empty((min(rows, out_features), in_features))
+    for first in range(0, out_features if count else 0, rows):
+        part = panel[: min(rows, out_features - first)]
+        decode(first, part)
+        total += matmul(grad[:, first : first + rows], part.t(), None)
+    return total.to(grad.dtype)
+
+
+def grouped_grad_input(
+    grad: torch.Tensor, expert_offsets: torch.Tensor, in_features: int, decoder: Callable[[int], Decode]
+) -> torch.Tensor:
+    """grad [T, N] -> [T, K], expert by expert; decoder(expert) is as `decode` in `grad_input`."""
+    result = grad.new_zeros((grad.shape[0], in_features))
+    for expert, rows in groups(expert_offsets):
+        result[rows] = grad_input(grad[rows], in_features, decoder(expert))
+    return result
+
+
+def groups(expert_offsets: torch.Tensor) -> list[tuple[int, slice]]:
+    """Experts that have rows, with those rows. Reads the offsets on the host."""
+    bounds = enumerate(itertools.pairwise(expert_offsets.tolist()))
+    return [(expert, slice(first, last)) for expert, (first, last) in bounds if last > first]
+
+
+def rows_at_once(in_features: int) -> int:
+    """Rows of W that are decoded at a time; a multiple of a tile's rows."""
+    rows = _CHUNK_WEIGHTS // max(1, in_features) // TILE_ROWS * TILE_ROWS
+    return max(TILE_ROWS, rows)

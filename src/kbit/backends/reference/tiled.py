@@ -1,0 +1,103 @@
+"""The ops on tiled weights in pure PyTorch, on any device: undo a few row tiles at a time, then as ever.
+
+It is what other backends' tiled kernels are tested against, and what runs where there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from kbit.backends.cuda import layout
+from kbit.backends.reference import common
+from kbit.format import reference as fmt
+from kbit.format.tiles import TILE_ROWS
+
+
+def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
+    """`kbit::tile`."""
+    return layout.to_tiled(packed, absmax, bits, in_features)
+
+
+def from_tiled(
+    tiled: torch.Tensor, bits: int, out_features: int, in_features: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kbit::untile`."""
+    return layout.from_tiled(tiled, bits, out_features, in_features)
+
+
+def _chunks(
+    tiled: torch.Tensor, bits: int, begin: int, end: int, in_features: int
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Canonical form of rows begin to end of one matrix, piece by piece: (rows, packed, absmax)."""
+    rows = common.rows_at_once(in_features)
+    for first in range(begin // TILE_ROWS * TILE_ROWS, end, rows):
+        last = min(first + rows, end)
+        tiles = tiled[first // TILE_ROWS : -(-last // TILE_ROWS)]
+        packed, absmax = layout.from_tiled(tiles, bits, last - first, in_features)
+        skipped = max(0, begin - first)
+        yield slice(first + skipped, last), packed[skipped:], absmax[skipped:]
+
+
+def dequantize_tiled(
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    row_begin: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Rows from row_begin on into out [..., rows, K]."""
+    if tiled.dim() == 4:
+        for expert in range(tiled.shape[0]):
+            dequantize_tiled(tiled[expert], codebook, scale[expert], bits, row_begin, out[expert])
+        return out
+    rows, k = out.shape
+    for part, packed, absmax in _chunks(tiled, bits, row_begin, row_begin + rows, k):
+        place = slice(part.start - row_begin, part.stop - row_begin)
+        out[place] = fmt.dequantize(packed, absmax, codebook, scale, k, out.dtype)
+    return out
+
+
+def linear_tiled(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`kbit::linear_tiled` into `out` [M, N], or [M, N / 2] with silu_and_mul; x is [M, K]."""
+    y = x.new_empty((x.shape[0], out_features)) if silu_and_mul else out
+    bits = codebook.shape[0].bit_length() - 1
+    for part, packed, absmax in _chunks(tiled, bits, 0, out_features, in_features):
+        w = fmt.dequantize(packed, absmax, codebook, scale, in_features, x.dtype)
+        y[:, part] = common.matmul(x, w, None if bias is None else bias[part])
+    if silu_and_mul:
+        gate, up = y.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), up, out=out)
+    return out
+
+
+def grouped_linear_tiled(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`kbit::grouped_linear_tiled` into `out` [T, N or N / 2]. Reads the offsets on the host."""
+    out.zero_()
+    sizes = (out_features, in_features, silu_and_mul)
+    for expert, rows in common.groups(expert_offsets):
+        linear_tiled(x[rows], tiled[expert], codebook, scale[expert], None, *sizes, out[rows])
+    return out

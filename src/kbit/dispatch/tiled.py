@@ -1,0 +1,138 @@
+"""Implementations of the ops on tiled weights, in the steps of `kbit.dispatch.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.backends import reference
+from kbit.dispatch.backends import backend_for
+from kbit.dispatch.ops import check_offsets, contiguous, implement
+from kbit.ops import checks, tiled_checks
+
+
+def _width(codebook):
+    return codebook.shape[0].bit_length() - 1
+
+
+@implement("tile")
+def _tile(packed, absmax, in_features, bits):
+    tiled_checks.tile(packed, absmax, in_features, bits)
+    run = backend_for("to_tiled", packed.device, absmax.dtype).module.to_tiled
+    return run(*contiguous(packed, absmax), bits, in_features)
+
+
+@implement("untile")
+def _untile(tiled, bits, out_features, in_features):
+    tiled_checks.untile(tiled, bits, out_features, in_features)
+    run = backend_for("from_tiled", tiled.device, torch.uint8).module.from_tiled
+    return run(tiled.contiguous(), bits, out_features, in_features)
+
+
+@implement("dequantize_tiled")
+def _dequantize(tiled, codebook, scale, out_features, in_features, dtype):
+    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
+    out = tiled.new_empty((*tiled.shape[:-3], out_features, in_features), dtype=dtype)
+    return _run_dequantize(tiled, codebook, scale, out)
+
+
+@implement("dequantize_tiled.out")
+def _dequantize_out(tiled, codebook, scale, out_features, in_features, dtype, *, out):
+    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
+    shape = (*tiled.shape[:-3], out_features, in_features)
+    checks.output("dequantize", out, shape, dtype, tiled.device)
+    _run_dequantize(tiled, codebook, scale, out)
+
+
+def _run_dequantize(tiled, codebook, scale, out):
+    if out.numel():
+        run = backend_for("dequantize_tiled", tiled.device, torch.uint8).module.dequantize_tiled
+        run(*contiguous(tiled, codebook, scale), _width(codebook), 0, out)
+    return out
+
+
+@implement("linear_tiled")
+def _linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False):
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    tiled_checks.linear_tiled(*arguments)
+    out = x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+    return _run_linear(*arguments, out)
+
+
+@implement("linear_tiled.out")
+def _linear_out(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False, *, out):
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    tiled_checks.linear_tiled(*arguments)
+    columns = out_features // 2 if silu_and_mul else out_features
+    checks.output("linear", out, (*x.shape[:-1], columns), x.dtype, x.device)
+    _run_linear(*arguments, out)
+
+
+def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out):
+    if out.numel():
+        run = backend_for("linear_tiled", x.device, torch.uint8).module.linear_tiled
+        rows = x.reshape(-1, in_features).contiguous()
+        bias = None if bias is None else bias.contiguous()
+        weight = contiguous(tiled, codebook, scale)
+        y = out.view(rows.shape[0], -1)
+        run(rows, *weight, bias, out_features, in_features, silu_and_mul, y)
+    return out
+
+
+@implement("grouped_linear_tiled")
+def _grouped(x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False):
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
+    tiled_checks.grouped_linear_tiled(*arguments)
+    out = x.new_empty((x.shape[0], out_features // 2 if silu_and_mul else out_features))
+    return _run_grouped(*arguments, out)
+
+
+@implement("grouped_linear_tiled.out")
+def _grouped_out(
+    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False, *, out
+):
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
+    tiled_checks.grouped_linear_tiled(*arguments)
+    columns = out_features // 2 if silu_and_mul else out_features
+    checks.output("grouped_linear", out, (x.shape[0], columns), x.dtype, x.device)
+    _run_grouped(*arguments, out)
+
+
+def _run_grouped(x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, out):
+    check_offsets(expert_offsets, x.shape[0])
+    if out.numel():
+        run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
+        weight = contiguous(tiled, codebook, scale)
+        offsets = expert_offsets.contiguous()
+        run(x.contiguous(), *weight, offsets, out_features, in_features, silu_and_mul, out)
+    return out
+
+
+def _decoder(tiled, codebook, scale, device):
+    """decode(first, panel) of one matrix, for `reference.grad_input`."""
+    run = backend_for("dequantize_tiled", device, torch.uint8).module.dequantize_tiled
+    return lambda first, panel: run(tiled, codebook, scale, _width(codebook), first, panel)
+
+
+@implement("linear_tiled_grad_input")
+def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    tiled, codebook, scale = contiguous(tiled, codebook, scale)
+    decode = _decoder(tiled, codebook, scale, grad.device)
+    result = reference.grad_input(grad.reshape(-1, out_features), in_features, decode)
+    return result.view(*grad.shape[:-1], in_features)
+
+
+@implement("grouped_linear_tiled_grad_input")
+def _grouped_linear_grad_input(grad, tiled, codebook, scale, expert_offsets, out_features, in_features):
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    check_offsets(expert_offsets, grad.shape[0])
+    tiled, codebook, scale = contiguous(tiled, codebook, scale)
+
+    def decoder(expert):
+        return _decoder(tiled[expert], codebook, scale[expert], grad.device)
+
+    return reference.grouped_grad_input(grad, expert_offsets, in_features, decoder)
+
+
+implement("linear_tiled_train")(_linear)
+implement("grouped_linear_tiled_train")(_grouped)

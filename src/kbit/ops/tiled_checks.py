@@ -1,0 +1,135 @@
+"""Argument checks of the ops on tiled weights; like `kbit.ops.checks`, the same eager and traced."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.codebook import check_bits
+from kbit.format.reference import blocks_of
+from kbit.format.tensor import check_tiles
+from kbit.format.tiles import tile_shape
+from kbit.ops import checks
+
+
+def tile(packed: torch.Tensor, absmax: torch.Tensor, in_features: int, bits: int) -> None:
+    """Check the arguments of `kbit::tile`.
+
+    Raises:
+        TypeError: packed is not int32, or the block scales are not E4M4.
+        ValueError: shapes or devices do not belong together.
+    """
+    check_bits(bits)
+    if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
+        raise TypeError(
+            f"tile: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and {absmax.dtype}. "
+            f"Quantize with scale='e4m4'; other block scales stay in canonical form."
+        )
+    blocks = blocks_of(in_features)
+    expected = (*absmax.shape[:-1], blocks * bits)
+    if (
+        absmax.dim() not in (2, 3)
+        or in_features < 1
+        or absmax.shape[-1] != blocks
+        or packed.shape != expected
+    ):
+        raise ValueError(
+            f"tile: {in_features} in-features at {bits} bits need packed [..., N, {blocks * bits}] and "
+            f"absmax [..., N, {blocks}], got {tuple(packed.shape)} and {tuple(absmax.shape)}. Is in_features "
+            f"that of another layer?"
+        )
+    if packed.device != absmax.device:
+        raise ValueError(
+            f"tile: packed is on {packed.device}, absmax on {absmax.device}. Move them together."
+        )
+
+
+def untile(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
+    """Check the arguments of `kbit::untile`.
+
+    Raises:
+        TypeError: the tiles are not int32.
+        ValueError: they are not those of such a weight.
+    """
+    expected = tile_shape(out_features, in_features, check_bits(bits))
+    if tiled.dtype != torch.int32:
+        raise TypeError(f"untile: tiles must be int32, got {tiled.dtype}.")
+    if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
+        raise ValueError(
+            f"untile: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
+            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes those of another "
+            f"layer?"
+        )
+
+
+def dequantize_tiled(
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    """Check the arguments of `kbit::dequantize_tiled`.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles`; also a dtype that is not float.
+    """
+    check_tiles(tiled, codebook, scale, out_features, in_features)
+    checks.float_dtype("dequantize", "dtype", dtype)
+
+
+def linear_tiled(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool = False,
+) -> None:
+    """Check the arguments of `kbit::linear_tiled`.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.linear_inputs`.
+    """
+    check_tiles(tiled, codebook, scale, out_features, in_features)
+    shape = (*tiled.shape[:-3], out_features, in_features)
+    checks.linear_inputs(x, shape, tiled.device, bias, silu_and_mul)
+
+
+def grouped_linear_tiled(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool = False,
+) -> None:
+    """Check the arguments of `kbit::grouped_linear_tiled`.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grouped_inputs`.
+    """
+    check_tiles(tiled, codebook, scale, out_features, in_features)
+    shape = (*tiled.shape[:-3], out_features, in_features)
+    checks.grouped_inputs(x, shape, tiled.device, expert_offsets, silu_and_mul)
+
+
+def grad_input(
+    grad: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    in_features: int,
+) -> None:
+    """Check the arguments of the grad_input ops on tiles: grad is [..., N], or [T, N] for experts.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.activation`.
+    """
+    check_tiles(tiled, codebook, scale, out_features, in_features)
+    checks.activation("backward of linear", grad, out_features, tiled.device)

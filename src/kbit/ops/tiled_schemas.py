@@ -1,0 +1,103 @@
+"""The ops `torch.ops.kbit.*` on tiled weights: schemas and fake kernels.
+
+Tiles are int32 [E?, row tiles, column tiles, words], see `kbit.format.tiles`; their width is the codebook's.
+With silu_and_mul, W holds 2I rows, gate above up, and the result [..., I] is silu(gate) * up: gate and up are
+rounded to x's dtype first, then silu, then the product, as layers that are not fused do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.reference import blocks_of
+from kbit.format.tiles import tile_shape
+from kbit.ops import tiled_checks
+from kbit.ops.schemas import LIBRARY, TAGS, out_variant
+
+_WEIGHT = "Tensor tiled, Tensor codebook, Tensor scale"
+_SIZES = "SymInt out_features, SymInt in_features"
+
+# name -> (arguments, has an out= variant). The training ops have no silu_and_mul: gradients need gate and up.
+SCHEMAS: dict[str, tuple[str, bool]] = {
+    "dequantize_tiled": (f"({_WEIGHT}, {_SIZES}, ScalarType dtype)", True),
+    "linear_tiled": (f"(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES}, bool silu_and_mul=False)", True),
+    "linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES})", False),
+    "linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, {_SIZES})", False),
+    "grouped_linear_tiled": (
+        f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES}, bool silu_and_mul=False)",
+        True,
+    ),
+    "grouped_linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
+    "grouped_linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
+}
+
+
+def _define() -> None:
+    LIBRARY.define("tile(Tensor packed, Tensor absmax, SymInt in_features, int bits) -> Tensor", tags=TAGS)
+    LIBRARY.define(
+        f"untile(Tensor tiled, int bits, {_SIZES}) -> (Tensor packed, Tensor absmax)",
+        tags=TAGS,
+    )
+    for name, (arguments, has_out) in SCHEMAS.items():
+        LIBRARY.define(f"{name}{arguments} -> Tensor", tags=TAGS)
+        if has_out:
+            LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=TAGS)
+
+
+_define()
+
+
+@torch.library.register_fake("kbit::tile", lib=LIBRARY)
+def tile(packed, absmax, in_features, bits):  # noqa: D103
+    tiled_checks.tile(packed, absmax, in_features, bits)
+    return packed.new_empty((*packed.shape[:-2], *tile_shape(packed.shape[-2], in_features, bits)))
+
+
+@torch.library.register_fake("kbit::untile", lib=LIBRARY)
+def untile(tiled, bits, out_features, in_features):  # noqa: D103
+    tiled_checks.untile(tiled, bits, out_features, in_features)
+    rows, blocks = (*tiled.shape[:-3], out_features), blocks_of(in_features)
+    return tiled.new_empty((*rows, blocks * bits)), tiled.new_empty((*rows, blocks), dtype=torch.uint8)
+
+
+@torch.library.register_fake("kbit::dequantize_tiled", lib=LIBRARY)
+def dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype):  # noqa: D103
+    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
+    return tiled.new_empty((*tiled.shape[:-3], out_features, in_features), dtype=dtype)
+
+
+@torch.library.register_fake("kbit::linear_tiled", lib=LIBRARY)
+def linear_tiled(  # noqa: D103
+    x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False
+):
+    tiled_checks.linear_tiled(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    return x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+
+
+@torch.library.register_fake("kbit::grouped_linear_tiled", lib=LIBRARY)
+def grouped_linear_tiled(  # noqa: D103
+    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False
+):
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
+    tiled_checks.grouped_linear_tiled(*arguments)
+    return x.new_empty((x.shape[0], out_features // 2 if silu_and_mul else out_features))
+
+
+@torch.library.register_fake("kbit::linear_tiled_grad_input", lib=LIBRARY)
+def linear_tiled_grad_input(grad, tiled, codebook, scale, out_features, in_features):  # noqa: D103
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    return grad.new_empty((*grad.shape[:-1], in_features))
+
+
+@torch.library.register_fake("kbit::grouped_linear_tiled_grad_input", lib=LIBRARY)
+def grouped_linear_tiled_grad_input(  # noqa: D103
+    grad, tiled, codebook, scale, expert_offsets, out_features, in_features
+):
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    return grad.new_empty((grad.shape[0], in_features))
+
+
+for _functional in (dequantize_tiled, linear_tiled, grouped_linear_tiled):
+    torch.library.register_fake(f"kbit::{_functional.__name__}.out", out_variant(_functional), lib=LIBRARY)
+torch.library.register_fake("kbit::linear_tiled_train", linear_tiled, lib=LIBRARY)
+torch.library.register_fake("kbit::grouped_linear_tiled_train", grouped_linear_tiled, lib=LIBRARY)
