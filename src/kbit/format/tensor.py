@@ -106,7 +106,8 @@ class QuantizedTensor:
             ValueError: the block scales are not E4M4.
         """
         if self.tiled is None:
-            tiled = torch.ops.kbit.tile(self.packed, self.absmax, self.shape[-1], self.bits)
+            with torch.inference_mode(False), torch.no_grad():  # for gradients in x may be asked for later
+                tiled = torch.ops.kbit.tile(self.packed, self.absmax, self.shape[-1], self.bits)
             if tiled.is_cuda:
                 torch.cuda.current_stream(tiled.device).synchronize()
             # The order lets another thread read this object meanwhile.

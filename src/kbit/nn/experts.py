@@ -6,13 +6,14 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kbit.format.codebook import check_bits
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
-from kbit.nn.fuse import Parts, quantize_fused
-from kbit.nn.parts import PARTS, QuantizedModule
+from kbit.nn.fuse import quantize_fused
+from kbit.nn.parts import QuantizedModule
 from kbit.ops import api, checks
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -54,6 +55,11 @@ def unsupported_experts(module: nn.Module) -> str | None:
     return None
 
 
+def _is_silu(function: Any) -> bool:
+    """Whether an activation is the one that kernels fuse."""
+    return isinstance(function, nn.SiLU) or function is F.silu
+
+
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
     weight = module._parameters[name]
     assert weight is not None
@@ -74,8 +80,9 @@ class KbitExperts(QuantizedModule):
     # transformers' expert parallelism sets this; an id equal to num_experts then means "not mine".
     _is_expert_parallel = False
 
+    _op = "grouped_linear"
+
     config: Any = None
-    gate_up_proj_packed: torch.Tensor
     gate_up_proj_scale: torch.Tensor
 
     def __init__(
@@ -154,7 +161,7 @@ class KbitExperts(QuantizedModule):
         Raises:
             TypeError, ValueError: hidden_states do not fit; the message names this layer.
         """
-        device = self.gate_up_proj_packed.device
+        device = self.codebook.device
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         tokens, chosen = top_k_index.shape
         ids, order = torch.sort(top_k_index.flatten(), stable=True)
@@ -164,8 +171,7 @@ class KbitExperts(QuantizedModule):
         offsets = torch.searchsorted(ids, boundaries).int()
 
         rows = hidden_states[torch.div(order, chosen, rounding_mode="floor")]
-        gate, up = self._gate_and_up(rows, ids, offsets)
-        results = self._grouped(self.act_fn(gate) * up, "down_proj", offsets)
+        results = self._grouped(self._activated(rows, ids, offsets), "down_proj", offsets)
 
         # Back to the order of top_k_index; a gather and a sum over k have one order, atomic adds have none.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -174,12 +180,19 @@ class KbitExperts(QuantizedModule):
         ).float() * top_k_weights.float().unsqueeze(-1)
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
+    def _activated(self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """act(gate(x)) * up(x) of rows sorted by expert."""
+        if self.gate_up_proj_scale.dim() > 1:
+            gate, up = self._gate_and_up(rows, ids, offsets)
+        elif _is_silu(self.act_fn) and not (torch.is_grad_enabled() and rows.requires_grad):
+            return self._grouped(rows, "gate_up_proj", offsets, silu_and_mul=True)
+        else:
+            gate, up = self._grouped(rows, "gate_up_proj", offsets).chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
     def _gate_and_up(
         self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.gate_up_proj_scale.dim() == 1:
-            gate, up = self._grouped(rows, "gate_up_proj", offsets).chunk(2, dim=-1)
-            return gate, up
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
         # up; ids of num_experts end at the last row.
@@ -192,29 +205,33 @@ class KbitExperts(QuantizedModule):
         results = self._grouped(twice, "gate_up_proj", torch.cat([starts, 2 * offsets[-1:]]))
         return results[at_gate], results[at_up]
 
-    def _grouped(self, x: torch.Tensor, name: str, offsets: torch.Tensor) -> torch.Tensor:
-        parts = self._matrices(name)
+    def _grouped(
+        self, x: torch.Tensor, name: str, offsets: torch.Tensor, silu_and_mul: bool = False
+    ) -> torch.Tensor:
+        tiled = self._tiles(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
-        op = torch.ops.kbit.grouped_linear_train if needs_grad else torch.ops.kbit.grouped_linear
-        return op(x, parts.packed, parts.absmax, parts.codebook, parts.scale, offsets, self.shapes[name][-1])
+        *rows, columns = self._matrices(name)
+        scale = getattr(self, name + "_scale").flatten()
+        ops: Any = torch.ops.kbit
+        if tiled is not None:
+            arguments = (x, tiled, self.codebook, scale, offsets, rows[-1], columns)
+            if needs_grad:
+                return ops.grouped_linear_tiled_train(*arguments)
+            return ops.grouped_linear_tiled(*arguments, silu_and_mul)
+        packed, absmax = (getattr(self, f"{name}_{part}").view(*rows, -1) for part in ("packed", "absmax"))
+        op = ops.grouped_linear_train if needs_grad else ops.grouped_linear
+        results = op(x, packed, absmax, self.codebook, scale, offsets, columns)
+        return api.silu_and_mul(results) if silu_and_mul else results
 
-    def _matrices(self, name: str) -> Parts:
+    def _matrices(self, name: str) -> tuple[int, ...]:
         """A weight as one matrix per factor: E, or 2E where gate and up have factors of their own."""
-        packed, absmax, scale = (getattr(self, f"{name}_{part}") for part in PARTS)
-        if scale.dim() > 1:
-            packed, absmax = (part.view(scale.numel(), -1, part.shape[-1]) for part in (packed, absmax))
-        return Parts(packed, absmax, scale.flatten(), self.codebook)
+        experts, rows, columns = self.shapes[name]
+        count = getattr(self, name + "_scale").numel()
+        return count, experts * rows // count, columns
 
     def quantized(self, name: str = "gate_up_proj") -> QuantizedTensor:
-        """A weight in canonical form, sharing this layer's memory.
-
-        Returns:
-            [E, N, K]; [2E, I, H] for gate_up_proj if gate and up have different factors.
-        """
-        parts = self._matrices(name)
-        shape = (*parts.packed.shape[:-1], self.shapes[name][-1])
-        packed, absmax, scale = parts.packed.detach(), parts.absmax.detach(), parts.scale.detach()
-        return QuantizedTensor(packed, absmax, parts.codebook, scale, self.bits, shape)
+        """A weight in the form it has, sharing this layer's memory; see `QuantizedModule.quantized`."""
+        return super().quantized(name)
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A weight, "gate_up_proj" or "down_proj", decoded to [E, N, K] of `dtype`."""

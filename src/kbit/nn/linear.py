@@ -37,6 +37,8 @@ class KbitLinear(QuantizedModule, nn.Linear):
     # Tensor parallelism of transformers then hands local shards to forward instead of DTensors.
     _hf_quantized_needs_local_tp = True
 
+    _op = "linear"
+
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
@@ -62,12 +64,13 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The packed codes, int32 [out_features, ceil(in_features / 32) * bits].
+        """The packed codes, int32 [out_features, ceil(in_features / 32) * bits], or the tiles, int32 too.
 
         PEFT asks a weight for its device, and whether its dtype is one that an adapter could have;
         transformers asks whether it is initialized. Decoded values are in `dequantize()`.
         """
-        return self.weight_packed
+        tiled = self._held("weight")
+        return self.weight_packed if tiled is None else tiled
 
     @classmethod
     def from_linear(
@@ -120,17 +123,23 @@ class KbitLinear(QuantizedModule, nn.Linear):
         Raises:
             TypeError, ValueError: x does not fit; the message names this layer.
         """
-        packed = self.weight_packed
+        tiled = self._tiles("weight")
+        device = (self.weight_packed if tiled is None else tiled).device
         bias: torch.Tensor | None = self.bias
-        checks.activation("linear", x, self.in_features, packed.device, self.layer_name)
+        checks.activation("linear", x, self.in_features, device, self.layer_name)
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
+        if tiled is not None:
+            op = torch.ops.kbit.linear_tiled_train if needs_grad else torch.ops.kbit.linear_tiled
+            sizes = (self.out_features, self.in_features)
+            return op(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
         op = torch.ops.kbit.linear_train if needs_grad else torch.ops.kbit.linear
-        return op(x, packed, self.weight_absmax, self.codebook, self.weight_scale, bias, self.in_features)
+        parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
+        return op(x, *parts, bias, self.in_features)
 
     def reset_parameters(self) -> None:
         """Do nothing: a quantized weight is loaded, not drawn."""

@@ -2,7 +2,8 @@
 
 For a weight called `weight` a layer holds `weight_packed`, `weight_absmax` (parameters without gradient) and
 `weight_scale` (float32; a parameter where some matrix's factor is not 1, else a buffer that is not saved),
-and one `codebook` buffer, which is not saved either because the checkpoint's config has it.
+and one `codebook` buffer, which is not saved either because the checkpoint's config has it. On a GPU the
+first two change form, see `kbit.nn.tiling`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import Parts
+from kbit.nn.tiling import TileableModule
+from kbit.ops import forms
 
 PARTS = ("packed", "absmax", "scale")
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(TileableModule):
     """Base of KbitLinear, KbitEmbedding and KbitExperts.
 
     Attributes:
@@ -54,10 +56,6 @@ class QuantizedModule(nn.Module):
         levels = torch.zeros(2**bits, dtype=torch.float32, device=device)
         self.register_buffer("codebook", levels, persistent=False)
 
-    def _set_parameter(self, name: str, value: torch.Tensor) -> None:
-        shared = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-        self._parameters[name] = shared
-
     def set_scale(self, name: str, scale: torch.Tensor | None) -> None:
         """Set the per-matrix factors of a weight.
 
@@ -67,25 +65,38 @@ class QuantizedModule(nn.Module):
                 be seen, makes it a buffer of ones that is not saved.
         """
         key = name + "_scale"
+        shape = self.shapes[name][:-2] if scale is None else tuple(scale.shape)
+        if hasattr(self, key) and shape != tuple(getattr(self, key).shape):
+            self.restore(name)  # tiles are those of one matrix per factor
         self._parameters.pop(key, None)
         self._buffers.pop(key, None)
         if scale is None or (scale.device.type != "meta" and bool((scale == 1).all())):
-            packed = self._parameters[name + "_packed"]
-            assert packed is not None
-            ones = torch.ones(packed.shape[:-2], dtype=torch.float32, device=packed.device)
+            shape = self.shapes[name][:-2]
+            ones = torch.ones(shape, dtype=torch.float32, device=self._device_of(name))
             self.register_buffer(key, ones, persistent=False)
         else:
             self._set_parameter(key, scale)
 
     def fill(self, name: str, parts: Parts) -> None:
-        """Take over the parts of a quantized weight as the weight `name`, without a copy."""
+        """Take over the parts of a quantized weight as the weight `name`, without a copy.
+
+        On a GPU they change to tiles at once; the caller's are freed when it lets go of them.
+        """
+        self._parameters.pop(name + "_tiled", None)
         self._set_parameter(name + "_packed", parts.packed)
         self._set_parameter(name + "_absmax", parts.absmax)
         self.set_scale(name, parts.scale)
         self.codebook = parts.codebook
+        self._tile(name, force=False)
 
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
-        """Use the very parameters of `other`, of equal shape and width: tied weights, stored once."""
+        """Use the very parameters of `other`, of equal shape and width: tied weights, stored once.
+
+        Both then keep the canonical form.
+        """
+        other.restore(name)
+        self._parameters.pop(name + "_tiled", None)
+        self.shared = other.shared = True
         for part in PARTS:
             key = f"{name}_{part}"
             self._parameters.pop(key, None)
@@ -104,9 +115,7 @@ class QuantizedModule(nn.Module):
         for name in self.shapes:
             if name + "_scale" in self._buffers:
                 self.set_scale(name, None)
-        first = self._parameters[next(iter(self.shapes)) + "_packed"]
-        assert first is not None
-        self.codebook = codebook.to(first.device)
+        self.codebook = codebook.to(self._device_of(next(iter(self.shapes))))
 
     def freeze_parts(self) -> None:
         """Turn gradients off for all parts; a bias keeps its own setting."""
@@ -117,14 +126,25 @@ class QuantizedModule(nn.Module):
                     parameter.requires_grad_(False)
 
     def quantized(self, name: str = "weight") -> QuantizedTensor:
-        """A weight in canonical form, sharing this layer's memory."""
-        packed, absmax, scale = (getattr(self, f"{name}_{part}").detach() for part in PARTS)
-        return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, self.shapes[name])
+        """A weight in the form it has, sharing this layer's memory.
+
+        Returns:
+            Of the weight's shape; fused experts whose gate and up differ in factors give [2E, I, H].
+        """
+        shape = self._matrices(name)
+        scale = getattr(self, name + "_scale").detach().reshape(shape[:-2])
+        tiled = self._held(name)
+        if tiled is not None:
+            return QuantizedTensor.from_tiles(tiled.detach(), self.codebook, scale, self.bits, shape)
+        packed, absmax = (part.detach().view(*shape[:-1], -1) for part in self._canonical(name))
+        return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Move the parts with the module, but never cast them: model.half() must not touch a scale."""
-        names = [f"{name}_{part}" for name in self.shapes for part in PARTS] + ["codebook"]
-        parts = {id(tensor) for tensor in (getattr(self, name) for name in names)}
+        names = ["codebook"] + [f"{name}_{part}" for name in self.shapes for part in (*PARTS, "tiled")]
+        held = (self._parameters.get(name, self._buffers.get(name)) for name in names)
+        parts = {id(tensor) for tensor in held}
+        before = {name: self._device_of(name) for name in self.shapes}
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
@@ -132,21 +152,53 @@ class QuantizedModule(nn.Module):
                 return applied
             return tensor.to(applied.device)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        for name, device in before.items():
+            now = self._device_of(name)
+            pays = self._op is not None and forms.tiles_pay(self._op, now, torch.uint8)
+            if now != device and not pays:
+                self.restore(name)
+        self.prepare()
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        """Save the canonical form; from tiles it is made anew, and takes memory until the caller drops it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.shapes:
+            if destination.pop(f"{prefix}{name}_tiled", None) is not None:
+                packed, absmax = self._canonical(name)
+                destination[f"{prefix}{name}_packed"], destination[f"{prefix}{name}_absmax"] = packed, absmax
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Accept state dicts with and without `_scale`: it is there only if some factor is not 1."""
+        """Accept state dicts with and without `_scale`: it is there only if some factor is not 1.
+
+        Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
+        """
+        tiled = {name: self._held(name) for name in self.shapes}
+        self.restore()
         for name in self.shapes:
             key = name + "_scale"
             stored = state_dict.get(prefix + key)
             if stored is None and prefix + name + "_packed" in state_dict:
                 self.set_scale(name, None)
             elif stored is not None and self._is_scale_shape(name, stored.shape):
-                device = getattr(self, name + "_packed").device
+                device = self._device_of(name)
                 if key in self._buffers or getattr(self, key).shape != stored.shape:
                     self._buffers.pop(key, None)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, tiles in tiled.items():
+            self._load_tiles(name, tiles)
+
+    def _load_tiles(self, name: str, tiles: torch.Tensor | None) -> None:
+        """Change a loaded weight to tiles: into those it had before, where they fit."""
+        same_place = tiles is not None and tiles.device == self._device_of(name)
+        self._tile(name, force=same_place)
+        made = self._held(name)
+        if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
+            with torch.no_grad():
+                tiles.copy_(made)
+            self._set_parameter(name + "_tiled", tiles)
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
         """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""

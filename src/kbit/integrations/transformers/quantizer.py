@@ -117,6 +117,7 @@ class KbitHfQuantizer(HfQuantizer):
             if isinstance(module, QuantizedModule):
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
+                module.prepare()
         left = leftovers(model, policy)
         if left:
             lines = "; ".join(f"{name}: {reason}" for name, reason in left.items())
