@@ -1,7 +1,9 @@
 """The ops: schemas under opcheck, traced and eager alike, gradients, `out=`, and every refusal."""
 
+import importlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -280,3 +282,23 @@ print(*(str(warning.message) for warning in caught if "kbit" in str(warning.mess
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (message,) = result.stdout.splitlines()
     assert message.endswith("the slower reference backend is used. `kbit doctor` says what to do.")
+
+
+def test_cuda_tensors_without_cuda_kernels_are_the_reference_s_and_it_says_so_once(monkeypatch):
+    module = importlib.import_module("kbit.dispatch.backends")
+    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda: "the GPU is older than sm_80")
+    monkeypatch.setattr(module, "_warned", set())
+    device = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="its CUDA kernels: the GPU is older than sm_80.*`kbit doctor`"):
+        assert module.backend_for("linear", device, torch.uint8).name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert module.backend_for("linear", device, torch.uint8).name == "reference"
+    assert not module.tiles_pay("linear", device)
+    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda: None)
+    assert module.backend_for("linear_tiled", device, torch.uint8).name == "cuda"
+    assert module.backend_for("quantize", device, torch.float16).name == "reference"
+    assert module.tiles_pay("linear", device)
+    assert not module.tiles_pay("linear", torch.device("cpu"))
+    monkeypatch.setenv("KBIT_BACKEND", "reference")
+    assert not module.tiles_pay("linear", device)
