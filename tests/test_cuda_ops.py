@@ -328,6 +328,9 @@ def test_capture_in_a_cuda_graph(m, tiled):
         assert_within(y, *product_and_bound(x, q, bias))
         if tiled:
             assert torch.equal(y, kbit.linear(x, q, bias))
+        else:
+            kbit.linear(x, q, bias)
+            assert q.tiled is None, "the graph reads the canonical form"
 
 
 def test_compile_fullgraph_with_dynamic_rows():

@@ -1,8 +1,10 @@
 """Layers whose weights are tiles: the same results, state dicts, moves, copies and saves. No GPU needed."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -220,6 +222,19 @@ def test_filling_loading_moving_and_calling_prepare(tiles_pay):
     fresh.restore()
     assert torch.equal(fresh(torch.ones(1, 64)), layer(torch.ones(1, 64)))
     assert "weight_tiled" in held(fresh)
+
+
+def test_preparing_frees_the_canonical_form():
+    source = nn.Linear(64, 8)
+    layer = KbitLinear.from_linear(source)
+    held_before = [weakref.ref(part) for part in (layer.weight_packed, layer.weight_absmax)]
+    assert all(ref() is not None for ref in held_before)
+    layer.prepare(force=True)
+    q = kbit.quantize(source.weight.detach())
+    held_before += [weakref.ref(part) for part in q.canonical()]
+    q.tile()
+    gc.collect()
+    assert all(ref() is None for ref in held_before)
 
 
 def test_tracing_and_accelerate_s_hooks_leave_the_form_alone(tiles_pay):

@@ -369,6 +369,19 @@ def test_tracing_leaves_the_form_alone(tiles_pay):
     torch.testing.assert_close(compiled(x), y, rtol=1e-5, atol=1e-5)
 
 
+def test_what_a_cuda_graph_recorded_stays(tiles_pay, monkeypatch):
+    q = weight(50, 100)
+    q.__dict__["stays_canonical"] = True
+    kbit.linear(torch.ones(1, 100), q)
+    assert q.tiled is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    other = weight(50, 100)
+    assert not forms.should_tile(other, "linear", torch.device("cuda", 0), torch.uint8)
+    assert other.stays_canonical
+    assert not weight(2, 2).stays_canonical
+    assert other.tile().tiled is not None, "who asks for it gets it"
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 70),

@@ -43,6 +43,9 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     tiled: torch.Tensor | None = field(default=None, init=False)
 
+    # Set once a CUDA graph has recorded addresses of the canonical form; then products leave it alone.
+    stays_canonical = False
+
     def __post_init__(self) -> None:
         check_parts(self.packed, self.absmax, self.codebook, self.scale, self.shape[-1], bits=self.bits)
         if tuple(self.absmax.shape[:-1]) != tuple(self.shape[:-1]):

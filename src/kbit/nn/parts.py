@@ -17,7 +17,7 @@ from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import Parts
-from kbit.nn.tiling import TileableModule
+from kbit.nn.tiling import TileableModule, wait_for
 from kbit.ops import forms
 
 PARTS = ("packed", "absmax", "scale")
@@ -92,11 +92,12 @@ class QuantizedModule(TileableModule):
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
         """Use the very parameters of `other`, of equal shape and width: tied weights, stored once.
 
-        Both then keep the canonical form.
+        Both keep the canonical form, which an embedding needs for its rows. A linear layer then decodes the
+        weight at every call on a GPU; tiles of its own would be a second copy.
         """
         other.restore(name)
         self._parameters.pop(name + "_tiled", None)
-        self.shared = other.shared = True
+        self.stays_canonical = other.stays_canonical = True
         for part in PARTS:
             key = f"{name}_{part}"
             self._parameters.pop(key, None)
@@ -198,6 +199,7 @@ class QuantizedModule(TileableModule):
         if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
             with torch.no_grad():
                 tiles.copy_(made)
+            wait_for(tiles)
             self._set_parameter(name + "_tiled", tiles)
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:

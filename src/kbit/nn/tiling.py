@@ -21,19 +21,25 @@ _PACKED, _ABSMAX, _TILED = "_packed", "_absmax", "_tiled"
 _lock = threading.Lock()
 
 
+def wait_for(tiles: torch.Tensor) -> None:
+    """Wait until tiles are written: other streams, and kernels that start early, may read them next."""
+    if tiles.is_cuda:
+        torch.cuda.current_stream(tiles.device).synchronize()
+
+
 class TileableModule(nn.Module):
     """A module whose weights change form in place. It computes the same in either.
 
     Attributes:
         bits: code width.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
-        shared: whether another module holds the very same parameters; they then stay canonical, so that there
-            is one copy for both.
+        stays_canonical: whether the parameters may not change form: another module holds the very same, so
+            that there is one copy for both, or a CUDA graph has recorded their addresses.
     """
 
     bits: int
     shapes: dict[str, tuple[int, ...]]
-    shared = False
+    stays_canonical = False
 
     # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
     _op: str | None = None
@@ -43,7 +49,7 @@ class TileableModule(nn.Module):
 
         Moving to a GPU, loading and quantizing on one do this, and so does the first call that neither
         torch.compile nor a CUDA graph records. It waits for the device; meanwhile a weight exists in both
-        forms. Weights that are shared, or whose block scales are not E4M4, stay canonical.
+        forms. Modules with `stays_canonical` stay as they are, and so do block scales other than E4M4.
 
         Args:
             force: also where no kernel does, as on the CPU; the reference then multiplies, slowly.
@@ -90,15 +96,14 @@ class TileableModule(nn.Module):
             *rows, columns = self._matrices(name)
             flat = (part.detach().view(*rows, -1) for part in (packed, absmax))
             tiled = torch.ops.kbit.tile(*flat, columns, self.bits)
-            if tiled.is_cuda:  # other streams may multiply next, and the canonical form is freed
-                torch.cuda.current_stream(tiled.device).synchronize()
+            wait_for(tiled)  # and the canonical form can be freed
             self._set_tiles(name, tiled)
 
     def _can_tile(self, name: str, force: bool) -> bool:
         packed, absmax = (self._parameters.get(name + part) for part in (_PACKED, _ABSMAX))
-        if packed is None or absmax is None or self.shared or self._op is None:
+        if packed is None or absmax is None or self.stays_canonical or self._op is None:
             return False
-        if not force and not forms.should_tile(self._op, packed.device, absmax.dtype):
+        if not force and not forms.should_tile(self, self._op, packed.device, absmax.dtype):
             return False
         # Shards and tensors of tracers stay what they are.
         plain = type(packed) is type(absmax) is nn.Parameter and not packed.is_meta

@@ -96,8 +96,8 @@ def linear(
     """y = x @ W^T + bias on packed weights; differentiable in x and bias.
 
     On a GPU the first call changes a weight with E4M4 scales to its tiled form, see `QuantizedTensor.tile`;
-    later ones wait for nothing. While torch.compile traces, or a CUDA graph is captured, the form stays as it
-    is, so call `q.tile()` ahead: the canonical form works too, but decodes the weight at every call.
+    later ones wait for nothing. torch.compile and CUDA graphs record the form that they find, so call once,
+    or `q.tile()`, ahead of them: the canonical form works too, but is decoded at every call.
 
     Args:
         x: [..., K], float32, float16 or bfloat16; any number of rows, 0 included.
@@ -171,7 +171,7 @@ def _multiply(
         raise ValueError(
             f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
         )
-    if q.tiled is None and forms.should_tile(name, q.device, q.absmax.dtype):
+    if q.tiled is None and forms.should_tile(q, name, q.device, q.absmax.dtype):
         q.tile()
     if q.tiled is None:
         arguments: tuple[Any, ...] = (x, *_parts(q), extra, q.shape[-1])

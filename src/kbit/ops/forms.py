@@ -6,8 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+
+class Holder(Protocol):
+    """A `QuantizedTensor` or a layer.
+
+    Attributes:
+        stays_canonical: whether its canonical form may not go away, because others use the same memory.
+    """
+
+    stays_canonical: bool
+
 
 # rule(op, device): whether a backend multiplies tiles there. `op` is "linear" or "grouped_linear".
 Rule = Callable[[str, torch.device], bool]
@@ -36,8 +48,14 @@ def tiles_pay(op: str, device: torch.device, absmax_dtype: torch.dtype) -> bool:
     return absmax_dtype == torch.uint8 and _rule(op, device)
 
 
-def should_tile(op: str, device: torch.device, absmax_dtype: torch.dtype) -> bool:
-    """Whether to change a weight to tiles now: they pay, and no compiler or CUDA graph is recording."""
-    if torch.compiler.is_compiling() or not tiles_pay(op, device, absmax_dtype):
+def should_tile(holder: Holder, op: str, device: torch.device, absmax_dtype: torch.dtype) -> bool:
+    """Whether `holder` is to change its weight to tiles now: they pay, and torch.compile does not trace.
+
+    A CUDA graph that records the canonical form will read it at every replay, so the holder keeps it then.
+    """
+    if torch.compiler.is_compiling() or holder.stays_canonical or not tiles_pay(op, device, absmax_dtype):
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        holder.__dict__["stays_canonical"] = True
+        return False
+    return True
