@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,9 +244,14 @@ def test_tracing_and_accelerate_s_hooks_leave_the_form_alone(tiles_pay):
     x = torch.ones(1, 64)
     y = torch.compile(layer, fullgraph=True)(x)
     assert "weight_packed" in held(layer)
-    layer._hf_hook = object()
-    assert torch.equal(layer(x), y)
-    assert "weight_packed" in held(layer)
+    moves = SimpleNamespace(offload=True)
+    for hook in (moves, SimpleNamespace(hooks=(SimpleNamespace(), moves))):
+        layer._hf_hook = hook
+        assert torch.equal(layer(x), y)
+        assert "weight_packed" in held(layer)
+    layer._hf_hook = SimpleNamespace(offload=False)
+    layer(x)
+    assert "weight_tiled" in held(layer)
 
 
 def test_threads_prepare_a_layer_once(tiles_pay):

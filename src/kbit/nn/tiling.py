@@ -60,7 +60,8 @@ class TileableModule(nn.Module):
     def restore(self, name: str | None = None) -> None:
         """Change weights back to the canonical form; all of them, or one.
 
-        Addresses change, so do not while a CUDA graph that captured this module is in use.
+        What takes parameters by name, such as accelerate's cpu_offload or FSDP, needs this form. Addresses
+        change, so do not while a CUDA graph that captured this module is in use.
         """
         for weight in self.shapes if name is None else (name,):
             if weight + _TILED in self._parameters:
@@ -74,10 +75,14 @@ class TileableModule(nn.Module):
         tiled = self._held(name)
         if tiled is not None or torch.compiler.is_compiling():
             return tiled
-        # accelerate swaps the parameters of such a module in and out by name.
-        if "_hf_hook" not in self.__dict__:
+        if not self._offloaded():
             self._tile(name, force=False)
         return self._held(name)
+
+    def _offloaded(self) -> bool:
+        """Whether a hook of accelerate moves the parameters in and out at each call, by their names."""
+        hook = self.__dict__.get("_hf_hook")
+        return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
     def _held(self, name: str) -> torch.Tensor | None:
         """A weight's tiles, or None if it is canonical."""
