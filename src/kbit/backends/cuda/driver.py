@@ -113,6 +113,7 @@ def error_text(code: int) -> str:
     return f"{result.name} ({text.decode() if text else 'no description'})"
 
 
+@functools.cache
 def device_arch(device_index: int) -> str:
     """Architecture to compile for on a device, such as "90a".
 

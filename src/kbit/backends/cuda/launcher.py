@@ -33,8 +33,8 @@ MAX_CLUSTER = 8
 LAUNCH_FORMAT = "7I4xQ"
 ATTRIBUTES_FORMAT = "QI4x"
 ATTRIBUTE_BYTES = 72
-# One kernel argument in 8 aligned bytes.
-ARGUMENT_FORMATS = {"Q": "Q", "i": "i4x", "f": "f4x"}
+# One kernel argument in 8 aligned bytes, or a tensor map in 128.
+ARGUMENT_FORMATS = {"Q": "Q", "i": "i4x", "f": "f4x", "T": "128s"}
 # cuLibraryLoadData's words for "made by a newer compiler than I know", and for "not for this GPU".
 REFUSALS = (
     "INVALID_IMAGE",
@@ -67,7 +67,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: int,
-        args: tuple[int | float, ...],
+        args: tuple[int | float | bytes, ...],
         *,
         stream: int,
         smem: int = 0,
@@ -124,7 +124,8 @@ class Kernel:
             attributes.append((ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0)))
         if cluster > 1:
             attributes.append((ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, (cluster, 1, 1)))
-        config_at = 8 * len(self.format)
+        sizes = [struct.calcsize(f"<{ARGUMENT_FORMATS[letter]}") for letter in self.format]
+        config_at = sum(sizes)
         tail_at = config_at + struct.calcsize(f"<{LAUNCH_FORMAT}")
         attributes_at = tail_at + struct.calcsize(f"<{ATTRIBUTES_FORMAT}")
         pointers_at = attributes_at + ATTRIBUTE_BYTES * len(attributes)
@@ -134,7 +135,7 @@ class Kernel:
         for index, (name, value) in enumerate(attributes):
             struct.pack_into("<I4x3I", buffer, attributes_at + ATTRIBUTE_BYTES * index, int(name), *value)
         for index in range(len(self.format)):
-            struct.pack_into("<Q", buffer, pointers_at + 8 * index, base + 8 * index)
+            struct.pack_into("<Q", buffer, pointers_at + 8 * index, base + sum(sizes[:index]))
         call = buffer, base + config_at, base + pointers_at
         self._threads.calls[2 * cluster + pdl] = call
         return call
@@ -167,7 +168,7 @@ class Kernel:
         driver.check(cuda.cuCtxSetCurrent(driver.primary_context(self.device_index)), "cuCtxSetCurrent")
         return True
 
-    def _argument_error(self, args: tuple[int | float, ...], error: struct.error) -> ValueError:
+    def _argument_error(self, args: tuple[int | float | bytes, ...], error: struct.error) -> ValueError:
         name, count = self.compiled.spec.name, len(self.format)
         if len(args) != count:
             return ValueError(f"{name} takes {count} arguments ({self.format}), got {len(args)}.")
@@ -197,7 +198,7 @@ def load(spec: KernelSpec, device_index: int, format: str, *, csrc: Path = CSRC)
     Args:
         spec: which kernel.
         device_index: as torch counts devices.
-        format: one letter per argument: Q pointer or 64-bit integer, i int, f float.
+        format: one letter per argument: Q pointer or 64-bit integer, i int, f float, T tensor map (bytes).
         csrc: folder of the sources.
 
     Raises:
@@ -255,7 +256,7 @@ def launch_on(
     kernel: Kernel,
     grid: tuple[int, int, int],
     block: int,
-    args: tuple[int | float, ...],
+    args: tuple[int | float | bytes, ...],
     *,
     smem: int = 0,
     pdl: bool = False,

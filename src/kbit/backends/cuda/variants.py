@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbit.backends.cuda import rows, stream
+from kbit.backends.cuda import rows, stream, wgmma
 from kbit.backends.cuda.compiler import KernelSpec
 
 _KIB = 1024
@@ -15,4 +15,4 @@ def all_specs(arch: str) -> list[KernelSpec]:
     """The kernels that are ever launched on an architecture, such as "90a"."""
     number = arch.rstrip("af")
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
-    return [*rows.row_specs(), *stream.specs(shared)]
+    return [*rows.row_specs(), *stream.specs(shared), *(wgmma.specs() if arch == wgmma.ARCH else [])]

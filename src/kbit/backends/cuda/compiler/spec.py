@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kbit.backends.cuda.compiler.instructions import WGMMA_HEADER, wgmma_header
+
 CSRC = Path(__file__).parents[1] / "csrc"
 CONFIG_HEADER = "config.h"
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -85,6 +87,9 @@ def read_sources(spec: KernelSpec, csrc: Path = CSRC) -> Sources:
     """
     text = (csrc / spec.source).read_text()
     headers = {CONFIG_HEADER: spec.config_header}
+    config = dict(spec.config)
+    if f'"{WGMMA_HEADER}"' in text:
+        headers[WGMMA_HEADER] = wgmma_header(config["tokens"], bool(config["bf16"]))
     waiting = INCLUDE.findall(text)
     while waiting:
         name = waiting.pop()

@@ -66,6 +66,26 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     return picked;
 }
 
+// silu(gate) * up of eight pairs of 16-bit values, rounded as the unfused layers do: silu, then the product.
+template <bool BF16>
+DEVICE float silu_and_mul(float gate, float up) {
+    using H = Half<BF16>;
+    gate = H::widen(H::narrow(gate));
+    return H::widen(H::narrow(gate / (1.0f + __expf(-gate)))) * H::widen(H::narrow(up));
+}
+template <bool BF16>
+DEVICE uint4 silu_and_mul(uint4 gates, uint4 ups) {
+    using H = Half<BF16>;
+    const u32 g[4] = {gates.x, gates.y, gates.z, gates.w}, u[4] = {ups.x, ups.y, ups.z, ups.w};
+    u32 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[i] = H::pack(silu_and_mul<BF16>(H::widen(u16(g[i])), H::widen(u16(u[i]))),
+                       silu_and_mul<BF16>(H::widen(u16(g[i] >> 16)), H::widen(u16(u[i] >> 16))));
+    }
+    return {v[0], v[1], v[2], v[3]};
+}
+
 DEVICE float low_half(u32 both) {
     return Half<false>::widen(u16(both));
 }
@@ -83,7 +103,8 @@ DEVICE void transpose_four_lanes(u32 (&v)[4], int t) {
     const bool odd = t & 1, upper = t & 2;
     const u32 a = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1), b = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
     const u32 p[4] = {odd ? a : v[0], odd ? v[1] : a, odd ? b : v[2], odd ? v[3] : b};
-    const u32 c = __shfl_xor_sync(~0u, upper ? p[0] : p[2], 2), d = __shfl_xor_sync(~0u, upper ? p[1] : p[3], 2);
+    const u32 c = __shfl_xor_sync(~0u, upper ? p[0] : p[2], 2),
+              d = __shfl_xor_sync(~0u, upper ? p[1] : p[3], 2);
     v[0] = upper ? c : p[0];
     v[1] = upper ? d : p[1];
     v[2] = upper ? p[2] : c;
@@ -119,14 +140,6 @@ DEVICE uint4 load_shared4(u32 address) {
     return v;
 }
 
-// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-DEVICE void load_matrices(u32 (&v)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // f(Index<0>()), ..., f(Index<N - 1>())
 template <int I>
 struct Index {
@@ -141,7 +154,8 @@ DEVICE void static_for(F f) {
 }
 
 DEVICE void store_shared4(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 
@@ -200,7 +214,8 @@ DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
     if (lane == 0) {
         barrier_expect(barrier, bytes);
         asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                to),
             "l"(from), "r"(bytes), "r"(barrier)
             : "memory");
     }
@@ -232,30 +247,10 @@ DEVICE u32 cluster_rank() {
 }
 DEVICE void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 #endif
 }
-#if __CUDA_ARCH__ >= 900
-// One thread copies `bytes` to the same place in every block of `mask`, completing on their barriers.
-DEVICE void copy_to_cluster(u32 to, const void* from, u32 bytes, u32 barrier, u32 mask) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
-        "[%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "h"(u16(mask))
-        : "memory");
-}
-DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-#else
-DEVICE void copy_to_cluster(u32, const void*, u32, u32, u32) {}
-DEVICE void barrier_arrive_at(u32, u32) {}
-#endif
-
 // ---- programmatic dependent launch: nothing happens below sm_90, or in a launch without the attribute
 
 // Lets the next kernel of the stream start.

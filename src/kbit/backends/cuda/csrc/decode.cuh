@@ -8,9 +8,9 @@
 //   bits  field        look-ups a tile   rows x bytes     address of a look-up
 //   2     4 codes      8 of 8 bytes      256 x 256        one PRMT
 //   3     2 codes      16 of 4 bytes     256 x 256        one PRMT; the byte's top bits do not matter
-//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (3 and 4: half of a row is free, see kHoles)
-//   5     1 code       32 of 4 bytes     32 x 128         shift and LOP3, a PRMT joins two
-//   5     2 codes      16 of 4 bytes     1024 x 128       shift and LOP3 (PAIRS: 128 KB of shared memory)
+//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (3 and 4: half of a row is free, see
+//   kHoles) 5     1 code       32 of 4 bytes     32 x 128         shift and LOP3, a PRMT joins two 5     2
+//   codes      16 of 4 bytes     1024 x 128       shift and LOP3 (PAIRS: 128 KB of shared memory)
 //
 // Method: the pair table is FLUTE's (Guo et al. 2024); a copy per bank with 256-byte rows, so that one PRMT
 // makes the address, decodes 45 weights a clock and SM on an H200 against 18 for a single copy.
@@ -38,16 +38,18 @@ struct Decoder {
     }
 
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
-    static DEVICE float level(const float* codebook, int lane) { return __ldg(codebook + lane % (1 << BITS)); }
+    static DEVICE float level(const float* codebook, int lane) {
+        return __ldg(codebook + lane % (1 << BITS));
+    }
 
-    // Each warp fills its part; a __syncthreads must follow.
-    static DEVICE void fill(u8* table, float level) {
+    // Thread `thread` of `threads`, whole warps, fills its part; a barrier must follow.
+    static DEVICE void fill(u8* table, float level, u32 thread, u32 threads) {
         using H = Half<BF16>;
         constexpr int kParts = 4;  // threads of a row
         constexpr int kStores = 32 * kCopyBytes / 16 / kParts;
         constexpr u32 kMask = (1 << BITS) - 1;
 #pragma unroll 2
-        for (u32 i = threadIdx.x; i < u32(kRows * kParts); i += blockDim.x) {
+        for (u32 i = thread; i < u32(kRows * kParts); i += threads) {
             const u32 row = i % kRows, part = i / kRows;
             const auto of = [&](int code) { return __shfl_sync(~0u, level, row >> (BITS * code) & kMask); };
             uint4 v;

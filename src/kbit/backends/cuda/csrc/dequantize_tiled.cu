@@ -30,8 +30,8 @@ DEVICE u32 chunk_at(int row, int chunk) {
 }
 
 template <int PAIR>
-DEVICE void decode(const Levels<kBits>& levels, const u32 (&w)[kBits], const float (&scales)[4],
-                   float factor, u32 area, int g, int t) {
+DEVICE void decode(const Levels<kBits>& levels, const u32 (&w)[kBits], const float (&scales)[4], float factor,
+                   u32 area, int g, int t) {
     if constexpr (PAIR < 16) {
         using P = Pairs<kBits>;
         constexpr int kFirst = P::in_words(PAIR) ? P::bit(PAIR) : 0;

@@ -2,18 +2,20 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
-// Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into the A operand of
-// an MMA; tokens are the columns of B. batch.cu takes over above 16 tokens.
+// Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into the A operand
+// of an MMA; tokens are the columns of B. wgmma.cu takes over above 16 tokens, or several launches of this
+// one.
 //
 //   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
 //   x         16-bit [M, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
 //   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
 //
-// Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last, split
-// K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the block's row
-// tiles. If K has more groups than there are workers there are several passes. The last warp, the server, adds
-// up the workers' sums: done by the workers in turn, that cost them a third of their instructions.
+// Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last,
+// split K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the
+// block's row tiles. If K has more groups than there are workers there are several passes. The last warp, the
+// server, adds up the workers' sums: done by the workers in turn, that cost them a third of their
+// instructions.
 //
 // Order of float32 sums: the MMAs of a 32-block, times its scale, over the blocks of a worker's group, over
 // workers in their order, over passes. Results depend on M's class, N and K alone, never on timing.
@@ -24,154 +26,9 @@
 // Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
 // and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
 //
-// Shared memory: table, barriers (1 KB), ring (workers * stages * 4 tiles), parts (2 or 4 * workers * 128 bytes a sum; in the table's holes where they fit), totals.
-#include "config.h"
-#include "decode.cuh"
-
-using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
-using H = Half<Config::bf16>;
-
-constexpr int kGroupTiles = 4;
-constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
-constexpr int kStages = Config::stages;
-constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
-constexpr bool kOne = Config::tokens == 1;
-constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
-// Scales multiply the weights, or the products of a block. The first rounds once more, to the 16-bit weight that
-// dequantize gives, and needs no second set of accumulators.
-constexpr bool kScaleWeights = Config::tokens == 16;
-constexpr int kBuffers = Config::workers * kSums <= 32 ? 4 : 2;  // of parts
-constexpr bool kInHoles = D::kHoles && kBuffers * Config::workers * kSums <= D::kRows;
-constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
-
-// What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass over
-// K of the gates and then of the ups.
-struct Problem {
-    int n, k, m;
-    bool gated;
-    int k_tiles, segments, row_tiles, first, rows, workers;
-
-    DEVICE int pass(int segment) const { return gated ? segment / 2 : segment; }
-    DEVICE bool ups(int segment) const { return gated && segment % 2 == 1; }
-    DEVICE bool last(int segment) const { return segment + (gated ? 2 : 1) >= segments; }
-    DEVICE int group(int segment, int worker) const { return pass(segment) * workers + worker; }
-    DEVICE bool has(int group) const { return group * kGroupTiles < k_tiles; }
-    // A single row tile keeps its sums in registers from one pass to the next.
-    DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
-};
-
-template <int SIZE>
-struct Cursor {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == SIZE) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// A worker's groups, in the order it needs them, kStages ahead.
-struct Ring {
-    const u8* tiled;
-    u32 base, barriers;  // kStages slots of kGroupBytes, and as many mbarriers
-    int worker, lane;
-    const u8* from = nullptr;
-    long long stride = 0;
-    int left = 0, segment = -1;
-    u32 bytes = 0;
-    Cursor<kStages> at;
-
-    DEVICE void start(const Problem& p) {
-        if (lane == 0) {
-            for (int s = 0; s < kStages; ++s) {
-                barrier_init(barriers + 8 * s, kCopyArrivals);
-            }
-            barriers_visible();
-        }
-        __syncwarp();
-        stride = (long long)(p.k_tiles) * D::kTileBytes;
-        next_segment(p);
-        for (int s = 0; s < kStages; ++s) {
-            fetch(p, s, 0);
-        }
-    }
-    DEVICE void next_segment(const Problem& p) {
-        ++segment;
-        const int tile = p.group(segment, worker) * kGroupTiles, tiles = p.k_tiles - tile;
-        const int row = p.first + (p.ups(segment) ? p.row_tiles / 2 : 0);
-        left = segment < p.segments && tiles > 0 ? p.rows : 0;
-        bytes = (tiles < kGroupTiles ? tiles : kGroupTiles) * D::kTileBytes;
-        from = tiled + (u64(row) * p.k_tiles + tile) * D::kTileBytes;
-    }
-    DEVICE void fetch(const Problem& p, int slot, u32 shift) {
-        if (left > 0) {
-            copy(base + slot * kGroupBytes + shift, from, bytes, barriers + 8 * slot, lane);
-            from += stride;
-            if (--left == 0) {
-                next_segment(p);
-            }
-        }
-    }
-    // Address of the next group, when it is there.
-    DEVICE u32 wait() const {
-        barrier_wait(barriers + 8 * at.slot, at.phase);
-        return base + at.slot * kGroupBytes;
-    }
-    // All lanes have read the group; `last` is a word that was loaded last. The copy engine is not ordered
-    // behind loads that are still queued (a __syncwarp alone was a race), so the copy's address depends on that
-    // word: `zero` is a run-time zero.
-    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        __syncwarp();
-        fetch(p, at.slot, last & zero);
-        at.next();
-    }
-};
-
-// The workers' sums, [buffer][worker][sum] rows of 32 floats.
-struct Parts {
-    u8* base;
-    int workers;
-
-    DEVICE float* row(int buffer, int worker, int i, int lane) const {
-        return reinterpret_cast<float*>(base + ((buffer * workers + worker) * kSums + i) * kPartStep) + lane;
-    }
-};
-
-// B operands of a group: [column tile][k-block][4 registers], or [1][1][4] where columns are k-blocks.
-//
-// A lane loads 16 bytes, to be swapped within its four lanes before the first use (loading 4 bytes at a time took
-// 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Swapping a block just before its first MMA hides the loads of the
-// next ones.
-struct Activations {
-    static constexpr int kBlocks = kOne ? 1 : 8;
-    u32 v[kColumns][kBlocks][4];
-
-    DEVICE void load(const u16* x, int x_stride, int group, const Problem& p, int lane) {
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-            for (int n = 0; n < kColumns; ++n) {
-                const int token = kOne ? 0 : n * 8 + g, column = group * 256 + (kOne ? g : b) * 32 + 8 * t;
-                const bool there = token < p.m && column < p.k;
-                const u16* from = x + u64(token) * x_stride + column;
-                const uint4 eight = there ? *reinterpret_cast<const uint4*>(from) : uint4{};
-                v[n][b][0] = eight.x;
-                v[n][b][1] = eight.y;
-                v[n][b][2] = eight.z;
-                v[n][b][3] = eight.w;
-            }
-        }
-    }
-    DEVICE void swap(int block, int t) {
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-            transpose_four_lanes(v[n][kOne ? 0 : block], t);
-        }
-    }
-};
+// Shared memory: table, barriers (1 KB), ring (workers * stages * 4 tiles), parts (2 or 4 * workers * 128
+// bytes a sum; in the table's holes where they fit), totals.
+#include "stream.cuh"
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
 template <int BLOCK, bool NEW>
@@ -181,7 +38,8 @@ DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (
     decode.template step<2 * BLOCK>(w, a[0]);
     decode.template step<2 * BLOCK + 1>(w, a[1]);
     if constexpr (kScaleWeights) {
-        const u32 upper = scale_pair<Config::bf16, BLOCK>(scales), lower = scale_pair<Config::bf16, 2 + BLOCK>(scales);
+        const u32 upper = scale_pair<Config::bf16, BLOCK>(scales),
+                  lower = scale_pair<Config::bf16, 2 + BLOCK>(scales);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
@@ -212,15 +70,17 @@ DEVICE void add_scaled(float (&sums)[kColumns][4], const float (&d)[kColumns][4]
     }
 }
 
-// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t + 1.
-// Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1 alternately.
+// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t
+// + 1. Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1
+// alternately.
 typedef float Sums[kColumns][4];
 DEVICE float& sum_at(Sums& sums, int i) {
     return kOne ? sums[0][2 * i] : sums[i / 4][i % 4];
 }
 
-// sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales, all
-// of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded last.
+// sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales,
+// all of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded
+// last.
 template <bool NEW>
 DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int g = lane >> 2, t = lane & 3;
@@ -271,8 +131,8 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
     return w[kGroupTiles - 1][Config::bits - 1];
 }
 
-DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table,
-                 const u16* x, int x_stride, int worker, int lane) {
+DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, const u16* x,
+                 int x_stride, int worker, int lane) {
     const D decode(table, lane);
     const u32 zero = u32(p.m) >> 31, parts_empty = parts_full + 8 * kBuffers;
     Sums sums = {};
@@ -323,11 +183,8 @@ struct Output {
         }
         value = value * unit + (bias ? H::widen(bias[row]) : 0.0f);
         if (p.gated) {
-            // As the unfused layers do: both projections are rounded, then silu, then the product.
             up = up * unit + (bias ? H::widen(bias[row + width]) : 0.0f);
-            value = H::widen(H::narrow(value));
-            const float silu = H::widen(H::narrow(value / (1.0f + __expf(-value))));
-            value = silu * H::widen(H::narrow(up));
+            value = silu_and_mul<Config::bf16>(value, up);
         }
         y[u64(token) * width + row] = H::narrow(value);
     }
@@ -413,14 +270,14 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
 
     const u32 base = shared_address(memory), parts_full = base + D::kTableBytes;
     Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes, parts_full + 128 + warp * kStages * 8,
-              warp,  lane};
+              warp, lane};
     if (warp < workers) {
         ring.start(p);
     } else if (lane < kBuffers) {
         barrier_init(parts_full + 8 * lane, workers);
         barrier_init(parts_full + 8 * (kBuffers + lane), 1);
     }
-    D::fill(memory, level);
+    D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
     wait_for_previous();
     const Parts parts{memory + (kInHoles ? 128 : parts_at), workers};

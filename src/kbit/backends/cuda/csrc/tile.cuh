@@ -14,7 +14,8 @@ struct Pairs {
     static constexpr int kPerWord = 32 / kPitch;
     static constexpr int kVector = BITS >= 4 ? 4 : 2;
 
-    // The last pair of 5 bits and four of 3 bits have no field: bits 2w and 2w + 1 are at spare_bit of word w.
+    // The last pair of 5 bits and four of 3 bits have no field: bits 2w and 2w + 1 are at spare_bit of word
+    // w.
     static constexpr __device__ bool in_words(int pair) { return pair < kPerWord * BITS; }
     static constexpr __device__ int word(int pair) { return pair / kPerWord; }
     static constexpr __device__ int bit(int pair) { return pair % kPerWord * kPitch; }

@@ -1,0 +1,151 @@
+// What the warps of stream.cu hold: the problem, the ring of packed weights, activations, and sums on their
+// way.
+#pragma once
+
+#include "config.h"
+#include "decode.cuh"
+
+using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
+using H = Half<Config::bf16>;
+
+constexpr int kGroupTiles = 4;
+constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
+constexpr int kStages = Config::stages;
+constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
+constexpr bool kOne = Config::tokens == 1;
+constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
+// Scales multiply the weights, or the products of a block. The first rounds once more, to the 16-bit weight
+// that dequantize gives, and needs no second set of accumulators.
+constexpr bool kScaleWeights = Config::tokens == 16;
+constexpr int kBuffers = Config::workers * kSums <= 32 ? 4 : 2;  // of parts
+constexpr bool kInHoles = D::kHoles && kBuffers * Config::workers * kSums <= D::kRows;
+constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
+
+// What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass
+// over K of the gates and then of the ups.
+struct Problem {
+    int n, k, m;
+    bool gated;
+    int k_tiles, segments, row_tiles, first, rows, workers;
+
+    DEVICE int pass(int segment) const { return gated ? segment / 2 : segment; }
+    DEVICE bool ups(int segment) const { return gated && segment % 2 == 1; }
+    DEVICE bool last(int segment) const { return segment + (gated ? 2 : 1) >= segments; }
+    DEVICE int group(int segment, int worker) const { return pass(segment) * workers + worker; }
+    DEVICE bool has(int group) const { return group * kGroupTiles < k_tiles; }
+    // A single row tile keeps its sums in registers from one pass to the next.
+    DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
+};
+
+template <int SIZE>
+struct Cursor {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == SIZE) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// A worker's groups, in the order it needs them, kStages ahead.
+struct Ring {
+    const u8* tiled;
+    u32 base, barriers;  // kStages slots of kGroupBytes, and as many mbarriers
+    int worker, lane;
+    const u8* from = nullptr;
+    long long stride = 0;
+    int left = 0, segment = -1;
+    u32 bytes = 0;
+    Cursor<kStages> at;
+
+    DEVICE void start(const Problem& p) {
+        if (lane == 0) {
+            for (int s = 0; s < kStages; ++s) {
+                barrier_init(barriers + 8 * s, kCopyArrivals);
+            }
+            barriers_visible();
+        }
+        __syncwarp();
+        stride = (long long)(p.k_tiles) * D::kTileBytes;
+        next_segment(p);
+        for (int s = 0; s < kStages; ++s) {
+            fetch(p, s, 0);
+        }
+    }
+    DEVICE void next_segment(const Problem& p) {
+        ++segment;
+        const int tile = p.group(segment, worker) * kGroupTiles, tiles = p.k_tiles - tile;
+        const int row = p.first + (p.ups(segment) ? p.row_tiles / 2 : 0);
+        left = segment < p.segments && tiles > 0 ? p.rows : 0;
+        bytes = (tiles < kGroupTiles ? tiles : kGroupTiles) * D::kTileBytes;
+        from = tiled + (u64(row) * p.k_tiles + tile) * D::kTileBytes;
+    }
+    DEVICE void fetch(const Problem& p, int slot, u32 shift) {
+        if (left > 0) {
+            copy(base + slot * kGroupBytes + shift, from, bytes, barriers + 8 * slot, lane);
+            from += stride;
+            if (--left == 0) {
+                next_segment(p);
+            }
+        }
+    }
+    // Address of the next group, when it is there.
+    DEVICE u32 wait() const {
+        barrier_wait(barriers + 8 * at.slot, at.phase);
+        return base + at.slot * kGroupBytes;
+    }
+    // All lanes have read the group; `last` is a word that was loaded last. The copy engine is not ordered
+    // behind loads that are still queued (a __syncwarp alone was a race), so the copy's address depends on
+    // that word: `zero` is a run-time zero.
+    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
+        __syncwarp();
+        fetch(p, at.slot, last & zero);
+        at.next();
+    }
+};
+
+// The workers' sums, [buffer][worker][sum] rows of 32 floats.
+struct Parts {
+    u8* base;
+    int workers;
+
+    DEVICE float* row(int buffer, int worker, int i, int lane) const {
+        return reinterpret_cast<float*>(base + ((buffer * workers + worker) * kSums + i) * kPartStep) + lane;
+    }
+};
+
+// B operands of a group: [column tile][k-block][4 registers], or [1][1][4] where columns are k-blocks.
+//
+// A lane loads 16 bytes, to be swapped within its four lanes before the first use (loading 4 bytes at a time
+// took 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Swapping a block just before its first MMA hides the loads
+// of the next ones.
+struct Activations {
+    static constexpr int kBlocks = kOne ? 1 : 8;
+    u32 v[kColumns][kBlocks][4];
+
+    DEVICE void load(const u16* x, int x_stride, int group, const Problem& p, int lane) {
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+                const int token = kOne ? 0 : n * 8 + g, column = group * 256 + (kOne ? g : b) * 32 + 8 * t;
+                const bool there = token < p.m && column < p.k;
+                const u16* from = x + u64(token) * x_stride + column;
+                const uint4 eight = there ? *reinterpret_cast<const uint4*>(from) : uint4{};
+                v[n][b][0] = eight.x;
+                v[n][b][1] = eight.y;
+                v[n][b][2] = eight.z;
+                v[n][b][3] = eight.w;
+            }
+        }
+    }
+    DEVICE void swap(int block, int t) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            transpose_four_lanes(v[n][kOne ? 0 : block], t);
+        }
+    }
+};
