@@ -167,6 +167,19 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
+// A warp's arrival: all its lanes' accesses come before it. One lane arrives for all, which __syncwarp allows;
+// racecheck follows barriers thread by thread, so that it needs -DKBIT_ALL_LANES_ARRIVE (in KBIT_CUDA_FLAGS).
+#ifdef KBIT_ALL_LANES_ARRIVE
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+DEVICE void warp_arrive(u32 barrier, int lane) {
+    __syncwarp();
+    if (lane < kWarpArrivals) {
+        barrier_arrive(barrier);
+    }
+}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     u32 done;
     do {

@@ -161,10 +161,7 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
                 *parts.row(out.slot, worker, i, lane) = sum_at(sums, i);
                 sum_at(sums, i) = 0.0f;
             }
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(parts_full + 8 * out.slot);
-            }
+            warp_arrive(parts_full + 8 * out.slot, lane);
             out.next();
         }
     }
@@ -211,10 +208,7 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
                     sums[i] += *parts.row(in.slot, w, i, lane);
                 }
             }
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(parts_empty + 8 * in.slot);
-            }
+            warp_arrive(parts_empty + 8 * in.slot, lane);
             in.next();
             const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
             const bool writes = p.last(segment) && (p.ups(segment) || !p.gated);
@@ -274,8 +268,8 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
     if (warp < workers) {
         ring.start(p);
     } else if (lane < kBuffers) {
-        barrier_init(parts_full + 8 * lane, workers);
-        barrier_init(parts_full + 8 * (kBuffers + lane), 1);
+        barrier_init(parts_full + 8 * lane, workers * kWarpArrivals);
+        barrier_init(parts_full + 8 * (kBuffers + lane), kWarpArrivals);
     }
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();

@@ -255,8 +255,8 @@ DEVICE void consume(const Problem& p, Ring ring, const D& decode, const Output& 
             }
             wgmma_commit();
             wgmma_wait<1>();  // the step before is done: its registers and its slot are free
-            if (i != 0 && lane == 0) {
-                barrier_arrive(used);
+            if (i != 0) {
+                warp_arrive(used, lane);
             }
             used = ring.empty();
             ring.next();
@@ -274,9 +274,7 @@ DEVICE void consume(const Problem& p, Ring ring, const D& decode, const Output& 
         for (int i = 0; i < kTokens / 2; ++i) {
             asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
         }
-        if (lane == 0) {
-            barrier_arrive(used);
-        }
+        warp_arrive(used, lane);
         if (!waited) {
             wait_for_previous();
             waited = true;
@@ -312,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Ring each = ring;
         for (int s = 0; s < kStages; ++s, each.next()) {
             barrier_init(each.full(), 2);
-            barrier_init(each.empty(), kConsumers / 32);
+            barrier_init(each.empty(), kConsumers / 32 * kWarpArrivals);
         }
         barriers_visible();
     }

@@ -1,0 +1,110 @@
+"""Run every CUDA kernel on small shapes, tails included, under compute-sanitizer, and write a summary.
+
+    python tools/sanitize.py benchmarks/results/sanitizer.json
+
+Needs a GPU and compute-sanitizer. racecheck follows barriers thread by thread, so for it the kernels are
+compiled with every lane arriving (KBIT_ALL_LANES_ARRIVE in csrc/common.cuh) instead of one for its warp.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+SHAPES = ((96, 320), (17, 33), (130, 576))
+
+
+def run_cases(bits: int) -> None:
+    """Launch the kernels of one width; the results are compared where two ways lead to them."""
+    import torch
+
+    from kbit.backends import cuda
+    from kbit.format.codebook import get_codebook, midpoints
+    from kbit.quantizers.scale_search import WINDOWS
+
+    dtype = torch.float16 if bits % 2 == 0 else torch.bfloat16
+    levels = get_codebook("nf", bits)
+    codebook, middles = levels.cuda(), midpoints(levels).cuda()
+    for n, k in SHAPES:
+        w = torch.randn(n, k, device="cuda").to(dtype)
+        cuda.quantize(w, codebook, middles, bits, WINDOWS[bits])
+        packed, absmax, scale = cuda.quantize(w, codebook, middles, bits, None)
+        tiled = cuda.to_tiled(packed, absmax, bits, k)
+        again = cuda.from_tiled(tiled, bits, n, k)
+        assert torch.equal(again[0], packed) and torch.equal(again[1], absmax)
+        decoded, from_tiles = torch.empty_like(w), torch.empty_like(w)
+        cuda.dequantize(packed, absmax, codebook, scale, k, decoded)
+        cuda.dequantize_tiled(tiled, codebook, scale, bits, 0, from_tiles)
+        assert torch.equal(decoded, from_tiles)
+        ids, rows = torch.tensor([0, n - 1, 3], device="cuda"), w.new_empty(3, k)
+        cuda.embedding(ids, packed, absmax, codebook, scale, k, rows)
+        assert torch.equal(rows, decoded[ids])
+        for gated in (False, True) if n % 32 == 0 else (False,):
+            _multiply((tiled, codebook, scale, None, n, k, gated), dtype)
+    torch.cuda.synchronize()
+
+
+def _multiply(weight, dtype) -> None:
+    import torch
+
+    from kbit.backends.cuda import stream, wgmma
+
+    *_, n, k, gated = weight
+    width, block_rows = (n // 2, 64) if gated else (n, 128)
+
+    def operands(m: int):
+        return torch.randn(m, k, device="cuda", dtype=dtype), torch.empty(
+            m, width, device="cuda", dtype=dtype
+        )
+
+    for m in (1, 5, 16):
+        x, out = operands(m)
+        stream.linear(x, *weight, out)
+        assert torch.isfinite(out).all()
+    for m, tokens, cluster in ((20, 16, 1), (40, 32, 2), (70, 64, 1), (100, 256, 1)):
+        if cluster > 1 and k < 256:
+            continue
+        blocks = -(-width // block_rows) * -(-m // tokens) * cluster
+        x, out = operands(m)
+        wgmma.linear(x, *weight, out, wgmma.Plan(tokens, blocks, cluster))
+        assert torch.isfinite(out).all()
+
+
+def summary(tool: str) -> dict[str, object]:
+    """Run all widths under one tool."""
+    flags = os.environ.get("KBIT_CUDA_FLAGS", "")
+    if tool == "racecheck":
+        flags += " -DKBIT_ALL_LANES_ARRIVE"
+    command = ["compute-sanitizer", "--tool", tool]
+    # cuda-bindings asks the driver for functions that it may lack: refused calls are no memory errors.
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    result = subprocess.run(
+        [*command, sys.executable, __file__, "--cases"],
+        env={**os.environ, "KBIT_CUDA_FLAGS": flags.strip()},
+        capture_output=True,
+        text=True,
+    )
+    lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", result.stdout)
+    print(tool, *lines, sep="\n  ")
+    return {"tool": tool, "exit_code": result.returncode, "summary": lines}
+
+
+def main() -> None:
+    """Entry point."""
+    if sys.argv[1:] == ["--cases"]:
+        for bits in (2, 3, 4, 5):
+            run_cases(bits)
+        return
+    from kbit.bench.machine import describe
+
+    result = {"machine": describe(), "shapes": SHAPES, "runs": [summary(tool) for tool in TOOLS]}
+    Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
