@@ -100,7 +100,7 @@ def main() -> None:
         for bits in (2, 3, 4, 5):
             run_cases(bits)
         return
-    from kbit.bench.machine import describe
+    from kbit.bench.gpu_timing import describe
 
     result = {"machine": describe(), "shapes": SHAPES, "runs": [summary(tool) for tool in TOOLS]}
     Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
