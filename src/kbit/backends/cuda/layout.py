@@ -28,25 +28,29 @@ import torch.nn.functional as F
 
 from kbit.format import bitplanes
 from kbit.format.codebook import BLOCK_SIZE, check_bits
+from kbit.format.tiles import SCALE_WORDS, TILE_COLUMNS, TILE_ROWS, tile_shape, tile_words
 
-TILE_ROWS = 16
-TILE_COLUMNS = 64
+__all__ = [
+    "LANES",
+    "PAIRS",
+    "PAIR_PITCH",
+    "SCALE_WORDS",
+    "TILE_COLUMNS",
+    "TILE_ROWS",
+    "check_canonical",
+    "check_tiled",
+    "from_tiled",
+    "lane_words",
+    "tile_shape",
+    "tile_words",
+    "to_tiled",
+]
+
 LANES = 32
 PAIRS = 16
 PAIR_PITCH = {2: 4, 3: 8, 4: 8, 5: 10}
-SCALE_WORDS = 8
 
 _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
-
-
-def tile_words(bits: int) -> int:
-    """int32 words of one tile: 32 * bits of codes, 8 of scales."""
-    return LANES * check_bits(bits) + SCALE_WORDS
-
-
-def tile_shape(n: int, k: int, bits: int) -> tuple[int, int, int]:
-    """Shape of the tiled form of a weight [n, k]: row tiles, column tiles, words of a tile."""
-    return -(-n // TILE_ROWS), -(-k // TILE_COLUMNS), tile_words(bits)
 
 
 def lane_words(bits: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -177,7 +181,7 @@ def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: 
     Raises:
         ValueError: it has another shape or dtype.
     """
-    expected = tile_shape(out_features, in_features, bits)
+    expected = tile_shape(out_features, in_features, check_bits(bits))
     if tiled.dtype != torch.int32 or tiled.dim() < 3 or tuple(tiled.shape[-3:]) != expected:
         raise ValueError(
             f"tiled layout: a weight [{out_features}, {in_features}] at {bits} bits is int32 [..., "

@@ -73,23 +73,21 @@ class Plan:
 
 
 # Two blocks on a multiprocessor, or one of them beside the next kernel's; many warps for large K; 20 groups
-# at once (K = 5120); what fits in 99 KB (sm_86, 89, 120).
-_NARROW, _WIDE, _WIDER, _TINY = Config(8, 2, 2), Config(16, 1, 2), Config(20, 1, 1), Config(8, 1, 1)
+# at once (K = 5120).
+_NARROW, _WIDE, _WIDER = Config(8, 2, 2), Config(16, 1, 2), Config(20, 1, 1)
 _ROOMY = Config(8, 1, 2)  # more registers: 8 tokens of 5120 x 2048 from 7.0 to 5.7 us
-_SMALL_MEMORY = 99 * 1024
+_SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
+_PAIRS_MEMORY = 200 * 1024  # 8192 x 28672 at 5 bits: 50 us with the table of pairs, 72 without
 
 
 def configs(bits: int, tokens: int, shared_bytes: int) -> list[Config]:
     """What a multiprocessor with so much shared memory a block may be asked to run."""
-    pairs = bits != 5
     if shared_bytes <= _SMALL_MEMORY:
-        return [_with_pairs(_TINY, pairs)]
-    chosen = [_NARROW, _WIDE, _WIDER] if tokens == 1 else [_ROOMY, _WIDE]
-    return [_with_pairs(config, pairs) for config in chosen]
-
-
-def _with_pairs(config: Config, pairs: bool) -> Config:
-    return Config(config.workers, config.blocks, config.stages, pairs)
+        return [Config(8, 1, 1, pairs=bits != 5)]
+    if bits == 5:  # a table of pairs leaves room for one stage of many warps
+        pairs = shared_bytes > _PAIRS_MEMORY
+        return [Config(8, 1, 2, pairs), Config(16, 1, 1, pairs)]
+    return [_NARROW, _WIDE, _WIDER] if tokens == 1 else [_ROOMY, _WIDE]
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:

@@ -136,15 +136,17 @@ struct Output {
 
     // A warpgroup stores the tokens in its staging buffer, 64 rows of W (or 32 pairs) each. Of a cluster,
     // every block has some of the groups of 16 tokens.
-    DEVICE void store(const Problem& p, int block, int token0, int tokens, u32 blocks, u32 rank, int group,
-                      int thread) const {
+    // token0: of the tile, first: of the buffer in it.
+    DEVICE void store(const Problem& p, int block, int token0, int first, int tokens, u32 blocks, u32 rank,
+                      int group, int thread) const {
         const int shift = p.gated ? 2 : 3, chunk = thread & ((1 << shift) - 1), at_once = 128 >> shift;
         const int width = p.width(), row = ((block * 2 + group) << (shift + 3)) + chunk * 8;
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
+        token0 += first;
         u16* to = y + u64(token0) * width + row;
 #pragma unroll 4
         for (int token = thread >> shift; token < tokens; token += at_once) {
-            const bool mine = (u32(token) / 16 & (blocks - 1)) == rank;
+            const bool mine = (u32(first + token) / 16 & (blocks - 1)) == rank;
             if (!mine || token0 + token >= p.m || row >= width) {
                 continue;
             }
@@ -224,7 +226,7 @@ DEVICE void finish(const Problem& p, float (&acc)[kTokens / 2], const Output& ou
         if (i % kGroups == kGroups - 1 || i == kTokens / 16 - 1) {
             warpgroup_sync(group);
             const int first = i / kGroups * kStagingTokens, tokens = (i + 1) * 16 - first;
-            out.store(p, block, token0 + first, tokens, blocks, rank, group, thread % 128);
+            out.store(p, block, token0, first, tokens, blocks, rank, group, thread % 128);
         }
     }
 }
