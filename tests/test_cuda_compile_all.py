@@ -1,6 +1,7 @@
 """Every kernel that there is, compiled for every architecture that matters: no error, no register spill.
 
-Needs no GPU. What is in the cache already is not compiled again.
+Needs no GPU. What is in the cache already is not compiled again; from an empty one all of it takes about two
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def complaint(arch: str, spec, outcome) -> str | None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles_without_a_spill(arch):
     specs = all_specs(arch)
+    assert specs
     assert len(set(specs)) == len(specs)
     outcomes = compile_many([(spec, arch) for spec in specs])
     complaints = [complaint(arch, *pair) for pair in zip(specs, outcomes, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -229,6 +230,8 @@ class OldDriver:
 def old_driver(monkeypatch) -> OldDriver:
     fake = OldDriver()
     monkeypatch.setattr(driver, "api", lambda: fake)
+    # Another test's device must not answer from its cache, nor this one's in later tests.
+    monkeypatch.setattr(driver, "device_arch", functools.cache(driver.device_arch.__wrapped__))
     compiled = CompiledKernel(KernelSpec.make("add.cu"), "90a", b"", "", 1, 0, 0, 0, 0.0, True)
     monkeypatch.setattr(launcher, "compile_kernel", lambda *_, **__: compiled)
     return fake
@@ -261,7 +264,7 @@ def test_an_old_gpu(old_driver):
 
 
 def test_an_unknown_letter(old_driver):
-    with pytest.raises(ValueError, match="format 'Qz' may hold Q, i, f only"):
+    with pytest.raises(ValueError, match="format 'Qz' may hold Q, i, f, T only"):
         launcher.load(KernelSpec.make("add.cu"), 0, "Qz")
 
 

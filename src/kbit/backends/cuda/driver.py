@@ -169,10 +169,12 @@ class DeviceLimits:
     Attributes:
         multiprocessors: how many there are.
         shared_bytes: most shared memory of a block.
+        arch: such as "90a".
     """
 
     multiprocessors: int
     shared_bytes: int
+    arch: str
 
 
 @functools.cache
@@ -181,6 +183,7 @@ def device_limits(device_index: int) -> DeviceLimits:
 
     Raises:
         DriverError: no driver, or no such device.
+        UnsupportedArchError: older than sm_80.
     """
     cuda = api()
     device = device_handle(device_index)
@@ -189,6 +192,7 @@ def device_limits(device_index: int) -> DeviceLimits:
         kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
         kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     )
-    return DeviceLimits(
-        *(check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted)
+    multiprocessors, shared_bytes = (
+        check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted
     )
+    return DeviceLimits(multiprocessors, shared_bytes, device_arch(device_index))

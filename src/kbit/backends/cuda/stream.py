@@ -80,23 +80,26 @@ _SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
 _PAIRS_MEMORY = 200 * 1024  # 8192 x 28672 at 5 bits: 50 us with the table of pairs, 72 without
 
 
-def configs(bits: int, tokens: int, shared_bytes: int) -> list[Config]:
-    """What a multiprocessor with so much shared memory a block may be asked to run."""
+def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config]:
+    """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
     if shared_bytes <= _SMALL_MEMORY:
         return [Config(8, 1, 1, pairs=bits != 5)]
     if bits == 5:  # a table of pairs leaves room for one stage of many warps
         pairs = shared_bytes > _PAIRS_MEMORY
         return [Config(8, 1, 2, pairs), Config(16, 1, 1, pairs)]
-    return [_NARROW, _WIDE, _WIDER] if tokens == 1 else [_ROOMY, _WIDE]
+    if tokens > 1:
+        return [_ROOMY, _WIDE]
+    # 21 warps have 80 registers each. Only for sm_90a does that do: for sm_80 and 100a 8 to 56 bytes spill.
+    return [_NARROW, _WIDE, _WIDER] if arch == "90a" else [_NARROW, _WIDE]
 
 
-def specs(shared_bytes: int) -> list[KernelSpec]:
+def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on such a multiprocessor."""
     return [
         config.spec(bits, dtype, tokens)
         for bits in SUPPORTED_BITS
         for tokens in TOKENS
-        for config in configs(bits, tokens, shared_bytes)
+        for config in configs(bits, tokens, shared_bytes, arch)
         for dtype in DTYPES
     ]
 
@@ -121,7 +124,7 @@ def plan(
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
-    available = configs(bits, tokens, device.shared_bytes)
+    available = configs(bits, tokens, device.shared_bytes, device.arch)
     config = _preferred(available, tokens, groups)
     passes = -(-groups // config.workers)
     # All passes are of one size, and the table wants several warps to fill it.
