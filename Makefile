@@ -12,6 +12,8 @@ OLDEST_TRANSFORMERS ?= 5.17.0
 bin := $(VENV)/bin
 sources := src tests tools
 cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
+# Compiled where they run, so that an installation does not depend on them.
+cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cuda/csrc/*.cuh)
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
 
@@ -47,12 +49,12 @@ lint: $(VENV)/.lint-installed
 	@$(bin)/ruff check $(sources)
 	@$(bin)/ruff format --check $(sources)
 	@$(bin)/mypy
-	@$(bin)/clang-format --dry-run -Werror $(cxx_sources)
+	@$(bin)/clang-format --dry-run -Werror $(cxx_sources) $(cuda_sources)
 
 format: $(VENV)/.lint-installed
 	@$(bin)/ruff check --fix-only --quiet $(sources)
 	@$(bin)/ruff format $(sources)
-	@$(bin)/clang-format -i $(cxx_sources)
+	@$(bin)/clang-format -i $(cxx_sources) $(cuda_sources)
 
 readme: $(VENV)/.installed
 	@$(bin)/python tools/render_readme.py

@@ -81,7 +81,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_help_lists_the_commands_without_importing_transformers():
-    commands = ("quantize", "inspect", "generate", "eval", "bench", "doctor", "demo")
+    commands = ("quantize", "inspect", "generate", "eval", "bench", "compile", "doctor", "demo")
     output = succeed("--help")
     assert all(command in output for command in commands)
     code = (

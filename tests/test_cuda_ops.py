@@ -473,7 +473,9 @@ def test_a_model_of_transformers_on_the_gpu(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
-@pytest.mark.parametrize(("tokens", "cluster"), [(16, 8), (32, 8), (64, 8), (96, 8), (128, 4), (176, 2), (256, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "cluster"), [(16, 8), (32, 8), (64, 8), (96, 8), (128, 4), (176, 2), (256, 2)]
+)
 def test_wgmma_by_clusters(bits, tokens, cluster):
     """Every token of every block of a cluster is summed and stored, in each configuration."""
     if torch.cuda.get_device_capability()[0] != 9:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kbit
-from kbit.backends.cuda import layout
-from kbit.format import SUPPORTED_BITS, tiles
+from kbit.format import SUPPORTED_BITS
 from kbit.ops import forms
 from kbit.ops.api import silu_and_mul
 
@@ -103,12 +102,6 @@ def test_every_op_is_checked():
     from kbit.ops.tiled_schemas import SCHEMAS
 
     assert {name.removesuffix(".out") for name in opcheck_cases()} == {"tile", "untile", *SCHEMAS}
-
-
-def test_sizes_are_those_of_the_layout():
-    for bits in SUPPORTED_BITS:
-        for n, k in ((1, 1), (16, 64), (17, 65), (1000, 576)):
-            assert tiles.tile_shape(n, k, bits) == layout.tile_shape(n, k, bits)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
