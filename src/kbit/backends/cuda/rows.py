@@ -27,8 +27,8 @@ _Grid = tuple[int, int, int]
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 5), for a
 # block that stays builds its tables once. The others: a few times that, which evens out the end.
 _QUANTIZE_PER_SM = {False: 5, True: 8}
-_DEQUANTIZE_PER_SM = 16
-_TILED_PER_SM = 32
+_DEQUANTIZE_PER_SM = 64
+_TILED_PER_SM = 8
 
 
 @functools.cache
