@@ -1,7 +1,7 @@
 """Put the figures of benchmarks/results/ into README.md, between its markers; `make readme` runs it.
 
-A marker pair `<!-- NAME -->` ... `<!-- /NAME -->` is filled by the function of that name. `--check` only says
-whether README.md is up to date.
+A marker pair `<!-- NAME -->` ... `<!-- /NAME -->` is filled by the function of that name; with nothing, where
+the GPU's result file is missing. `--check` only says whether README.md is up to date.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+GPU_FILE = "h200-kernels.json"
+GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
+GPU_TOKENS = (1, 8, 16, 64, 256, 1024, 4096)
+GPU_BITS = 4
 
 
 def load(name: str) -> dict[str, Any]:
     """A result file."""
     return json.loads((RESULTS / name).read_text())
+
+
+def load_if_there(name: str) -> dict[str, Any]:
+    """A result file; empty where it is missing."""
+    return load(name) if (RESULTS / name).exists() else {}
 
 
 def markdown(headers: list[str], rows: Iterable[list[str]]) -> str:
@@ -60,6 +69,76 @@ def cpu() -> str:
         f"{result['read_bandwidth_gb_s']:.0f} GB/s read bandwidth."
     )
     return caption + "\n\n" + markdown(["kernel", *(f"M={count}" for count in counts)], body)
+
+
+def _gpu_cells(result: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+    """What kbit.linear chose by itself, by shape and number of tokens, in the order of the table."""
+    chosen = {
+        (row["shape"], row["rows"]): row
+        for row in result["rows"]
+        if (row["kernel"], row["bits"], row["dtype"]) == ("kbit", GPU_BITS, "fp16")
+    }
+    places = [(shape, tokens) for shape in GPU_SHAPES for tokens in GPU_TOKENS]
+    return {place: chosen[place] for place in places if place in chosen}
+
+
+def _layer(row: dict[str, Any]) -> str:
+    return f"{row['in_features']} → {row['out_features']}"
+
+
+def gpu() -> str:
+    """Every layer at every number of tokens against cuBLAS, those that lose included."""
+    result = load_if_there(GPU_FILE)
+    cells = _gpu_cells(result) if result else {}
+    if not cells:
+        return ""
+    about = result["machine"]
+    body = []
+    for shape in dict.fromkeys(shape for shape, _ in cells):
+        here = [cells.get((shape, tokens)) for tokens in GPU_TOKENS]
+        name = next(f"{_layer(row)} ({shape})" for row in here if row)
+        body.append([name, *(f"{row['vs_fp16']:.2f}" if row else "" for row in here)])
+    text = (
+        f"`kbit bench kernels` on a GPU: times as fast as float16 cuBLAS, k={GPU_BITS}, float16 activations, "
+        f"weights colder than the cache, CUDA-graph replays, medians. {about['gpu']}, driver "
+        f"{about['driver']}, CUDA {about['cuda']}, torch {about['torch']}."
+    )
+    table = markdown(["layer", *(f"M={tokens}" for tokens in GPU_TOKENS)], body)
+    large = cells.get(("l70b", 1))
+    if large is None:
+        return f"{text}\n\n{table}"
+    bandwidth = result["read_bandwidth_gb_s"]
+    reads = (
+        f"{_layer(large)} at M=1 takes {large['us']:.1f} µs: {large['gb_s']:.0f} GB/s of packed weights, "
+        f"{100 * large['gb_s'] / bandwidth:.0f}% of the {bandwidth:.0f} GB/s that reading alone reaches."
+    )
+    return f"{text}\n\n{table}\n\n{reads}"
+
+
+def gpu_claim() -> str:
+    """The GPU's part of the first sentence: the large layer, one token."""
+    result = load_if_there(GPU_FILE)
+    row = _gpu_cells(result).get(("l70b", 1)) if result else None
+    return f", and {row['vs_fp16']:.1f} times as fast as in float16 on an {_gpu_name(result)}" if row else ""
+
+
+def gpu_losses() -> str:
+    """Where the table shows less than cuBLAS."""
+    result = load_if_there(GPU_FILE)
+    cells = _gpu_cells(result) if result else {}
+    losses = [row for row in cells.values() if round(row["vs_fp16"], 2) < 1]
+    if not losses:
+        return ""
+    worst = min(losses, key=lambda row: row["vs_fp16"])
+    return (
+        f" On an {_gpu_name(result)} {len(losses)} of the table's {len(cells)} cells lose to float16 cuBLAS, "
+        f"from M={min(row['rows'] for row in losses)} on; the worst is {_layer(worst)} at M={worst['rows']}, "
+        f"{worst['vs_fp16']:.2f} times as fast."
+    )
+
+
+def _gpu_name(result: dict[str, Any]) -> str:
+    return result["machine"]["gpu"].removeprefix("NVIDIA ")
 
 
 def quantizers() -> str:
@@ -112,7 +191,8 @@ def demo() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (claim, cpu, quantizers, quality, demo)
+    function.__name__: function
+    for function in (claim, gpu_claim, gpu, gpu_losses, cpu, quantizers, quality, demo)
 }
 
 
