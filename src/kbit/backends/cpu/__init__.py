@@ -82,6 +82,17 @@ def _isa_index(name: str | None) -> int:
     return names.index(name)
 
 
+@functools.cache
+def _isa_for_short_rows(tokens: int, in_features: int, dtype: torch.dtype) -> str | None:
+    """Where AVX2 beats AVX-512, its name: ends of rows cost it less. None where the usual choice stands.
+
+    One token of 576 x 49152 in bfloat16 takes 0.93 ms instead of 1.78 on two threads of a Zen 5.
+    """
+    few = tokens <= 4 and in_features < 1024 and dtype == torch.bfloat16
+    forced = "KBIT_CPU_ISA" in os.environ
+    return "avx2" if few and not forced and "avx2_nogfni" in _isa_names() else None
+
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "portable".
 
@@ -195,7 +206,8 @@ def linear(
     isa: str | None = None,
 ) -> None:
     """out [M, N] = x [M, K] @ W.T (+ bias [N]); x, bias and out of one dtype."""
-    tokens, threads, index = x.shape[0], torch.get_num_threads(), _isa_index(isa)
+    tokens, threads = x.shape[0], torch.get_num_threads()
+    index = _isa_index(isa or _isa_for_short_rows(tokens, in_features, x.dtype))
     weight = _weight(packed, absmax, codebook, scale, in_features)
     if panels_win(tokens, x.dtype, _isa_names()[index]):
         native, rows, dtype = _module(), packed.shape[0], _DTYPES[x.dtype]

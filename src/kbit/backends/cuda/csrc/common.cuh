@@ -167,8 +167,9 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
-// A warp's arrival: all its lanes' accesses come before it. One lane arrives for all, which __syncwarp allows;
-// racecheck follows barriers thread by thread, so that it needs -DKBIT_ALL_LANES_ARRIVE (in KBIT_CUDA_FLAGS).
+// A warp's arrival: all its lanes' accesses come before it. One lane arrives for all, which __syncwarp
+// allows; racecheck follows barriers thread by thread, so that it needs -DKBIT_ALL_LANES_ARRIVE (in
+// KBIT_CUDA_FLAGS).
 #ifdef KBIT_ALL_LANES_ARRIVE
 constexpr int kWarpArrivals = 32;
 #else

@@ -5,12 +5,15 @@
 // every value of a field of codes, the 16-bit levels as the operand wants them, once per lane: a copy lies in
 // the banks of its lane alone, so no look-up conflicts with another.
 //
-//   bits  field        look-ups a tile   rows x bytes     address of a look-up
-//   2     4 codes      8 of 8 bytes      256 x 256        one PRMT
-//   3     2 codes      16 of 4 bytes     256 x 256        one PRMT; the byte's top bits do not matter
-//   4     2 codes      16 of 4 bytes     256 x 256        one PRMT (3 and 4: half of a row is free, see
-//   kHoles) 5     1 code       32 of 4 bytes     32 x 128         shift and LOP3, a PRMT joins two 5     2
-//   codes      16 of 4 bytes     1024 x 128       shift and LOP3 (PAIRS: 128 KB of shared memory)
+// clang-format off
+//   bits  field      look-ups a tile  rows x bytes  address of a look-up
+//   2     4 codes    8 of 8 bytes     256 x 256     one PRMT
+//   3     2 codes    16 of 4 bytes    256 x 256     one PRMT; the byte's top bits do not matter
+//   4     2 codes    16 of 4 bytes    256 x 256     one PRMT
+//   5     1 code     32 of 4 bytes    32 x 128      shift and LOP3, a PRMT joins two
+//   5     2 codes    16 of 4 bytes    1024 x 128    shift and LOP3 (PAIRS: 128 KB of shared memory)
+// clang-format on
+// At 3 and 4 bits half of every row is free: see kHoles.
 //
 // Method: the pair table is FLUTE's (Guo et al. 2024); a copy per bank with 256-byte rows, so that one PRMT
 // makes the address, decodes 45 weights a clock and SM on an H200 against 18 for a single copy.

@@ -2,14 +2,13 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
-// Wins from about 9 tokens on; stream.cu takes fewer, dequantize + cuBLAS takes all on other GPUs.
+// Taken from 17 tokens on; stream.cu takes fewer, dequantize + cuBLAS takes all on other GPUs.
 //
 //   weight_map  tensor map of the tiles (layout.py), 32-bit [ceil(N/16), ceil(K/64) * words]: boxes of one
-//   tile
-//             by 8 tiles, or by 4 if gated
-//   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
-//   x_map     tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
-//   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
+//               tile by 8 tiles, or by 4 if gated
+//   codebook    float32 [2^bits]; scale float32 [1]: the matrix's factor
+//   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
+//   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //
 // A block computes tiles of 128 rows of W (gated: 64 gates and their 64 ups) by Config::tokens tokens in
 // steps of 64 columns. A producer warpgroup keeps kStages steps of packed weights and activations in flight;
@@ -21,9 +20,8 @@
 // share of the tokens over the blocks in their order. Otherwise blocks stay and take tile after tile. Either
 // way the order of sums depends on shapes alone.
 //
-// Shared memory: table, ring of kStages * (tokens * 128 + 8 tiles), staging for y (64
-// tokens), barriers.
-// Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
+// Shared memory: table, ring of kStages * (tokens * 128 bytes + 8 tiles), staging for y (64 tokens),
+// barriers. Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "config.h"
 #include "decode.cuh"
 #include "hopper.cuh"
