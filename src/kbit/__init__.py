@@ -16,6 +16,7 @@ from kbit import (
     nn,
 )
 from kbit._version import __version__
+from kbit.dispatch import explain
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "dequantize",
     "embedding",
+    "explain",
     "grouped_linear",
     "linear",
     "nn",

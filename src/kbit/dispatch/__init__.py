@@ -2,5 +2,6 @@
 
 from kbit.dispatch import ops, tiled  # noqa: F401  (imported for their registrations)
 from kbit.dispatch.backends import Backend, backend_for, backends
+from kbit.dispatch.explain import explain
 
-__all__ = ["Backend", "backend_for", "backends"]
+__all__ = ["Backend", "backend_for", "backends", "explain"]

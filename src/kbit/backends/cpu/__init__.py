@@ -102,6 +102,11 @@ def isa() -> str:
     return supported_isas()[_isa_index(None)].removesuffix("_nobf16").removesuffix("_nogfni")
 
 
+def isa_for(tokens: int, in_features: int, dtype: torch.dtype) -> str:
+    """The instruction set that `linear` uses for a problem."""
+    return supported_isas()[_isa_index(_isa_for_short_rows(tokens, in_features, dtype))]
+
+
 def _weight(
     packed: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, scale: torch.Tensor, in_features: int
 ) -> object:

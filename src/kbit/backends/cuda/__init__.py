@@ -11,7 +11,7 @@ import functools
 import torch
 
 from kbit.backends.cuda import compiler, driver
-from kbit.backends.cuda.linear import linear, linear_tiled
+from kbit.backends.cuda.products import linear, linear_tiled
 from kbit.backends.cuda.rows import (
     dequantize,
     dequantize_tiled,

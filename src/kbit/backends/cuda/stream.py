@@ -176,7 +176,7 @@ def linear(
     silu_and_mul: bool,
     out: torch.Tensor,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.linear`."""
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`."""
     index = x.device.index
     bits = codebook.shape[0].bit_length() - 1
     limits = driver.device_limits(index)

@@ -134,7 +134,7 @@ def linear(
     out: torch.Tensor,
     chosen: Plan | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.linear`."""
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`."""
     index = x.device.index
     bits = codebook.shape[0].bit_length() - 1
     if chosen is None:

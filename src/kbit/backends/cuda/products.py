@@ -44,6 +44,35 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
     return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
 
 
+def reasons(
+    m: int,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> dict[str, str]:
+    """For every kernel in words whether it is taken, could be, or may not, and the launch of the taken one.
+
+    Raises:
+        ValueError: see `choose`.
+    """
+    chosen = choose(m, dtype, out_features, in_features, gated, device.arch)
+    words = {}
+    for kernel, refusal in _refusals(m, dtype, out_features, gated, device.arch).items():
+        words[kernel] = "taken" if kernel == chosen else refusal or "could take it, slower by measurement"
+    shape = (out_features, in_features, bits, gated, device)
+    if chosen == "stream":
+        plan = stream.plan(min(m, stream.TOKENS[-1]), *shape)
+        launches = -(-m // stream.TOKENS[-1])
+        words[chosen] += f", {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
+    elif chosen == "wgmma":
+        tiles = wgmma.plan(m, *shape)
+        words[chosen] += f", {tiles.grid} blocks of {tiles.tokens} tokens in clusters of {tiles.cluster}"
+    return words
+
+
 @functools.lru_cache(maxsize=4096)
 def _refusals(m: int, dtype: torch.dtype, out_features: int, gated: bool, arch: str) -> dict[str, str | None]:
     """Why each kernel may not take a problem, or None."""

@@ -1,0 +1,71 @@
+"""`kbit.explain`: which kernel takes a product, and why not the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kbit.backends import cpu
+from kbit.backends.cuda import products
+from kbit.dispatch.backends import backend_for, backends
+from kbit.format.scales import absmax_format
+from kbit.format.tensor import QuantizedTensor
+
+_OP = "linear_tiled"
+
+
+def explain(
+    x_shape: Sequence[int],
+    q: QuantizedTensor,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str | None = None,
+) -> str:
+    """Say which kernel `kbit.linear` uses for activations of a shape; nothing is computed.
+
+    Args:
+        x_shape: [..., K].
+        q: weight [N, K].
+        dtype: of the activations.
+        activation: None or "silu_and_mul".
+
+    Returns:
+        A few lines: the backend and what keeps earlier ones away, then its kernels likewise.
+
+    Raises:
+        ValueError: the shape does not fit the weight, or KBIT_BACKEND or KBIT_KERNEL force what cannot be.
+
+    >>> print(kbit.explain((1, 256), q))
+    1 token of 256 -> 64, 4 bits, bfloat16 on cpu
+    ...
+    """
+    n, k = q.shape[-2:]
+    if not x_shape or x_shape[-1] != k:
+        raise ValueError(f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features.")
+    m = math.prod(x_shape[:-1])
+    stored = absmax_format(q.absmax_format).dtype
+    tiled = q.device.type == "cuda" and stored == torch.uint8
+    chosen = backend_for(_OP if tiled else "linear", q.device, stored)
+    name = str(dtype).removeprefix("torch.")
+    lines = [f"{m} token{'s' * (m != 1)} of {k} -> {n}, {q.bits} bits, {name} on {q.device}"]
+    for backend in backends:
+        if backend is chosen:
+            lines.append(f"backend {backend.name}: taken")
+            break
+        reason = backend.legal(_OP if tiled else "linear", q.device, stored)
+        lines.append(f"backend {backend.name}: {reason or 'another one is forced'}")
+    if chosen.name == "cuda":
+        lines += _cuda_lines(m, dtype, q, activation) if tiled else ["  cublas: taken, on decoded weights"]
+    elif chosen.name == "cpu":
+        lines.append(f"  instruction set {cpu.isa_for(m, k, dtype)}")
+    return "\n".join(lines)
+
+
+def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, activation: str | None) -> list[str]:
+    from kbit.backends.cuda import driver
+
+    n, k = q.shape[-2:]
+    limits = driver.device_limits(q.device.index or 0)
+    reasons = products.reasons(m, dtype, n, k, q.bits, activation == "silu_and_mul", limits)
+    return [f"  {kernel}: {reason}" for kernel, reason in reasons.items()]

@@ -1,0 +1,110 @@
+"""Which CUDA kernel takes what, and in which launch; no GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import kbit
+from kbit.backends import cpu
+from kbit.backends.cuda import products, stream, wgmma
+from kbit.backends.cuda.driver import DeviceLimits
+from kbit.format import SUPPORTED_BITS
+
+DEVICES = [
+    DeviceLimits(108, 163 * 1024, "80"),
+    DeviceLimits(128, 99 * 1024, "89"),
+    DeviceLimits(132, 227 * 1024, "90a"),
+    DeviceLimits(148, 227 * 1024, "100a"),
+]
+SHAPES = [(1, 1), (512, 2048), (2048, 5120), (28672, 8192), (8192, 28672), (262144, 8192), (96, 576)]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_every_small_batch_plan_fits_and_covers(device: DeviceLimits) -> None:
+    for bits, m, (n, k), gated in itertools.product(SUPPORTED_BITS, (1, 2, 8, 9, 16), SHAPES, (False, True)):
+        if stream.refusal(m, torch.float16, n, gated):
+            continue
+        plan = stream.plan(m, n, k, bits, gated, device)
+        case = (bits, m, n, k, gated, plan)
+        units = -(-n // 16) // (2 if gated else 1)
+        assert plan.shared_bytes <= device.shared_bytes, case
+        assert 1 <= plan.grid <= units, case
+        assert plan.tokens >= m, case
+        assert 1 <= plan.workers <= plan.config.workers, case
+        assert plan.config in stream.configs(bits, plan.tokens, device.shared_bytes, device.arch), case
+        assert plan.ring_at % 128 == 0, case
+
+
+def test_every_wgmma_plan_fits() -> None:
+    device = DEVICES[2]
+    for bits, m, (n, k), gated in itertools.product(
+        SUPPORTED_BITS, (1, 17, 64, 300, 8192), SHAPES, (False, True)
+    ):
+        if wgmma.refusal(torch.bfloat16, device.arch, n, gated):
+            continue
+        plan = wgmma.plan(m, n, k, bits, gated, device)
+        assert wgmma.shared_bytes(bits, plan.tokens) <= device.shared_bytes
+        assert wgmma.stages(bits, plan.tokens) >= 2
+        assert plan.grid % plan.cluster == 0
+        assert plan.cluster == 1 or -(-k // 64) >= 2 * plan.cluster
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "arch", "kernel"),
+    [
+        (1, torch.float16, "90a", "stream"),
+        (16, torch.bfloat16, "90a", "stream"),
+        (17, torch.bfloat16, "90a", "wgmma"),
+        (17, torch.bfloat16, "89", "stream"),
+        (64, torch.float16, "80", "stream"),
+        (65, torch.float16, "80", "cublas"),
+        (1, torch.float32, "90a", "cublas"),
+        (4096, torch.float16, "90a", "wgmma"),
+    ],
+)
+def test_who_takes_what(m, dtype, arch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_KERNEL", raising=False)
+    assert products.choose(m, dtype, 4096, 4096, False, arch) == kernel
+
+
+def test_small_weights_for_many_tokens_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_KERNEL", raising=False)
+    assert products.choose(4096, torch.float16, 512, 2048, False, "90a") == "cublas"
+
+
+def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KBIT_KERNEL", "wgmma")
+    assert products.choose(1, torch.float16, 4096, 4096, False, "90a") == "wgmma"
+    with pytest.raises(ValueError, match=r"KBIT_KERNEL=wgmma cannot run this: it needs a Hopper GPU"):
+        products.choose(1, torch.float16, 4096, 4096, False, "80")
+    monkeypatch.setenv("KBIT_KERNEL", "marlin")
+    with pytest.raises(ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, wgmma, cublas"):
+        products.choose(1, torch.float16, 4096, 4096, False, "90a")
+
+
+def test_reasons_name_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_KERNEL", raising=False)
+    words = products.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[0])
+    assert words["stream"].startswith("taken, 3 x ")
+    assert words["wgmma"] == "it needs a Hopper GPU (sm_90), this is sm_80"
+    assert words["cublas"].startswith("could take it")
+    words = products.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[2])
+    assert "tokens in clusters of" in words["wgmma"]
+
+
+def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_BACKEND", raising=False)
+    q = kbit.quantize(torch.randn(64, 256), 4)
+    lines = kbit.explain((3, 1, 256), q).splitlines()
+    assert lines[0] == "3 tokens of 256 -> 64, 4 bits, bfloat16 on cpu"
+    assert lines[1] == "backend cuda: the CUDA kernels need CUDA tensors, got cpu"
+    if cpu.available():
+        assert lines[2] == "backend cpu: taken"
+        assert "instruction set" in lines[3]
+    with pytest.raises(ValueError, match="does not fit a weight of 256 in-features"):
+        kbit.explain((3, 255), q)
+    monkeypatch.setenv("KBIT_BACKEND", "reference")
+    assert kbit.explain((256,), q).splitlines()[-1] == "backend reference: taken"
