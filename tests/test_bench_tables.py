@@ -211,7 +211,6 @@ def test_dequantize_table_shows_the_ratio_and_its_bandwidth():
 
 
 def test_plots_are_drawn_from_a_result(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [row for count in (1, 16, 4096) for row in problem("q", count, 8.0 + count, 4.0 + count)]
     assert plots.speedups(rows, "qwen3-coder-next", "fp16") == {4: {1: 9 / 5, 16: 24 / 20, 4096: 4104 / 4100}}
     result = run("plot", result_file(tmp_path / "rows.json", rows), "--out", tmp_path / "plots")

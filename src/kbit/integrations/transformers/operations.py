@@ -98,7 +98,7 @@ class Quantize(ConversionOps):
             for position, name in enumerate(planned.sources[pattern]):
                 quantized.append(self._quantize(tensors[position], planned.bits, name))
                 tensors[position] = None  # free the 16-bit expert before the next one is done
-            stacks.append(_stack(quantized))
+            stacks.append(QuantizedTensor.stack(quantized))
         return fuse_rows(stacks)
 
     def _quantize(self, tensor: torch.Tensor, bits: int, name: str) -> QuantizedTensor:
@@ -160,15 +160,6 @@ class FuseExperts(ConversionOps):
 def _owner(model: nn.Module, parameter: str) -> tuple[Any, str]:
     path, _, name = parameter.rpartition(".")
     return model.get_submodule(path), name
-
-
-def _stack(quantized: list[QuantizedTensor]) -> QuantizedTensor:
-    first = quantized[0]
-    packed, absmax, scale = (
-        torch.stack([getattr(q, part) for q in quantized]) for part in ("packed", "absmax", "scale")
-    )
-    shape = (len(quantized), *first.shape)
-    return QuantizedTensor(packed, absmax, first.codebook, scale, first.bits, shape)
 
 
 def _named(module: QuantizedModule, name: str, prefix: str, parts: Parts) -> dict[str, torch.Tensor]:
