@@ -35,18 +35,7 @@ struct PairDecoder {
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
-    explicit PairDecoder(const float* levels) {
-        for (int t = 0; t < kTables; ++t) {
-            for (int byte = kFirstByte; byte < 4; ++byte) {
-                alignas(16) uint8_t column[16];
-                for (int i = 0; i < 16; ++i) {
-                    const int level = BITS == 2 ? (t == 0 ? i & 3 : i >> 2) : 16 * t + i;
-                    column[i] = uint8_t(bits_of(levels[level]) >> (8 * byte));
-                }
-                tables[t][byte] = _mm256_broadcastsi128_si256(load16(column));
-            }
-        }
-    }
+    explicit PairDecoder(const float* levels) { fill_tables<BITS>(levels, kFirstByte, tables); }
 
     static __m256i planes(const uint8_t* p) {
         if (BITS == 3) {  // the second load starts early so that it ends with the pair

@@ -34,18 +34,7 @@ struct ByteDecoder {
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
-    explicit ByteDecoder(const float* levels) {
-        for (int t = 0; t < kTables; ++t) {
-            for (int byte = kFirstByte; byte < 4; ++byte) {
-                alignas(16) uint8_t column[16];
-                for (int i = 0; i < 16; ++i) {
-                    const int level = BITS == 2 ? (t == 0 ? i & 3 : i >> 2) : 16 * t + i;
-                    column[i] = uint8_t(bits_of(levels[level]) >> (8 * byte));
-                }
-                tables[t][byte] = _mm256_broadcastsi128_si256(load16(column));
-            }
-        }
-    }
+    explicit ByteDecoder(const float* levels) { fill_tables<BITS>(levels, kFirstByte, tables); }
 
     // Lane q: row i of a matrix is its byte 7 - i. SKIP: where the block's planes begin.
     template <int SKIP>
