@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import launcher, layout
+from kbit.backends.cuda import driver, launcher, layout
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
 from kbit.format.errors import NonFiniteWeightError
@@ -222,8 +222,8 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(_aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
-    # Kernels launched as dependents read weights before the kernel in front of them is done. Filling one byte
-    # is no kernel, so nothing overtakes it, and it waits for the permutation.
+    # Kernels launched as dependents read weights before the kernel in front of them is done. This one is no
+    # dependent: it waits for the permutation, and then stands in front.
     tiled.new_zeros(1, dtype=torch.uint8)
     return tiled
 
@@ -263,11 +263,6 @@ def _joined(dense: torch.Tensor, columns: int) -> int:
     return int(columns % BLOCK_SIZE == 0 and dense.data_ptr() % 16 == 0)
 
 
-@functools.cache
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 def _block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm: int) -> _Grid:
     """Four warps a block of threads, each a tile of 32 blocks at a time."""
     if n * blocks > _MAX_BLOCKS:
@@ -275,7 +270,7 @@ def _block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm
             f"CUDA kernels: a matrix may have {_MAX_BLOCKS} blocks of 32 weights, got {n} rows of {blocks}. "
             f"Split its rows."
         )
-    wanted = _multiprocessors(device.index) * per_sm
+    wanted = driver.device_limits(device.index).multiprocessors * per_sm
     y = min(matrices, wanted, _MAX_GRID)
     needed = -(-n * blocks // (_TILES * 4))
     return min(needed, -(-wanted // y)), y, 1
@@ -284,7 +279,7 @@ def _block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm
 def _tile_grid(device: torch.device, matrices: int, row_tiles: int, column_tiles: int) -> _Grid:
     """Eight warps a block of threads, each a tile of 16 x 64 at a time."""
     z, y = min(matrices, _MAX_GRID), min(row_tiles, _MAX_GRID)
-    wanted = -(-_multiprocessors(device.index) * _TILED_PER_SM // (z * y))
+    wanted = -(-driver.device_limits(device.index).multiprocessors * _TILED_PER_SM // (z * y))
     return min(-(-column_tiles // 8), wanted), y, z
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout
+from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
-DTYPES = (torch.float16, torch.bfloat16)
 _FORMAT = "QQQQQQiiiiiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
 _WARP = 32
@@ -51,11 +50,23 @@ class Config:
             workers=self.workers,
             blocks=self.blocks,
             stages=self.stages,
+            buffers=self.buffers(tokens),
+            in_holes=self.in_holes(bits, tokens),
+            table_bytes=operands.table_bytes(bits, self.pairs),
         )
 
-    def table_bytes(self, bits: int) -> int:
-        """Shared memory of the look-up table; as kTableBytes in decode.cuh."""
-        return {2: 65536, 3: 65536, 4: 65536, 5: 131072 if self.pairs else 4096}[bits]
+    def buffers(self, tokens: int) -> int:
+        """How many row tiles' sums of the workers may wait to be added up."""
+        return 4 if self.workers * _sums(tokens) <= 32 else 2
+
+    def in_holes(self, bits: int, tokens: int) -> bool:
+        """Whether those sums fit in what the table of 3 and 4 bits leaves free: half of each of 256 rows."""
+        return bits in (3, 4) and self.buffers(tokens) * self.workers * _sums(tokens) <= 256
+
+
+def _sums(tokens: int) -> int:
+    """Sums that a lane has of a row tile, in the kernel for so many tokens; as kSums in stream.cuh."""
+    return 2 if tokens == 1 else tokens // 2
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
         for bits in SUPPORTED_BITS
         for tokens in TOKENS
         for config in configs(bits, tokens, shared_bytes, arch)
-        for dtype in DTYPES
+        for dtype in operands.DTYPES
     ]
 
 
@@ -108,11 +119,7 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
     """Why the kernel may not take a problem, or None."""
     if not 1 <= m <= TOKENS[-1]:
         return f"it takes 1 to {TOKENS[-1]} tokens, got {m}"
-    if dtype not in DTYPES:
-        return f"it takes float16 and bfloat16, got {dtype}"
-    if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
-        return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
-    return None
+    return operands.refusal(dtype, out_features, silu_and_mul)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,9 +139,8 @@ def plan(
     crowded = config.blocks == 2 and tokens == 1 and units > config.blocks * device.multiprocessors
     grid = min(units, device.multiprocessors * (2 if crowded else 1))
     chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
-    while (
-        chosen.shared_bytes > device.shared_bytes and grid < units
-    ):  # fewer row tiles a block have fewer totals to keep
+    # Fewer row tiles a block have fewer totals to keep.
+    while chosen.shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
         chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
     return chosen
@@ -154,13 +160,11 @@ def _lay_out(
 ) -> Plan:
     """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
     tile_bytes = 4 * layout.tile_words(bits)
-    sums = 2 if tokens == 1 else tokens // 2
-    buffers = 4 if config.workers * sums <= 32 else 2
-    in_holes = bits in (3, 4) and buffers * config.workers * sums <= 256
-    rows = -(-units // grid)
-    ring_at = config.table_bytes(bits) + _BARRIER_BYTES
+    sums, rows = _sums(tokens), -(-units // grid)
+    ring_at = operands.table_bytes(bits, config.pairs) + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
-    totals_at = parts_at + (0 if in_holes else buffers * workers * sums * _ROW_BYTES)
+    parts = 0 if config.in_holes(bits, tokens) else config.buffers(tokens) * workers * sums * _ROW_BYTES
+    totals_at = parts_at + parts
     kept = (2 if gated else 1) * rows * sums * _ROW_BYTES if gated or (passes > 1 and rows > 1) else 0
     return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, totals_at + kept)
 
@@ -181,7 +185,7 @@ def linear(
     bits = codebook.shape[0].bit_length() - 1
     limits = driver.device_limits(index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
-    x = _aligned(x)
+    x = operands.aligned(x)
     kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
     launcher.launch_on(
         index,
@@ -207,10 +211,3 @@ def linear(
         smem=chosen.shared_bytes,
         pdl=True,
     )
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x with rows that start at multiples of 16 bytes, zeros behind K up to the next one."""
-    if x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone()

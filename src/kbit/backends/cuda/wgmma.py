@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout
+from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.format.codebook import SUPPORTED_BITS
 
 ARCH = "90a"
 TOKENS = (16, 32, 64, 96, 128, 176, 256)  # a block's, at compile time
-DTYPES = (torch.float16, torch.bfloat16)
 _FORMAT = "QQQQTTiiii"
 _THREADS = 384
 _STEP_COLUMNS = 64
@@ -28,7 +27,6 @@ _MOST_STAGES = 10
 # Blocks that split K, and what part of the multiprocessors such clusters can fill: larger ones leave some of
 # each group of 16 or 18 multiprocessors idle, and a second wave costs more than the split gains.
 _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.875, 8: 0.75}
-_TABLE_BYTES = {2: 65536, 3: 65536, 4: 65536, 5: 4096}
 _STAGING_BYTES = 256  # a token
 _BARRIER_BYTES = 16
 
@@ -43,7 +41,7 @@ class Plan:
 
 
 def _fixed_bytes(bits: int, tokens: int) -> int:
-    return _TABLE_BYTES[bits] + min(tokens, 64) * _STAGING_BYTES
+    return operands.table_bytes(bits, pairs=False) + min(tokens, 64) * _STAGING_BYTES
 
 
 def _stage_bytes(bits: int, tokens: int) -> int:
@@ -63,31 +61,34 @@ def shared_bytes(bits: int, tokens: int) -> int:
 def spec(bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
     """The kernel of one configuration."""
     return KernelSpec.make(
-        "wgmma.cu", bits=bits, bf16=dtype == torch.bfloat16, tokens=tokens, stages=stages(bits, tokens)
+        "wgmma.cu",
+        bits=bits,
+        bf16=dtype == torch.bfloat16,
+        tokens=tokens,
+        stages=stages(bits, tokens),
+        table_bytes=operands.table_bytes(bits, pairs=False),
     )
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel that `plan` may choose."""
-    return [spec(bits, dtype, tokens) for bits in SUPPORTED_BITS for dtype in DTYPES for tokens in TOKENS]
+    return [
+        spec(bits, dtype, tokens) for bits in SUPPORTED_BITS for dtype in operands.DTYPES for tokens in TOKENS
+    ]
 
 
 def refusal(dtype: torch.dtype, arch: str, out_features: int, silu_and_mul: bool) -> str | None:
     """Why the kernel may not take a problem, or None."""
     if arch != ARCH:
         return f"it needs a Hopper GPU (sm_90), this is sm_{arch}"
-    if dtype not in DTYPES:
-        return f"it takes float16 and bfloat16, got {dtype}"
-    if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
-        return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
-    return None
+    return operands.refusal(dtype, out_features, silu_and_mul)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> Plan:
-    """The launch for a legal problem: the cheapest by `_cost`."""
+    """The launch for a legal problem: the cheapest by `_clocks`."""
     rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
     row_blocks, steps = -(-rows // block_rows), -(-in_features // _STEP_COLUMNS)
     plans = []
@@ -140,8 +141,7 @@ def linear(
     if chosen is None:
         limits = driver.device_limits(index)
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
-    if in_features % 8 or x.data_ptr() % 16:
-        x = torch.nn.functional.pad(x, (0, -in_features % 8)).clone()
+    x = operands.aligned(x)
     pointers = (
         codebook.data_ptr(),
         scale.data_ptr(),

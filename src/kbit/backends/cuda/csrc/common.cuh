@@ -265,6 +265,7 @@ DEVICE void cluster_sync() {
                      : "memory");
 #endif
 }
+
 // ---- programmatic dependent launch: nothing happens below sm_90, or in a launch without the attribute
 
 // Lets the next kernel of the stream start.

@@ -107,7 +107,7 @@ DEVICE void decode(const Levels<kBits>& levels, const Planes& p, float factor, u
             const float level = levels.at(p.w[element % F::kField], element / F::kField * F::kField);
             v[i] = __fmul_rn(__fmul_rn(level, p.scale), factor);
         }
-        put_shared4(area + D::at(lane, PIECE), D::piece(v));
+        store_shared4(area + D::at(lane, PIECE), D::piece(v));
         decode<PIECE + 1>(levels, p, factor, area, lane);
     }
 }

@@ -16,7 +16,7 @@ struct Levels {
         levels.table = shared_address(table);
         for (int i = threadIdx.x; i < 8 << BITS; i += blockDim.x) {
             const u32 level = __float_as_uint(Dense<DTYPE>::round(__ldg(codebook + i / 8)));
-            put_shared4(levels.table + i * 16, make_uint4(level, level, level, level));
+            store_shared4(levels.table + i * 16, make_uint4(level, level, level, level));
         }
         __syncthreads();
         // Opaque to the compiler, or it would recompute the value at each of its uses.

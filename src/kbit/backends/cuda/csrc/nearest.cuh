@@ -72,7 +72,7 @@ DEVICE void build(Tables& t, const float* codebook, const float* midpoints) {
             v.w = below;
         }
         for (int i = 0; i < 8; ++i) {  // rotated: threads of a warp write to different banks
-            put_shared4(shared_address(t.buckets) + b * 128 + (i + b) % 8 * 16, v);
+            store_shared4(shared_address(t.buckets) + b * 128 + (i + b) % 8 * 16, v);
         }
     }
     __syncthreads();

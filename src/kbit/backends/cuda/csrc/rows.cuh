@@ -133,12 +133,6 @@ DEVICE void wait_for_stage() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-DEVICE void put_shared4(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
-                 "r"(v.w)
-                 : "memory");
-}
-
 DEVICE void put_shared(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

@@ -17,8 +17,10 @@ constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
 // Scales multiply the weights, or the products of a block. The first rounds once more, to the 16-bit weight
 // that dequantize gives, and needs no second set of accumulators.
 constexpr bool kScaleWeights = Config::tokens == 16;
-constexpr int kBuffers = Config::workers * kSums <= 32 ? 4 : 2;  // of parts
-constexpr bool kInHoles = D::kHoles && kBuffers * Config::workers * kSums <= D::kRows;
+constexpr int kBuffers = Config::buffers;  // of parts
+constexpr bool kInHoles = Config::in_holes;
+static_assert(!kInHoles || (D::kHoles && kBuffers * Config::workers * kSums <= D::kRows));
+static_assert(D::kTableBytes == Config::table_bytes);
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 
 // What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass

@@ -30,6 +30,8 @@
 using D = Decoder<Config::bits, Config::bf16, false>;
 using H = Half<Config::bf16>;
 
+static_assert(D::kTableBytes == Config::table_bytes);
+
 constexpr int kTokens = Config::tokens;
 constexpr int kStages = Config::stages;
 constexpr int kRowTiles = 8;

@@ -1,0 +1,36 @@
+"""What the fused kernels, stream and wgmma, ask of their operands alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.backends.cuda import layout
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def table_bytes(bits: int, pairs: bool) -> int:
+    """Shared memory of the look-up table of decode.cuh, whose kTableBytes is checked against it.
+
+    Args:
+        bits: code width.
+        pairs: whether 5-bit codes are looked up two at once.
+    """
+    return {2: 65536, 3: 65536, 4: 65536, 5: 131072 if pairs else 4096}[bits]
+
+
+def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:
+    """Why neither kernel may take a problem, or None."""
+    if dtype not in DTYPES:
+        return f"it takes float16 and bfloat16, got {dtype}"
+    if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
+        return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
+    return None
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] with rows that start at multiples of 16 bytes, zeros behind K up to the next one."""
+    if x.shape[1] % 8:
+        return F.pad(x, (0, -x.shape[1] % 8))
+    return x if x.data_ptr() % 16 == 0 else x.clone()
