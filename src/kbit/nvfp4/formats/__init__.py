@@ -1,0 +1,8 @@
+"""Formats of NVFP4: the two small floats, the byte layouts, and the tensor that carries them."""
+
+from __future__ import annotations
+
+from kbit.nvfp4.formats.layouts import LAYOUTS
+from kbit.nvfp4.formats.tensor import NonFiniteError, NVFP4Tensor
+
+__all__ = ["LAYOUTS", "NVFP4Tensor", "NonFiniteError"]

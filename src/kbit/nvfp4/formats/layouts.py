@@ -1,0 +1,107 @@
+"""The three byte layouts of NVFP4 and the lossless conversions between them.
+
+ * nv (ModelOpt, compressed-tensors): codes [..., N, K16 / 2], element 2j in the low nibble of byte j; scales
+   [..., N, K16 / 16]. K16 is K rounded up to 16.
+ * ggml (GGUF): 64 elements in 36 bytes [..., N, 36 * ceil(K16 / 64)]: 4 scales, then 8 bytes per sub-block of 16,
+   byte j holding element j low and element j + 8 high.
+ * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per sub-block
+   in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
+Padding is bytes of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kbit.nvfp4.formats import e2m1
+
+SUB_BLOCK = 16
+LAYOUTS = ("nv", "ggml", "mmq")
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A layout of interleaved scales and codes: sub-blocks in a block, and what K is padded to."""
+
+    sub_blocks: int
+    padding: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.sub_blocks * 9
+
+
+_INTERLEAVED = {"ggml": _Blocks(4, 64), "mmq": _Blocks(16, 512)}
+
+
+def check_layout(layout: str, where: str = "nvfp4") -> str:
+    """Return `layout` if it is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    return layout
+
+
+def round_up(columns: int, multiple: int = SUB_BLOCK) -> int:
+    """The next multiple."""
+    return -(-columns // multiple) * multiple
+
+
+def codes_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Shape of the uint8 codes (or interleaved bytes) of a tensor of shape [..., N, K]."""
+    *lead, rows, columns = shape
+    if layout == "nv":
+        return (*lead, rows, round_up(columns) // 2)
+    block = _INTERLEAVED[layout]
+    blocks = round_up(columns, block.padding) // SUB_BLOCK // block.sub_blocks
+    if layout == "ggml":
+        return (*lead, rows, blocks * block.nbytes)
+    return (*lead, blocks, rows, block.nbytes)
+
+
+def from_nv(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Tensor:
+    """nv codes and scales -> the bytes of an interleaved layout.
+
+    Args:
+        codes: uint8 [..., N, K16 / 2].
+        scales: uint8 [..., N, K16 / 16].
+        layout: "ggml" or "mmq".
+
+    Returns:
+        uint8; see the module.
+    """
+    block = _INTERLEAVED[layout]
+    groups = scales.shape[-1]
+    missing = round_up(groups * SUB_BLOCK, block.padding) // SUB_BLOCK - groups
+    elements = e2m1.unpack(codes).unflatten(-1, (groups, SUB_BLOCK))
+    packed = elements[..., :8] | (elements[..., 8:] << 4)
+    packed = F.pad(packed, (0, 0, 0, missing)).unflatten(-2, (-1, block.sub_blocks)).flatten(-2)
+    padded = F.pad(scales, (0, missing)).unflatten(-1, (-1, block.sub_blocks))
+    blocks = torch.cat([padded, packed], dim=-1)
+    return blocks.flatten(-2) if layout == "ggml" else blocks.transpose(-3, -2).contiguous()
+
+
+def to_nv(data: torch.Tensor, layout: str, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of an interleaved layout -> nv codes and scales; the reverse of `from_nv`.
+
+    Args:
+        data: uint8 in layout "ggml" or "mmq".
+        layout: which.
+        columns: K.
+
+    Returns:
+        codes [..., N, K16 / 2], scales [..., N, K16 / 16].
+    """
+    block = _INTERLEAVED[layout]
+    groups = round_up(columns) // SUB_BLOCK
+    blocks = data.unflatten(-1, (-1, block.nbytes)) if layout == "ggml" else data.transpose(-3, -2)
+    scales = blocks[..., : block.sub_blocks].flatten(-2)[..., :groups].contiguous()
+    packed = blocks[..., block.sub_blocks :].unflatten(-1, (-1, 8)).flatten(-3, -2)[..., :groups, :]
+    elements = torch.cat([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return e2m1.pack(elements), scales

@@ -1,0 +1,25 @@
+"""The definition of every NVFP4 operation, in PyTorch. It computes on the CPU, and tests compare kernels with it."""
+
+from __future__ import annotations
+
+from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
+from kbit.nvfp4.reference.gemm import gemm, moe_gemm, tiles
+from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
+from kbit.nvfp4.reference.quantize import dequantize, quantize, repack
+
+__all__ = [
+    "align",
+    "combine",
+    "dequantize",
+    "gather_rows",
+    "gemm",
+    "moe_gemm",
+    "quantize",
+    "quantize_scatter",
+    "repack",
+    "rmsnorm",
+    "rmsnorm_quantize",
+    "silu_mul",
+    "silu_mul_quantize",
+    "tiles",
+]

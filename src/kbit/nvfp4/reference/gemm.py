@@ -1,0 +1,101 @@
+"""NVFP4 products in PyTorch on the CPU; `kbit.nvfp4.kernels` states what they compute."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.nvfp4.exact import integer_to_float32
+from kbit.nvfp4.formats import layouts
+from kbit.nvfp4.reference.quantize import decode
+
+# code * scale is a multiple of 2^-10 of magnitude at most 2688, so a product of two is a multiple of 2^-20. In
+# these units it is at most 2752512^2 < 2^42.8: a float64 holds the sum of 1024 exactly in any order
+# (7.758e15 < 2^53 = 9.007e15), an int64 that of 1217416.
+_UNIT_BITS = 10
+CHUNKS = {"k1024": 1024, "k256": 256, "k48": 48}
+MAX_COLUMNS = 1 << 20
+
+
+def tiles(accum: str) -> tuple[str, ...]:
+    """See `Kernels.tiles`: columns summed in float64 before they join the integer sum."""
+    return tuple(CHUNKS) if accum == "exact" else ()
+
+
+def gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+    tile: str | None = None,
+) -> torch.Tensor:
+    """See `Kernels.gemm`."""
+    a, w = decode(a_codes, a_scales), decode(w_codes, w_scales)
+    total = _exact(a, w, CHUNKS[tile or "k1024"]) if accum == "exact" else _by_sub_blocks(a, w)
+    scaled = total * torch.tensor(w_scale, dtype=torch.float32)
+    return (scaled if row_scale is None else scaled * row_scale[:, None]).to(out_dtype)
+
+
+def _exact(a: torch.Tensor, w: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The correctly rounded float32 of the exact products [M, N] of float32 [M, K] and [N, K]."""
+    unit = 2.0**_UNIT_BITS
+    left, right = a.double() * unit, w.double().t() * unit
+    total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.int64)
+    for start in range(0, a.shape[1], chunk):
+        part = slice(start, start + chunk)
+        total += (left[:, part] @ right[part]).long()
+    return integer_to_float32(total) * 2.0 ** (-2 * _UNIT_BITS)
+
+
+def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """float32 sum of exact 16-element products, ascending.
+
+    Within 16 columns every product is a multiple of the two scales' last bits and their sum has at most 20
+    significant bits, so a float32 product of any order is exact; so is one of bfloat16 operands, which torch
+    may use under a lowered matmul precision.
+    """
+    total = torch.zeros(a.shape[0], w.shape[0])
+    for start in range(0, a.shape[1], layouts.SUB_BLOCK):
+        part = slice(start, start + layouts.SUB_BLOCK)
+        total = total + a[:, part] @ w[:, part].t()
+    return total
+
+
+def moe_gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+    tile: str | None = None,
+) -> torch.Tensor:
+    """See `Kernels.moe_gemm`."""
+    if rows is not None:
+        a_codes, a_scales = a_codes[rows], a_scales[rows]
+        row_scale = None if row_scale is None else row_scale[rows]
+    y = torch.zeros(len(a_codes), w_codes.shape[1], dtype=out_dtype)
+    edges = bounds.tolist()
+    for expert, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        if begin == end:
+            continue
+        part = slice(begin, end)
+        y[part] = gemm(
+            a_codes[part],
+            a_scales[part],
+            w_codes[expert],
+            w_scales[expert],
+            float(w_scale[expert]),
+            None if row_scale is None else row_scale[part],
+            accum,
+            out_dtype,
+            tile,
+        )
+    return y

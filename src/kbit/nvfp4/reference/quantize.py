@@ -1,0 +1,99 @@
+"""The activation quantizer in PyTorch; `kbit.nvfp4.kernels.Kernels` states what it computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.nvfp4.exact import fma
+from kbit.nvfp4.formats import e2m1, layouts, ue4m3
+
+OFFSETS = (0, -1, 1, -2, 2)
+# Blocks at a time: 5 candidates of float64 temporaries then stay in the cache (about 2 MB each).
+_CHUNK = 1 << 15
+
+
+def quantize(
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.quantize`."""
+    rows, columns = x.shape
+    values = scaled(x, global_scale, row_scale)
+    groups = layouts.round_up(columns) // layouts.SUB_BLOCK
+    blocks = F.pad(values, (0, groups * layouts.SUB_BLOCK - columns)).reshape(-1, layouts.SUB_BLOCK)
+    codes = torch.empty(blocks.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(len(blocks), dtype=torch.uint8, device=x.device)
+    for start in range(0, len(blocks), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        codes[part], scales[part] = _quantize_blocks(blocks[part], search, ties_even)
+    packed = e2m1.pack(codes).view(rows, groups * layouts.SUB_BLOCK // 2)
+    return packed, scales.view(rows, groups)
+
+
+def scaled(x: torch.Tensor, global_scale: float, row_scale: torch.Tensor | None) -> torch.Tensor:
+    """The float32 values that are quantized, [M, K]."""
+    # A tensor, not a number: CUDA divides by a number through its reciprocal.
+    values = x.float() / torch.tensor(global_scale, dtype=torch.float32, device=x.device)
+    return values if row_scale is None else values / row_scale[:, None]
+
+
+def _quantize_blocks(
+    blocks: torch.Tensor, search: bool, ties_even: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [B, 16] -> codes uint8 [B, 16], scale bytes uint8 [B]."""
+    finite = torch.isfinite(blocks).all(dim=1)
+    blocks = torch.where(finite[:, None], blocks, 0.0)
+    magnitude = blocks.abs()
+    plain = ue4m3.encode(magnitude.amax(dim=1) / torch.full_like(magnitude[:, 0], e2m1.MAX)).int()
+    midpoints = e2m1.midpoints(ties_even, blocks.device)
+    chosen = _search(magnitude, plain, midpoints) if search else plain
+    scale = ue4m3.table(blocks.device)[chosen]
+    index = torch.bucketize(magnitude * _inverse(scale)[:, None], midpoints, out_int32=True)
+    codes = (index + 8 * (blocks < 0)).to(torch.uint8)
+    return codes, chosen.to(torch.uint8)
+
+
+def _search(magnitude: torch.Tensor, plain: torch.Tensor, midpoints: torch.Tensor) -> torch.Tensor:
+    """The candidate of least squared error for each block; the first of equals in the order of OFFSETS."""
+    levels = e2m1.magnitudes(magnitude.device)
+    candidates = torch.stack([plain + offset for offset in OFFSETS])
+    legal = (candidates >= 0) & (candidates <= ue4m3.MAX_BYTE)
+    scale = ue4m3.table(magnitude.device)[candidates.clamp(0, ue4m3.MAX_BYTE)]
+    inverse = _inverse(scale)
+    error = torch.zeros_like(scale)
+    for column in magnitude.unbind(1):
+        index = torch.bucketize(column * inverse, midpoints, out_int32=True)
+        distance = column - levels[index] * scale
+        error = fma(distance, distance, error)
+    best, chosen = error[0], plain
+    for candidate, each, allowed in zip(candidates[1:], error[1:], legal[1:], strict=True):
+        better = allowed & (each < best)
+        best, chosen = torch.where(better, each, best), torch.where(better, candidate, chosen)
+    return chosen
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
+
+
+def repack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Tensor:
+    """See `Kernels.repack`."""
+    return layouts.from_nv(codes, scales, layout)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """magnitude * scale, exact: float32 [..., K16]."""
+    elements = e2m1.decode(e2m1.unpack(codes)).unflatten(-1, (-1, layouts.SUB_BLOCK))
+    return (elements * ue4m3.decode(scales)[..., None]).flatten(-2)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: float,
+    row_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `Kernels.dequantize`."""
+    values = decode(codes, scales) * torch.tensor(global_scale, dtype=torch.float32, device=codes.device)
+    return (values if row_scale is None else values * row_scale[:, None]).to(dtype)
