@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kbit.cli import bench_kernels
+from kbit.cli import bench_kernels, bench_workload
 
 if TYPE_CHECKING:
     from kbit.bench.cpu import LinearRow, QuantizeRow
 
 app = typer.Typer(help="Measure kernels and models.", no_args_is_help=True)
 bench_kernels.register(app)
+bench_workload.register(app)
 console = Console()
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]

@@ -1,0 +1,191 @@
+"""Time of a layer at any number of tokens, from a result of `kbit bench kernels --json`."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kbit.backends.cuda import driver, products
+from kbit.bench import gpu_timing
+from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
+from kbit.bench.kernels import DEQUANTIZE, DTYPES
+from kbit.bench.shapes import LayerShape
+from kbit.bench.workload.model_layers import ModelLayers, active_experts
+from kbit.format.errors import KbitError
+
+INTERPOLATION = (
+    "Between two measured M, log(time) is linear in log(M): exact where time is constant and where it grows "
+    "in proportion. Nothing is extrapolated."
+)
+GROUPED_LABEL = "experts"
+
+
+class NotMeasured(ValueError):
+    """The table lacks what is asked for. The message says what to measure."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Microseconds over a positive quantity; points ascending in it."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def covers(self, where: float) -> bool:
+        """Whether `where` lies between the first and last point."""
+        return self.points[0][0] <= where <= self.points[-1][0]
+
+    def at(self, where: float) -> float:
+        """Interpolate, see `INTERPOLATION`.
+
+        Raises:
+            NotMeasured: outside of the points.
+        """
+        if not self.covers(where):
+            first, last = self.points[0][0], self.points[-1][0]
+            raise NotMeasured(f"{where:g} is outside of the measured {first:g} to {last:g}")
+        index = bisect.bisect_left(self.points, (where, -math.inf))
+        high, above = self.points[index]
+        if high == where:
+            return above
+        low, below = self.points[index - 1]
+        part = math.log(where / low) / math.log(high / low)
+        return math.exp((1 - part) * math.log(below) + part * math.log(above))
+
+
+Key = tuple[str, int | None]  # (shape, bits; None for 16-bit cuBLAS)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Curves of dense layers over M, and of grouped ones over tokens per expert by number of experts."""
+
+    dtype: str
+    dense: Mapping[Key, Curve]
+    kernels: Mapping[tuple[str, int, float], str]
+    """Which kernel a (shape, bits, measured M) row is of."""
+    grouped: Mapping[Key, Mapping[int, Curve]] = field(default_factory=dict)
+    arch: str | None = None
+
+    def bits(self, model: ModelLayers) -> list[int]:
+        """Widths measured for every dense layer of a model, beside 16-bit cuBLAS."""
+        widths = {bits for _, bits in self.dense if bits is not None}
+        return sorted(width for width in widths if not self.missing(model, width))
+
+    def missing(self, model: ModelLayers, bits: int) -> list[str]:
+        """Dense layers of a model without a curve of this width or of 16-bit cuBLAS."""
+        return [
+            shape.name
+            for shape in model.dense
+            if (shape.name, bits) not in self.dense or (shape.name, None) not in self.dense
+        ]
+
+    def us(self, shape: LayerShape, bits: int | None, tokens: int) -> float:
+        """Time of a dense layer on M = `tokens`.
+
+        Raises:
+            NotMeasured: the table has no such layer, width or M.
+        """
+        what = f"workload: {shape.name} in {'16' if bits is None else bits} bits, {self.dtype}"
+        remedy = f"kbit bench kernels --model {shape.model} --dtype {self.dtype}"
+        curve = self.dense.get((shape.name, bits))
+        if curve is None:
+            width = "" if bits is None else f" --bits {bits}"
+            raise NotMeasured(f"{what}: not in the table. Measure it: {remedy}{width}")
+        try:
+            return curve.at(tokens)
+        except NotMeasured as error:
+            raise NotMeasured(
+                f"{what}: M={error}. Measure it ({remedy} --rows 1,...,{tokens}), or lower --budget or "
+                "--chunk."
+            ) from None
+
+    def kernel(self, shape: LayerShape, bits: int, tokens: int) -> str:
+        """What runs a dense layer: as dispatched on the measured GPU, or the rows' own kernel."""
+        points = self.dense[shape.name, bits].points
+        index = bisect.bisect_right(points, (tokens, math.inf)) - 1
+        name = self.kernels[shape.name, bits, points[max(index, 0)][0]]
+        if name != DISPATCHED or self.arch is None:
+            return name
+        size = (shape.out_features, shape.in_features)
+        with gpu_timing.environment({"KBIT_KERNEL": ""}):  # what is forced here was not forced there
+            chosen = products.choose(tokens, DTYPES[self.dtype], *size, False, self.arch)
+        return DEQUANTIZE if chosen == "cublas" else chosen
+
+    def grouped_us(self, shape: LayerShape, bits: int | None, per_token: int, tokens: int) -> float:
+        """Time of an expert layer on `tokens` tokens before routing, uniform routing.
+
+        Raises:
+            NotMeasured: the table has no such grouped rows around it.
+        """
+        what = f"{shape.name} in {'16' if bits is None else bits} bits at M={tokens}"
+        experts, each = active_experts(shape.experts or 1, per_token, tokens)
+        curves = self.grouped.get((shape.name, bits), {})
+        points = [(count, curve.at(each)) for count, curve in sorted(curves.items()) if curve.covers(each)]
+        curve = Curve(tuple(points)) if points else None
+        if curve is None or not curve.covers(experts):
+            raise NotMeasured(
+                f"{what}: no grouped rows around {experts:.0f} experts with {each:.1f} tokens each"
+            )
+        return curve.at(experts)
+
+
+def from_result(result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str) -> Times:
+    """Curves of one dtype; kernels as dispatched, or the fastest of ours where no row is.
+
+    Raises:
+        NotMeasured: there is no row of this dtype beside its 16-bit baseline.
+    """
+    times: dict[Key, dict[float, float]] = {}
+    kernels: dict[tuple[str, int, float], str] = {}
+    for item in compare([row for row in rows if row.dtype == dtype]):
+        base, ours = item.baseline, item.dispatched
+        times.setdefault((base.shape, None), {})[base.rows] = base.us
+        times.setdefault((base.shape, item.bits), {})[base.rows] = ours.us
+        kernels[base.shape, item.bits, base.rows] = ours.kernel
+    if not times:
+        raise NotMeasured(
+            f"workload: the table has no {dtype} rows beside 16-bit cuBLAS. Measure them: "
+            f"kbit bench kernels --dtype {dtype} --rows 1,2,4,8,16,32,64,256,1024,4096 --json FILE"
+        )
+    return Times(
+        dtype,
+        {key: Curve(tuple(sorted(points.items()))) for key, points in times.items()},
+        kernels,
+        _grouped(result.get("grouped") or (), dtype),
+        _arch(result.get("machine") or {}),
+    )
+
+
+def _grouped(items: Iterable[Mapping[str, Any]], dtype: str) -> dict[Key, dict[int, Curve]]:
+    """Fastest 16-bit row and dispatched (else fastest) row of ours, by shape, width, experts and tokens."""
+    found: dict[Key, dict[int, dict[float, dict[str, float]]]] = {}
+    names = ("shape", "experts", "tokens_per_expert", "bits", "dtype", "kernel", "us")
+    for item in items:
+        if missing := [name for name in names if name not in item]:
+            raise ValueError(f"workload: a grouped row has no {', '.join(missing)}: {dict(item)}.")
+        bits = item["bits"]
+        if item["dtype"] != dtype or (bits is not None and item.get("kind", OURS) != OURS):
+            continue
+        experts = found.setdefault((item["shape"], bits), {}).setdefault(item["experts"], {})
+        experts.setdefault(item["tokens_per_expert"], {})[item["kernel"]] = item["us"]
+    return {
+        key: {
+            count: Curve(
+                tuple((each, us.get(DISPATCHED, min(us.values()))) for each, us in sorted(points.items()))
+            )
+            for count, points in by_count.items()
+        }
+        for key, by_count in found.items()
+    }
+
+
+def _arch(machine: Mapping[str, Any]) -> str | None:
+    """Architecture of a result's GPU; None where it is not told or has no kernels."""
+    try:
+        major, minor = str(machine["compute_capability"]).split(".")
+        return driver.arch_of(int(major), int(minor))
+    except (KeyError, ValueError, KbitError):
+        return None

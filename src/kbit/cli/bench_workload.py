@@ -1,0 +1,87 @@
+"""`kbit bench workload`: what a kernel table means for one user and for many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kbit.cli.bench_kernels import MAX_WIDTH, _numbers, _words
+
+if TYPE_CHECKING:
+    from kbit.bench.workload.model_layers import ModelLayers
+    from kbit.bench.workload.times import Times
+
+console = Console()
+
+
+def workload(
+    table: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`, M up to 4096.")],
+    distribution: Annotated[
+        Path | None, typer.Option(help="Token distribution (.json) or log of requests (.jsonl).")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Models; by default all that the table has.")] = "",
+    bits: Annotated[str, typer.Option(help="Widths; by default all that the table has.")] = "",
+    users: Annotated[str, typer.Option(help="Numbers of users served at once.")] = "1,4,8,16,32,64",
+    dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "fp16",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens an iteration beside decoding.")] = 512,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens of an iteration at most.")] = 2048,
+    turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw speed-up against users here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Share of time per kernel and speed-up over 16 bits, weighted by how often each M happens.
+
+    One user: a prefill and its decode steps per turn. More: continuous batching, simulated; each iteration
+    decodes for all who have an answer under way, then adds one chunk of the oldest prompt.
+    """
+    from kbit.bench import kernel_rows
+    from kbit.bench.workload import distributions, scenarios, tables, times
+    from kbit.bench.workload import plot as plots
+    from kbit.bench.workload.scheduler import Limits
+    from kbit.format.codebook import check_bits
+
+    header, rows = kernel_rows.load(table)
+    measured = times.from_result(header, rows, dtype)
+    traffic = distributions.load(distribution)
+    limits = Limits(chunk, budget)
+    widths = [check_bits(width) for width in _numbers("--bits", bits)] if bits else []
+    steps = scenarios.steps_of(traffic, _numbers("--users", users), limits, turns, seed)
+    models = _models(_words(model), measured)
+    found = [scenarios.analyse(item, measured, steps, widths) for item in models]
+    result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
+    wide = Console(width=MAX_WIDTH)
+    for analysis in found:
+        printed = tables.table(analysis)
+        wide.print(printed, width=wide.measure(printed).maximum)
+        for line in (*tables.verdicts(analysis), *analysis.notes):
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(times.INTERPOLATION, markup=False, soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        plots.write(result, plot)
+
+
+def _models(names: list[str], measured: Times) -> list[ModelLayers]:
+    """The named models, or those with all their layers in the table."""
+    from kbit.bench.shapes import MODELS
+    from kbit.bench.workload.model_layers import layers_of
+    from kbit.bench.workload.scenarios import nothing_measured
+
+    if names:
+        return [layers_of(name) for name in names]
+    models = [layers_of(name) for name in MODELS]
+    complete = [item for item in models if measured.bits(item)]
+    if not complete:
+        raise ValueError("\n".join(nothing_measured(item, measured) for item in models[:1]))
+    return complete
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `kbit bench`."""
+    app.command()(workload)
