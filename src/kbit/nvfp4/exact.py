@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-# exp(x) = 2^n * exp(r), n = round(x * LOG2E), r = x - n * (LN2_HIGH + LN2_LOW). These are the constants of expf in
-# Cephes (S. Moshier): LN2_HIGH has 9 bits, so that n * LN2_HIGH is exact; the polynomial is a minimax one for
-# (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2. As float32 hexadecimal, highest power first.
+# exp(x) = 2^n * exp(r), n = round(x * LOG2E), r = x - n * (LN2_HIGH + LN2_LOW). These are the constants of
+# expf in Cephes (S. Moshier): LN2_HIGH has 9 bits, so that n * LN2_HIGH is exact; the polynomial is a minimax
+# one for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2. As float32 hexadecimal, highest power first.
 LOG2E = float.fromhex("0x1.715476p+0")
 LN2_HIGH = float.fromhex("0x1.63p-1")
 LN2_LOW = float.fromhex("-0x1.bd0106p-13")
@@ -31,9 +31,9 @@ LIMIT = 104.0
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
     """float32 a * b + c, rounded once.
 
-    The product of two float32 is exact in float64. The sum is not, so it is rounded to odd there: then rounding
-    to float32, which has 29 bits fewer, gives what one rounding of the exact value would (Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums", 2008).
+    The product of two float32 is exact in float64. The sum is not, so it is rounded to odd there: then
+    rounding to float32, which has 29 bits fewer, gives what one rounding of the exact value would (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
 
     Args:
         a, b, c: float32, broadcast together.
@@ -81,8 +81,8 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
     x = min(max(x, -LIMIT), LIMIT); n = rint(x * LOG2E); r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x));
     p = COEFFICIENTS[0], then p = fma(p, r, next) for the others; p = fma(p, r * r, r) + 1;
-    with h = floor(n / 2): (p * 2^h) * 2^(n - h), so that results overflow to infinity and underflow gradually.
-    NaN stays NaN.
+    with h = floor(n / 2): (p * 2^h) * 2^(n - h), so that results overflow to infinity and underflow
+    gradually. NaN stays NaN.
 
     Args:
         x: float32.

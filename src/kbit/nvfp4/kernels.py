@@ -1,13 +1,14 @@
 """What a device has to compute, and who computes it: the reference on CPU, kernels on CUDA.
 
-`Kernels` is the contract. Both `kbit.nvfp4.reference` and `kbit.backends.cuda.nvfp4` are modules with functions
-of these names and signatures, and both give the same bytes under the contracts `exact` and `seq16`. All tensors
-of a call are contiguous and on one device. Quantized data is in the `nv` layout: codes uint8 [..., K16 / 2] with
-element 2j in the low nibble, scales uint8 [..., K16 / 16], K16 = K rounded up to a multiple of 16; the elements
-beyond K are code 0.
+`Kernels` is the contract. Both `kbit.nvfp4.reference` and `kbit.backends.cuda.nvfp4` are modules with
+functions of these names and signatures, and both give the same bytes under the contracts `exact` and `seq16`.
+All tensors of a call are contiguous and on one device. Quantized data is in the `nv` layout: codes uint8
+[..., K16 / 2] with element 2j in the low nibble, scales uint8 [..., K16 / 16], K16 = K rounded up to a
+multiple of 16; the elements beyond K are code 0.
 
-Arithmetic is IEEE float32 with correctly rounded +, *, /, sqrt and fma, no contraction other than where "fma" is
-written and no flush to zero. T is the storage dtype (float16, bfloat16 or float32), round_T rounds to nearest even.
+Arithmetic is IEEE float32 with correctly rounded +, *, /, sqrt and fma, no contraction other than where "fma"
+is written and no flush to zero. T is the storage dtype (float16, bfloat16 or float32), round_T rounds to
+nearest even.
 
 Accumulation contracts of `gemm` and `moe_gemm`, a[k] and w[k] being the products code * scale:
  * "exact": acc = the correctly rounded float32 of the exact sum over k. A zero sum is +0.
@@ -42,8 +43,8 @@ class Kernels(Protocol):
           amax = max|v|; c0 = ue4m3(amax / 6), nearest even, at most 0x7E.
           candidates c0, c0 - 1, c0 + 1, c0 - 2, c0 + 2 within 0..0x7E (only c0 without search).
           s = decode(c); inv = s > 0 ? 1 / s : 0; t = |v| * inv;
-          i = count of t > {.25, .75, 1.25, 1.75, 2.5, 3.5, 5}; with ties_even t >= {.75, 1.75, 3.5} for these.
-          d = |v| - magnitude[i] * s; err = fma(d, d, err) over the 16 in order, from +0.
+          i = count of t > {.25, .75, 1.25, 1.75, 2.5, 3.5, 5}; with ties_even t >= {.75, 1.75, 3.5} for
+          these. d = |v| - magnitude[i] * s; err = fma(d, d, err) over the 16 in order, from +0.
           the first candidate stays unless a later one has a strictly smaller err (infinity is not smaller).
           code = i + 8 * (v < 0).
 
@@ -60,9 +61,12 @@ class Kernels(Protocol):
         ...
 
     def repack(self, codes: Tensor, scales: Tensor, layout: str) -> Tensor:
-        """[..., N, K16 / 2], [..., N, K16 / 16] -> bytes: "ggml" [..., N, 36 * ceil(K16 / 64)], "mmq"
-        [..., 2 * ceil(K16 / 512), N, 144]. Padding is bytes of 0.
-        """  # noqa: D205
+        """Interleave codes [..., N, K16 / 2] and scales [..., N, K16 / 16].
+
+        Returns:
+            uint8, layout "ggml": [..., N, 36 * ceil(K16 / 64)], "mmq": [..., 2 * ceil(K16 / 512), N, 144].
+            Padding is bytes of 0.
+        """
         ...
 
     def dequantize(
@@ -195,7 +199,7 @@ class Kernels(Protocol):
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[R, 2I] -> [R, I]: round_T(round_T(g / (1 + exp(-g))) * u), g the first half of a row, u the second.
+        """[R, 2I] -> [R, I]: round_T(round_T(g / (1 + exp(-g))) * u), g a row's first half, u its second.
 
         exp is the polynomial of `kbit.nvfp4.exact`.
         """

@@ -15,15 +15,15 @@ def midpoints(ties_even: bool, device: torch.device | str = "cpu") -> torch.Tens
 
     With ties_even, the midpoints whose even neighbour is the upper one are the next lower float32.
     """
-    exact = torch.tensor(MIDPOINTS)
+    exact = torch.tensor(MIDPOINTS, dtype=torch.float32)
     if ties_even:
-        exact[1::2] = torch.nextafter(exact[1::2], torch.zeros(3))
+        exact[1::2] = torch.nextafter(exact[1::2], torch.zeros(3, dtype=torch.float32))
     return exact.to(device)
 
 
 def magnitudes(device: torch.device | str = "cpu") -> torch.Tensor:
     """float32 [8]: the magnitude of every index."""
-    return torch.tensor(MAGNITUDES, device=device)
+    return torch.tensor(MAGNITUDES, dtype=torch.float32, device=device)
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:

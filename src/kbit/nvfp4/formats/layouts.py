@@ -2,10 +2,10 @@
 
  * nv (ModelOpt, compressed-tensors): codes [..., N, K16 / 2], element 2j in the low nibble of byte j; scales
    [..., N, K16 / 16]. K16 is K rounded up to 16.
- * ggml (GGUF): 64 elements in 36 bytes [..., N, 36 * ceil(K16 / 64)]: 4 scales, then 8 bytes per sub-block of 16,
-   byte j holding element j low and element j + 8 high.
- * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per sub-block
-   in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
+ * ggml (GGUF): 64 elements in 36 bytes [..., N, 36 * ceil(K16 / 64)]: 4 scales, then 8 bytes per sub-block
+   of 16, byte j holding element j low and element j + 8 high.
+ * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per
+   sub-block in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
 Padding is bytes of 0.
 """
 

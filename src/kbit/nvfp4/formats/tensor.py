@@ -24,8 +24,8 @@ class NonFiniteError(KbitError):
         tail = f" ({where})" if where else ""
         super().__init__(
             f"quantize_nvfp4: {count} NaN or Inf value{'s' if count != 1 else ''} after scaling would zero "
-            f"{blocks} block{'s' if blocks != 1 else ''} of 16{tail}. Repair the input or its scales, or pass "
-            f"check=False to accept zeros."
+            f"{blocks} block{'s' if blocks != 1 else ''} of 16{tail}. Repair the input or its scales, or "
+            f"pass check=False to accept zeros."
         )
 
 
@@ -34,10 +34,12 @@ class NVFP4Tensor:
     """value[..., n, k] = (magnitude * scale * global_scale) * row_scale[n], rounded after each global factor.
 
     Attributes:
-        codes: uint8, e2m1 codes in layout nv; scales and codes together in the interleaved layouts. Shape: see
+        codes: uint8, e2m1 codes in layout nv; scales and codes together in the interleaved layouts. Shape:
+        see
             `layouts.codes_shape`.
         scales: uint8 [..., N, K16 / 16], ue4m3; None in the interleaved layouts, which hold their own.
-        global_scale: float32 [...] of the leading dimensions, multiplied: one for a matrix, one per expert for a
+        global_scale: float32 [...] of the leading dimensions, multiplied: one for a matrix, one per expert
+        for a
             stack. That of a matrix stays on the CPU, because launches need its value and must not wait.
         shape: (N, K) or (E, N, K).
         layout: "nv", "ggml" or "mmq".
@@ -124,8 +126,8 @@ class NVFP4Tensor:
         kinds = {(t.shape, t.layout, t.device, t.row_scale is None) for t in matrices}
         if len(kinds) != 1 or matrices[0].row_scale is not None or len(matrices[0].shape) != 2:
             raise ValueError(
-                f"NVFP4 tensor: a stack needs matrices of one shape, layout and device without row scales, got "
-                f"{len(matrices)} of {len(kinds)} kinds."
+                f"NVFP4 tensor: a stack needs matrices of one shape, layout and device without row scales, "
+                f"got {len(matrices)} of {len(kinds)} kinds."
             )
         first = matrices[0]
         scales = (
@@ -139,8 +141,8 @@ class NVFP4Tensor:
 
     def __repr__(self) -> str:
         return (
-            f"NVFP4Tensor(shape={self.shape}, layout={self.layout}, bits_per_weight={self.bits_per_weight:.2f}, "
-            f"device={self.device})"
+            f"NVFP4Tensor(shape={self.shape}, layout={self.layout}, "
+            f"bits_per_weight={self.bits_per_weight:.2f}, device={self.device})"
         )
 
 
@@ -156,8 +158,8 @@ def _check_part(
         raise TypeError(f"NVFP4 tensor: {name} must be {str(dtype)[6:]}, got {str(part.dtype)[6:]}.")
     if tuple(part.shape) != tuple(shape):
         raise ValueError(
-            f"NVFP4 tensor: {name} must have shape {tuple(shape)}, got {tuple(part.shape)}. Is it that of another "
-            f"tensor or layout?"
+            f"NVFP4 tensor: {name} must have shape {tuple(shape)}, got {tuple(part.shape)}. Is it that of "
+            f"another tensor or layout?"
         )
     if part.device != device:
         raise ValueError(f"NVFP4 tensor: {name} must be on {device}, got {part.device}. Move it there.")

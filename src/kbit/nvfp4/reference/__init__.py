@@ -1,4 +1,4 @@
-"""The definition of every NVFP4 operation, in PyTorch. It computes on the CPU, and tests compare kernels with it."""
+"""The definition of every NVFP4 operation, in PyTorch: what the CPU runs and kernels are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS norm and SiLU product, alone and with the quantizer; `kbit.nvfp4.kernels.Kernels` states what they compute."""
+"""RMS norm and SiLU product, alone and with the quantizer; see `kbit.nvfp4.kernels.Kernels`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rmsnorm(
     """See `Kernels.rmsnorm`."""
     h = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     values = h.float()
-    columns = torch.tensor(float(x.shape[1]), device=x.device)
+    columns = torch.tensor(float(x.shape[1]), dtype=torch.float32, device=x.device)
     mean = sum_of_squares(values) / columns + torch.tensor(eps, dtype=torch.float32, device=x.device)
     factor = torch.ones_like(mean) / torch.sqrt(mean)
     normed = (values * factor[:, None]).to(x.dtype)
@@ -33,7 +33,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     step = THREADS * VECTOR
     # Zeros beyond K change nothing: fma(0, 0, partial) is partial.
     padded = F.pad(values, (0, -columns % step)).view(rows, -1, THREADS, VECTOR)
-    partial = torch.zeros(rows, THREADS, device=values.device)
+    partial = torch.zeros(rows, THREADS, dtype=torch.float32, device=values.device)
     for stride in padded.unbind(1):
         for column in stride.unbind(-1):
             partial = fma(column, column, partial)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kbit.nvfp4.exact import integer_to_float32
 from kbit.nvfp4.formats import layouts
 from kbit.nvfp4.reference.quantize import decode
 
-# code * scale is a multiple of 2^-10 of magnitude at most 2688, so a product of two is a multiple of 2^-20. In
-# these units it is at most 2752512^2 < 2^42.8: a float64 holds the sum of 1024 exactly in any order
+# code * scale is a multiple of 2^-10 of magnitude at most 2688, so a product of two is a multiple of 2^-20.
+# In these units it is at most 2752512^2 < 2^42.8: a float64 holds the sum of 1024 exactly in any order
 # (7.758e15 < 2^53 = 9.007e15), an int64 that of 1217416.
 _UNIT_BITS = 10
 CHUNKS = {"k1024": 1024, "k256": 256, "k48": 48}
@@ -57,7 +59,7 @@ def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     significant bits, so a float32 product of any order is exact; so is one of bfloat16 operands, which torch
     may use under a lowered matmul precision.
     """
-    total = torch.zeros(a.shape[0], w.shape[0])
+    total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.float32)
     for start in range(0, a.shape[1], layouts.SUB_BLOCK):
         part = slice(start, start + layouts.SUB_BLOCK)
         total = total + a[:, part] @ w[:, part].t()
@@ -83,7 +85,7 @@ def moe_gemm(
         row_scale = None if row_scale is None else row_scale[rows]
     y = torch.zeros(len(a_codes), w_codes.shape[1], dtype=out_dtype)
     edges = bounds.tolist()
-    for expert, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for expert, (begin, end) in enumerate(itertools.pairwise(edges)):
         if begin == end:
             continue
         part = slice(begin, end)

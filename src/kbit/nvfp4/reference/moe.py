@@ -41,7 +41,7 @@ def quantize_scatter(
 
 def combine(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """See `Kernels.combine`."""
-    total = torch.zeros(len(inverse), y.shape[1], device=y.device)
+    total = torch.zeros(len(inverse), y.shape[1], dtype=torch.float32, device=y.device)
     for rows, weights in zip(inverse.long().unbind(1), p.unbind(1), strict=True):
         total = total + y[rows].float() * weights[:, None]
     return total.to(y.dtype)

@@ -9,8 +9,8 @@ from kbit.nvfp4.exact import fma
 from kbit.nvfp4.formats import e2m1, layouts, ue4m3
 
 OFFSETS = (0, -1, 1, -2, 2)
-# Blocks at a time: 5 candidates of float64 temporaries then stay in the cache (about 2 MB each).
-_CHUNK = 1 << 15
+# Blocks at a time: float64 temporaries of the 5 candidates then take 320 KB each and stay in the cache.
+_CHUNK = 1 << 13
 
 
 def quantize(

@@ -1,0 +1,160 @@
+"""Producer folds: the norm and the activation with the quantizer in one kernel, and each alone.
+
+A fold keeps the stand-alone operation's reduction tree and rounds to the storage dtype where that one stores,
+so it changes no bit: `rmsnorm_quantize_nvfp4` equals `rmsnorm` then `quantize_nvfp4`,
+`silu_mul_quantize_nvfp4` equals `silu_mul` then `quantize_nvfp4`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.kernels import kernels_for
+from kbit.nvfp4.quantize import FLOATS, is_normal
+
+
+class Normed(NamedTuple):
+    """What a folded norm gives.
+
+    Attributes:
+        quantized: the norm in NVFP4 [M, K].
+        norm: the norm itself, which a router reads; None unless asked for.
+        residual: x + residual in x's dtype, or x itself.
+    """
+
+    quantized: NVFP4Tensor
+    norm: torch.Tensor | None
+    residual: torch.Tensor
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm with defined bits; `kbit.nvfp4.kernels.Kernels.rmsnorm` states its reduction tree.
+
+    Args:
+        x: float16, bfloat16 or float32 [M, K].
+        weight: one of these dtypes, [K].
+        eps: added to the mean of squares.
+        residual: x's dtype and shape; added first, the sum rounded to that dtype.
+
+    Returns:
+        norm and x + residual (or x), both of x's dtype [M, K].
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    _check_norm(x, weight, residual)
+    return kernels_for(x).rmsnorm(x.contiguous(), weight, eps, _contiguous(residual))
+
+
+def rmsnorm_quantize_nvfp4(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    write_norm: bool = True,
+    search: bool = True,
+    ties: str = "zero",
+    global_scale: float | None = None,
+) -> Normed:
+    """`rmsnorm`, its result quantized in the same pass.
+
+    Args:
+        x, weight, eps, residual: as in `rmsnorm`.
+        write_norm: return the unquantized norm too.
+        search, ties, global_scale: as in `quantize_nvfp4`.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+
+    >>> x, weight = torch.randn(2, 64), torch.ones(64)
+    >>> rmsnorm_quantize_nvfp4(x, weight, eps=1e-6).quantized
+    NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
+    """
+    _check_norm(x, weight, residual)
+    factor = _factor(global_scale, "rmsnorm_quantize_nvfp4")
+    codes, scales, norm, h = kernels_for(x).rmsnorm_quantize(
+        x.contiguous(), weight, eps, _contiguous(residual), write_norm, search, ties == "even", factor
+    )
+    return Normed(_tensor(codes, scales, factor, tuple(x.shape)), norm, h)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up with defined bits; `kbit.nvfp4.exact.exp` is its exp.
+
+    Args:
+        gate_up: float16, bfloat16 or float32 [R, 2I], a row's gate first.
+
+    Returns:
+        its dtype [R, I].
+
+    Raises:
+        TypeError, ValueError: the argument does not fit.
+    """
+    _check_gate_up(gate_up)
+    return kernels_for(gate_up).silu_mul(gate_up.contiguous())
+
+
+def silu_mul_quantize_nvfp4(
+    gate_up: torch.Tensor, search: bool = True, ties: str = "zero", global_scale: float | None = None
+) -> NVFP4Tensor:
+    """`silu_mul`, its result quantized in the same pass.
+
+    Args:
+        gate_up: as in `silu_mul`.
+        search, ties, global_scale: as in `quantize_nvfp4`.
+
+    Returns:
+        [R, I] in layout nv.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    _check_gate_up(gate_up)
+    factor = _factor(global_scale, "silu_mul_quantize_nvfp4")
+    kernels = kernels_for(gate_up)
+    codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
+    return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))
+
+
+def _tensor(
+    codes: torch.Tensor, scales: torch.Tensor, global_scale: float, shape: tuple[int, ...]
+) -> NVFP4Tensor:
+    return NVFP4Tensor(codes, scales, torch.tensor(global_scale, dtype=torch.float32), shape)
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _factor(global_scale: float | None, op: str) -> float:
+    if global_scale is not None and not is_normal(global_scale):
+        raise ValueError(f"{op}: global_scale must be a positive normal float32, got {global_scale}.")
+    return 1.0 if global_scale is None else global_scale
+
+
+def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
+        raise TypeError(
+            f"rmsnorm: x and weight must be float16, bfloat16 or float32, got {x.dtype} and {weight.dtype}."
+        )
+    if x.dim() != 2 or tuple(weight.shape) != tuple(x.shape[1:]):
+        raise ValueError(
+            f"rmsnorm: x must be [M, K] and weight [K], got {tuple(x.shape)} and {tuple(weight.shape)}."
+        )
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        raise ValueError(
+            f"rmsnorm: residual must be {x.dtype} {tuple(x.shape)} like x, got {residual.dtype} "
+            f"{tuple(residual.shape)}."
+        )
+
+
+def _check_gate_up(gate_up: torch.Tensor) -> None:
+    if gate_up.dtype not in FLOATS:
+        raise TypeError(f"silu_mul: gate_up must be float16, bfloat16 or float32, got {gate_up.dtype}.")
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1]:
+        raise ValueError(f"silu_mul: gate_up must be [R, 2I], got {tuple(gate_up.shape)}.")

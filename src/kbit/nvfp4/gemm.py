@@ -1,0 +1,100 @@
+"""gemm_nvfp4: a product of two NVFP4 matrices under a named accumulation contract."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.kernels import kernels_for
+from kbit.nvfp4.quantize import FLOATS
+
+ACCUMULATIONS = ("exact", "seq16", "tc")
+# Part of the key under which reference hashes are stored: a change of any defined bit raises it.
+CONTRACT_VERSION = 1
+# Beyond it the exact sum may leave 63 bits; see kbit.nvfp4.reference.gemm.
+MAX_COLUMNS = 1 << 20
+
+
+def gemm_nvfp4(
+    a: NVFP4Tensor,
+    w: NVFP4Tensor,
+    accum: str = "exact",
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: str | None = None,
+    where: str = "",
+) -> torch.Tensor:
+    """y[m, n] = sum over k of a[m, k] * w[n, k].
+
+    The operands' codes times block scales have 6 significant bits, so products are exact. The contract says
+    how they are summed: "exact" rounds the exact sum once and thus knows no order, "seq16" adds exact sums of
+    16 in float32, ascending, and "tc" lets tensor cores chain their accumulators. Then the float32 result is
+    multiplied by a.global_scale * w.global_scale (one float32 factor), by a.row_scale, and rounded to
+    out_dtype.
+
+    Args:
+        a: [M, K], any layout; a row_scale is allowed.
+        w: [N, K], any layout, without row_scale.
+        accum: "exact", "seq16" or "tc".
+        out_dtype: float16, bfloat16 or float32.
+        tile: force a tile or split choice, one of `tiles_nvfp4`; for measurements and for the gate.
+        where: name of the layer, for messages.
+
+    Returns:
+        out_dtype [M, N].
+
+    Raises:
+        TypeError, ValueError: the operands or names do not fit.
+
+    >>> a, w = quantize_nvfp4(torch.randn(2, 64)), quantize_nvfp4(torch.randn(8, 64))
+    >>> gemm_nvfp4(a, w, out_dtype=torch.float32).shape
+    torch.Size([2, 8])
+    """
+    check_product(a, w, accum, out_dtype, "gemm_nvfp4", where)
+    if len(w.shape) != 2:
+        raise ValueError(f"gemm_nvfp4: w must be [N, K], got {w.shape}. Use moe_gemm_nvfp4 for experts.")
+    scale = float(a.global_scale * w.global_scale)
+    kernels = kernels_for(a.codes)
+    return kernels.gemm(*a.nv(), *w.nv(), scale, a.row_scale, accum, out_dtype, tile)
+
+
+def tiles_nvfp4(accum: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
+    """Names of the tile and split choices that a device's products can be forced to under a contract."""
+    check_accumulation(accum, "tiles_nvfp4")
+    return kernels_for(torch.empty(0, device=device)).tiles(accum)
+
+
+def check_accumulation(accum: str, op: str) -> None:
+    """Check the name of a contract.
+
+    Raises:
+        ValueError: there is no such contract.
+    """
+    if accum not in ACCUMULATIONS:
+        raise ValueError(f"{op}: accum must be one of {', '.join(ACCUMULATIONS)}, got {accum!r}.")
+
+
+def check_product(
+    a: NVFP4Tensor, w: NVFP4Tensor, accum: str, out_dtype: torch.dtype, op: str, where: str = ""
+) -> None:
+    """Check what every product asks of its operands.
+
+    Raises:
+        TypeError, ValueError: the operands or names do not fit.
+    """
+    tail = f" ({where})" if where else ""
+    check_accumulation(accum, op)
+    if out_dtype not in FLOATS:
+        raise TypeError(f"{op}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}{tail}.")
+    if len(a.shape) != 2 or a.shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"{op}: a must be [M, {w.shape[-1]}] for a weight {w.shape}, got {a.shape}{tail}. Check the "
+            f"input projection."
+        )
+    if w.shape[-1] > MAX_COLUMNS:
+        raise ValueError(f"{op}: K must be at most {MAX_COLUMNS}, got {w.shape[-1]}{tail}. Split K.")
+    if a.device != w.device:
+        raise ValueError(f"{op}: a is on {a.device}, w on {w.device}{tail}. Move one of them.")
+    if w.row_scale is not None:
+        raise ValueError(
+            f"{op}: w has a row_scale, which only activations may have{tail}. Use a global_scale."
+        )

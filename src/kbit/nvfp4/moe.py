@@ -1,0 +1,256 @@
+"""Mixture of experts: sorting, the four ways to quantize activations for experts, the product, the sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.gemm import check_product
+from kbit.nvfp4.kernels import kernels_for
+from kbit.nvfp4.quantize import quantize_nvfp4
+
+DEDUP = ("off", "gather", "scatter", "indirect")
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where each (token, choice) pair stands once sorted by expert; see `moe_align`."""
+
+    source: torch.Tensor
+    slots: torch.Tensor
+    bounds: torch.Tensor
+    inverse: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertInput:
+    """Quantized activations for experts.
+
+    Attributes:
+        tensor: [R, K] in sorted order, or [T, K] in token order with `rows`.
+        rows: int32 [R], the row of `tensor` for each sorted row; None if it is the same.
+        quantized_rows: rows that went through the quantizer.
+        copied_rows: rows that were copied or stored again.
+    """
+
+    tensor: NVFP4Tensor
+    rows: torch.Tensor | None
+    quantized_rows: int
+    copied_rows: int
+
+
+def moe_align(
+    ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort (token, choice) pairs by expert, stably.
+
+    Args:
+        ids: int32 [T, U]: the experts of each token. num_experts means "not mine" and sorts last.
+        num_experts: E.
+
+    Returns:
+        source: int32 [T * U], the token of each sorted row.
+        slots: int32 [T * U], its place t * U + u in ids.
+        bounds: int32 [E + 1]: expert e has the sorted rows bounds[e] .. bounds[e + 1] - 1.
+        inverse: int32 [T, U], the sorted row of each pair.
+
+    Raises:
+        TypeError: ids are not int32.
+        ValueError: ids are not [T, U], or (on CPU, where looking costs no wait) outside 0..num_experts. On a
+            GPU such ids count as "not mine".
+    """
+    _check_ids(ids, num_experts)
+    return kernels_for(ids).align(ids.contiguous(), num_experts)
+
+
+def _check_ids(ids: torch.Tensor, num_experts: int) -> None:
+    if ids.dtype != torch.int32:
+        raise TypeError(f"moe_align: ids must be int32, got {ids.dtype}. Convert them with .int().")
+    if ids.dim() != 2 or ids.shape[1] < 1 or num_experts < 1:
+        raise ValueError(
+            f"moe_align: ids must be [T, U] with U >= 1 and num_experts >= 1, got {tuple(ids.shape)} and "
+            f"{num_experts}."
+        )
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high > num_experts:
+            raise ValueError(
+                f"moe_align: ids must be in 0..{num_experts}, got {low}..{high}. {num_experts} means an "
+                f"expert of another device."
+            )
+
+
+def route(ids: torch.Tensor, num_experts: int) -> Routing:
+    """`moe_align` as one object."""
+    return Routing(*moe_align(ids, num_experts))
+
+
+def quantize_for_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    dedup: str = "off",
+    search: bool = True,
+    ties: str = "zero",
+    global_scale: float | None = None,
+) -> ExpertInput:
+    """Quantize the activations that experts read. All ways give the same bytes per sorted row.
+
+    The quantizer has no reduction across blocks of 16, so a token's bytes do not depend on who reads them:
+    "off" quantizes the T * U gathered rows; "gather" quantizes T rows and copies bytes; "scatter" quantizes T
+    rows and stores each U times; "indirect" quantizes T rows and lets the product read them by token.
+
+    Args:
+        x: [T, K], one row per token, or [T, U, K], one per choice (then only "off").
+        routing: of T tokens.
+        dedup: which way.
+        search, ties, global_scale: as in `quantize_nvfp4`.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    _check_expert_input(x, routing, dedup)
+    tokens, choices = routing.inverse.shape
+    columns, count = x.shape[-1], tokens * choices
+    if dedup == "off":
+        gathered = (
+            x.index_select(0, routing.source) if x.dim() == 2 else x.reshape(count, columns)[routing.slots]
+        )
+        t = quantize_nvfp4(gathered, search, ties, global_scale=global_scale)
+        return ExpertInput(t, None, count, 0)
+    if dedup == "scatter":
+        factor = 1.0 if global_scale is None else global_scale
+        kernels = kernels_for(x)
+        parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
+        t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
+        return ExpertInput(t, None, tokens, count)
+    t = quantize_nvfp4(x, search, ties, global_scale=global_scale)
+    if dedup == "indirect":
+        return ExpertInput(t, routing.source, tokens, 0)
+    return ExpertInput(gather_rows(t, routing.source), None, tokens, count)
+
+
+def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
+    """Rows `rows` (int32 [R]) of an nv matrix without row scales, as a matrix [R, K]."""
+    parts = kernels_for(t.codes).gather_rows(*t.nv(), rows)
+    return NVFP4Tensor(*parts, t.global_scale, (len(rows), t.shape[1]))
+
+
+def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str) -> None:
+    if dedup not in DEDUP:
+        raise ValueError(f"moe_gemm_nvfp4: dedup must be one of {', '.join(DEDUP)}, got {dedup!r}.")
+    tokens, choices = routing.inverse.shape
+    if x.dim() == 3 and dedup != "off":
+        raise ValueError(
+            f"moe_gemm_nvfp4: x {tuple(x.shape)} has a row of its own for each choice, so nothing is "
+            f'quantized twice; use dedup="off", got {dedup!r}.'
+        )
+    if x.shape[:-1] != (tokens,) and x.shape[:-1] != (tokens, choices):
+        raise ValueError(
+            f"moe_gemm_nvfp4: x must be [{tokens}, K] or [{tokens}, {choices}, K] for these ids, got "
+            f"{tuple(x.shape)}."
+        )
+
+
+def expert_product(
+    a: ExpertInput,
+    routing: Routing,
+    w: NVFP4Tensor,
+    accum: str = "exact",
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: str | None = None,
+    where: str = "",
+) -> torch.Tensor:
+    """Multiply each sorted row with its expert.
+
+    Args:
+        a: see `quantize_for_experts`.
+        routing: the one that `a` was made with.
+        w: [E, N, K].
+        accum, out_dtype, tile, where: as in `gemm_nvfp4`.
+
+    Returns:
+        out_dtype [R, N] in sorted order; rows of no expert are 0.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    check_product(a.tensor, w, accum, out_dtype, "moe_gemm_nvfp4", where)
+    if len(w.shape) != 3 or len(routing.bounds) != w.shape[0] + 1:
+        raise ValueError(
+            f"moe_gemm_nvfp4: w must be [{len(routing.bounds) - 1}, N, K] for this routing, got {w.shape}."
+        )
+    # Rounded to float32 as in gemm_nvfp4. A 0-dim CPU tensor multiplies on any device without a wait.
+    scale = w.global_scale * a.tensor.global_scale
+    kernels = kernels_for(a.tensor.codes)
+    operands = (*a.tensor.nv(), a.rows, routing.bounds, *w.nv(), scale, a.tensor.row_scale)
+    return kernels.moe_gemm(*operands, accum, out_dtype, tile)
+
+
+def moe_gemm_nvfp4(
+    x: torch.Tensor,
+    w: NVFP4Tensor,
+    ids: torch.Tensor,
+    dedup: str = "off",
+    accum: str = "exact",
+    out_dtype: torch.dtype | None = None,
+    search: bool = True,
+    ties: str = "zero",
+    global_scale: float | None = None,
+) -> torch.Tensor:
+    """y[t, u] = quantized x[t] (or x[t, u]) times expert ids[t, u].
+
+    Args:
+        x: float16, bfloat16 or float32 [T, K] or [T, U, K].
+        w: [E, N, K].
+        ids: int32 [T, U]; E gives zeros.
+        dedup: "off", "gather", "scatter" or "indirect"; see `quantize_for_experts`.
+        accum: see `gemm_nvfp4`.
+        out_dtype: x's if None.
+        search, ties, global_scale: as in `quantize_nvfp4`.
+
+    Returns:
+        out_dtype [T, U, N].
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    routing = route(ids, w.shape[0])
+    a = quantize_for_experts(x, routing, dedup, search, ties, global_scale)
+    y = expert_product(a, routing, w, accum, out_dtype or x.dtype)
+    return y[routing.inverse]
+
+
+def moe_combine(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over u of y[t, u] * p[t, u], u ascending, in float32, rounded once to y's dtype.
+
+    Args:
+        y: [T, U, N].
+        p: float32 [T, U].
+
+    Returns:
+        y's dtype [T, N].
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    if y.dim() != 3 or p.shape != y.shape[:2]:
+        raise ValueError(
+            f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}."
+        )
+    slots = torch.arange(p.numel(), dtype=torch.int32, device=y.device).view(p.shape)
+    return combine_sorted(y.reshape(-1, y.shape[2]), slots, p)
+
+
+def combine_sorted(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`moe_combine` of sorted rows [R, N], without putting them back first; inverse is that of `moe_align`.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
+    if p.dtype != torch.float32:
+        raise TypeError(f"moe_combine: p must be float32, got {p.dtype}. Convert it with .float().")
+    if p.shape != inverse.shape:
+        raise ValueError(f"moe_combine: p must be {tuple(inverse.shape)}, got {tuple(p.shape)}.")
+    return kernels_for(y).combine(y.contiguous(), inverse, p.contiguous())

@@ -1,0 +1,170 @@
+"""Quantize, dequantize and repack: the functions that take and return `NVFP4Tensor`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, e2m1, layouts, ue4m3
+from kbit.nvfp4.kernels import kernels_for
+
+TIES = ("zero", "even")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# What code * scale reaches: a global scale of amax / LARGEST uses the whole range of the scales.
+LARGEST = e2m1.MAX * ue4m3.MAX
+
+
+def quantize_nvfp4(
+    x: torch.Tensor,
+    search: bool = True,
+    ties: str = "zero",
+    row_scale: bool = False,
+    global_scale: float | None = None,
+    layout: str = "nv",
+    check: bool = False,
+    where: str = "",
+) -> NVFP4Tensor:
+    """Quantize rows to NVFP4; `kbit.nvfp4.kernels.Kernels.quantize` states the arithmetic.
+
+    Source of the method: ggml's quantize_mmq_nvfp4 (amax / 6 and its neighbours, least squared error), here
+    with defined rounding, so that every device gives the same bytes.
+
+    Args:
+        x: float16, bfloat16 or float32 [M, K], or [E, M, K] for a stack.
+        search: try the four neighbouring scale bytes of each block; without it, amax / 6 rounded to nearest.
+        ties: halfway magnitudes go toward "zero", or to the "even" code as hardware rounds.
+        row_scale: divide each row by its amax / 2688 first, and keep that factor (matrices only).
+        global_scale: divide everything by it first; 1 if None. See `global_scale_for`.
+        layout: "nv", "ggml" or "mmq".
+        check: count NaN and Inf, which zero their block of 16, and raise. On a GPU this waits for the device.
+        where: name of the tensor or layer, for messages.
+
+    Returns:
+        NVFP4Tensor of x's shape; K is padded with zeros to 16 (ggml: 64, mmq: 512).
+
+    Raises:
+        NonFiniteError: with check, x holds NaN or Inf after scaling.
+        TypeError, ValueError: the arguments do not fit.
+
+    >>> t = quantize_nvfp4(torch.randn(4, 64))
+    >>> dequantize_nvfp4(t, torch.float32).shape
+    torch.Size([4, 64])
+    """
+    _check_input(x, ties, global_scale, row_scale, where)
+    layouts.check_layout(layout, "quantize_nvfp4")
+    factor = 1.0 if global_scale is None else global_scale
+    rows = x.contiguous().view(-1, x.shape[-1])
+    row_factor = row_scale_for(rows, factor) if row_scale else None
+    if check:
+        _count_non_finite(rows, factor, row_factor, where)
+    kernels = kernels_for(x)
+    codes, scales = kernels.quantize(rows, search, ties == "even", factor, row_factor)
+    lead = x.shape[:-1]
+    scale = torch.full(lead[:-1], factor, dtype=torch.float32, device=x.device if x.dim() == 3 else "cpu")
+    t = NVFP4Tensor(codes.view(*lead, -1), scales.view(*lead, -1), scale, tuple(x.shape), "nv", row_factor)
+    return repack_nvfp4(t, layout)
+
+
+def _check_input(x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool, where: str) -> None:
+    tail = f" ({where})" if where else ""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")
+    if x.dim() not in (2, 3) or x.shape[-1] < 1:
+        raise ValueError(
+            f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{tail}. "
+            f"Flatten the leading dimensions."
+        )
+    if ties not in TIES:
+        raise ValueError(f'quantize_nvfp4: ties must be "zero" or "even", got {ties!r}{tail}.')
+    if row_scale and x.dim() == 3:
+        raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{tail}.")
+    if global_scale is not None and not is_normal(global_scale):
+        raise ValueError(
+            f"quantize_nvfp4: global_scale must be a positive normal float32, got {global_scale}{tail}. Use "
+            f"global_scale_for(x)."
+        )
+
+
+def is_normal(scale: float) -> bool:
+    """Whether a number is positive, finite and not subnormal in float32."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= scale <= limits.max
+
+
+def global_scale_for(x: torch.Tensor) -> float:
+    """amax / 2688 in float32, as ModelOpt chooses a weight's `weight_scale_2`; 1 where that is not normal.
+
+    Waits for the device.
+    """
+    largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
+    scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
+    return scale if is_normal(scale) else 1.0
+
+
+def row_scale_for(x: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
+    """float32 [M]: a row's amax / global_scale / 2688; 1 where that is zero, subnormal or not finite."""
+    # Filled, not copied from the host, so that a CUDA graph can record it; and tensors, because CUDA divides
+    # by a number through its reciprocal.
+    first, second = (
+        torch.full((), each, dtype=torch.float32, device=x.device) for each in (global_scale, LARGEST)
+    )
+    scale = x.abs().amax(dim=-1).float() / first / second
+    limits = torch.finfo(torch.float32)
+    return torch.where((scale >= limits.tiny) & (scale <= limits.max), scale, 1.0)
+
+
+def _count_non_finite(
+    rows: torch.Tensor, global_scale: float, row_scale: torch.Tensor | None, where: str
+) -> None:
+    values = rows.float() / torch.full((), global_scale, dtype=torch.float32, device=rows.device)
+    bad = ~torch.isfinite(values if row_scale is None else values / row_scale[:, None])
+    count = int(bad.sum())
+    if count:
+        padded = torch.nn.functional.pad(bad, (0, -bad.shape[1] % layouts.SUB_BLOCK))
+        blocks = int(padded.unflatten(1, (-1, layouts.SUB_BLOCK)).any(dim=-1).sum())
+        raise NonFiniteError(count, blocks, where)
+
+
+def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
+    """The same codes and scales in another layout; lossless both ways.
+
+    Args:
+        t: any NVFP4 tensor.
+        layout: "nv", "ggml" or "mmq".
+
+    Returns:
+        `t` itself if it has that layout already.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
+    layouts.check_layout(layout, "repack_nvfp4")
+    if layout == t.layout:
+        return t
+    codes, scales = t.nv()
+    if layout == "nv":
+        return replace(t, codes=codes, scales=scales, layout=layout)
+    return replace(t, codes=kernels_for(codes).repack(codes, scales, layout), scales=None, layout=layout)
+
+
+def dequantize_nvfp4(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode: (magnitude * scale * global_scale) * row_scale, rounded after each factor and to dtype.
+
+    Args:
+        t: any layout.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        dtype, t.shape.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    if dtype not in FLOATS:
+        raise TypeError(f"dequantize_nvfp4: dtype must be float16, bfloat16 or float32, got {dtype}.")
+    if len(t.shape) == 3:
+        return torch.stack([dequantize_nvfp4(t.expert(index), dtype) for index in range(t.shape[0])])
+    codes, scales = t.nv()
+    values = kernels_for(codes).dequantize(codes, scales, float(t.global_scale), t.row_scale, dtype)
+    return values[:, : t.shape[1]]
