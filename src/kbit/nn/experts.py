@@ -60,6 +60,15 @@ def _is_silu(function: Any) -> bool:
     return isinstance(function, nn.SiLU) or function is F.silu
 
 
+def _combine(
+    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    """`kbit::moe_combine` with gradients: a gather and a sum, for atomic adds have no order."""
+    chosen = y.index_select(0, inverse.flatten()).view(*inverse.shape, -1)
+    mine = (inverse < bounds[-1]).unsqueeze(-1)
+    return torch.where(mine, chosen.float() * weights.float().unsqueeze(-1), 0.0).sum(dim=1).to(y.dtype)
+
+
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
     weight = module._parameters[name]
     assert weight is not None
@@ -69,9 +78,11 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 class KbitExperts(QuantizedModule):
     """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
 
-    Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Tokens are
-    sorted by expert with a stable sort and the results are summed in the order of top_k_index, so equal
-    inputs give equal bits. Nothing waits for the device.
+    Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
+    sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
+    (`kbit::moe_combine`), so equal inputs give equal bits. Nothing waits for the device, and all sizes follow
+    from those of the inputs: CUDA graphs record it, whatever the routing will be. An expert shared by all
+    tokens is a module of its own in transformers, beside this one.
 
     Attributes:
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
@@ -152,7 +163,8 @@ class KbitExperts(QuantizedModule):
 
         Args:
             hidden_states: [T, hidden_dim].
-            top_k_index: int [T, k], expert ids; num_experts means an expert of another device.
+            top_k_index: int [T, k], expert ids; num_experts, or any id outside 0..num_experts - 1, means an
+                expert of another device, which adds nothing.
             top_k_weights: [T, k].
 
         Returns:
@@ -163,46 +175,36 @@ class KbitExperts(QuantizedModule):
         """
         device = self.codebook.device
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
-        tokens, chosen = top_k_index.shape
-        ids, order = torch.sort(top_k_index.flatten(), stable=True)
-        # Where each expert's rows begin. Unlike bincount, searchsorted needs no look at the largest id, which
-        # on a GPU would wait for it. Ids of num_experts sort behind the last offset and give rows of 0.
-        boundaries = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
-        offsets = torch.searchsorted(ids, boundaries).int()
+        ops: Any = torch.ops.kbit
+        source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
+        rows = hidden_states.index_select(0, source)
+        results = self._grouped(self._activated(rows, bounds), "down_proj", bounds)
+        if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
+            return _combine(results, inverse, top_k_weights, bounds)
+        return ops.moe_combine(results, inverse, top_k_weights, bounds)
 
-        rows = hidden_states[torch.div(order, chosen, rounding_mode="floor")]
-        results = self._grouped(self._activated(rows, ids, offsets), "down_proj", offsets)
-
-        # Back to the order of top_k_index; a gather and a sum over k have one order, atomic adds have none.
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        weighted = results[back].view(
-            tokens, chosen, self.hidden_dim
-        ).float() * top_k_weights.float().unsqueeze(-1)
-        return weighted.sum(dim=1).to(hidden_states.dtype)
-
-    def _activated(self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _activated(self, rows: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
         """act(gate(x)) * up(x) of rows sorted by expert."""
         if self.gate_up_proj_scale.dim() > 1:
-            gate, up = self._gate_and_up(rows, ids, offsets)
+            gate, up = self._gate_and_up(rows, bounds)
         elif _is_silu(self.act_fn) and not (torch.is_grad_enabled() and rows.requires_grad):
-            return self._grouped(rows, "gate_up_proj", offsets, silu_and_mul=True)
+            return self._grouped(rows, "gate_up_proj", bounds, silu_and_mul=True)
         else:
-            gate, up = self._grouped(rows, "gate_up_proj", offsets).chunk(2, dim=-1)
+            gate, up = self._grouped(rows, "gate_up_proj", bounds).chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _gate_and_up(
-        self, rows: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gate_and_up(self, rows: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
-        # up; ids of num_experts end at the last row.
-        bounds = torch.cat([offsets, offsets.new_full((1,), len(rows))])
-        position = torch.arange(len(rows), device=ids.device)
-        at_gate, at_up = position + bounds[ids], position + bounds[ids + 1]
+        # up; rows of nobody, expert E here, end at the last row.
+        position = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
+        ids = torch.searchsorted(bounds[1:], position, right=True)
+        ends = torch.cat([bounds, bounds.new_full((1,), len(rows))])
+        at_gate, at_up = position + ends[ids], position + ends[ids + 1]
         twice = rows.new_empty(2 * len(rows), rows.shape[-1])
-        twice = twice.index_copy(0, at_gate, rows).index_copy(0, at_up, rows)
-        starts = torch.stack([2 * offsets[:-1], offsets[:-1] + offsets[1:]], dim=-1).flatten()
-        results = self._grouped(twice, "gate_up_proj", torch.cat([starts, 2 * offsets[-1:]]))
+        twice = twice.index_copy(0, at_gate.long(), rows).index_copy(0, at_up.long(), rows)
+        starts = torch.stack([2 * bounds[:-1], bounds[:-1] + bounds[1:]], dim=-1).flatten()
+        results = self._grouped(twice, "gate_up_proj", torch.cat([starts, 2 * bounds[-1:]]))
         return results[at_gate], results[at_up]
 
     def _grouped(

@@ -12,6 +12,7 @@ import torch
 
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.products import linear, linear_tiled
+from kbit.backends.cuda.routing import moe_align, moe_combine
 from kbit.backends.cuda.rows import (
     dequantize,
     dequantize_tiled,
@@ -30,6 +31,8 @@ __all__ = [
     "from_tiled",
     "linear",
     "linear_tiled",
+    "moe_align",
+    "moe_combine",
     "quantize",
     "to_tiled",
     "unavailable_reason",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbit.backends.cuda import rows, stream, wgmma
+from kbit.backends.cuda import routing, rows, stream, wgmma
 from kbit.backends.cuda.compiler import KernelSpec
 
 _KIB = 1024
@@ -15,4 +15,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     """The kernels that are ever launched on an architecture, such as "90a"."""
     number = arch.rstrip("af")
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
-    return [*rows.row_specs(), *stream.specs(shared, arch), *(wgmma.specs() if arch == wgmma.ARCH else [])]
+    hopper = wgmma.specs() if arch == wgmma.ARCH else []
+    return [*rows.row_specs(), *routing.specs(), *stream.specs(shared, arch), *hopper]

@@ -10,6 +10,7 @@ import torch
 
 from kbit import quantizers
 from kbit.backends.reference.common import grad_input, grouped_grad_input, groups, matmul, rows_at_once
+from kbit.backends.reference.moe import moe_align, moe_combine
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
     from_tiled,
@@ -31,6 +32,8 @@ __all__ = [
     "grouped_linear_tiled",
     "linear",
     "linear_tiled",
+    "moe_align",
+    "moe_combine",
     "quantize",
     "to_tiled",
 ]

@@ -1,0 +1,40 @@
+"""The routing ops in pure PyTorch, on any device; nothing waits for the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def moe_align(ids: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor, inverse: torch.Tensor) -> None:
+    """`kbit::moe_align` into source [T * U], bounds [E + 1] and inverse [T, U], all int32."""
+    experts, choices = bounds.shape[0] - 1, ids.shape[1]
+    flat = ids.reshape(-1)
+    keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    keys, order = torch.sort(keys, stable=True)
+    # Unlike bincount, searchsorted needs no look at the largest id, which on a GPU would wait for it.
+    bounds.copy_(torch.searchsorted(keys, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)))
+    source.copy_(torch.div(order, max(1, choices), rounding_mode="floor"))
+    slots = torch.arange(flat.shape[0], device=ids.device, dtype=torch.int32)
+    inverse.view(-1).scatter_(0, order, slots)
+
+
+def moe_combine(
+    y: torch.Tensor,
+    inverse: torch.Tensor,
+    weights: torch.Tensor,
+    bounds: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """`kbit::moe_combine` into out [T, H]."""
+    if not y.shape[0]:
+        out.zero_()
+        return
+    end = y.shape[0] if bounds is None else bounds[-1].clamp(max=y.shape[0])
+    mine = (inverse >= 0) & (inverse < end)
+    slots = torch.where(mine, inverse, 0)
+    total = y.new_zeros(out.shape, dtype=torch.float32)
+    for choice in range(inverse.shape[1]):
+        product = y.index_select(0, slots[:, choice]).float() * weights[:, choice, None].float()
+        # Rows of nobody may hold anything, NaN too.
+        total += torch.where(mine[:, choice, None], product, 0.0)
+    out.copy_(total)

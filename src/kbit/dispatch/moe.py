@@ -1,0 +1,33 @@
+"""Implementations of the routing ops, in the steps of `kbit.dispatch.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.backends import reference
+from kbit.dispatch.backends import backend_for
+from kbit.dispatch.ops import contiguous, implement
+from kbit.ops import moe_checks, moe_schemas
+
+
+def _module(op, device):
+    # There are no CPU kernels: torch's sort and sums serve there, whichever backend multiplies.
+    return backend_for(op, device, torch.uint8).module if device.type == "cuda" else reference
+
+
+@implement("moe_align")
+def _moe_align(ids, num_experts):
+    moe_checks.moe_align(ids, num_experts)
+    routing = moe_schemas.empty_routing(ids, num_experts)
+    _module("moe_align", ids.device).moe_align(ids.contiguous(), *routing)
+    return routing
+
+
+@implement("moe_combine")
+def _moe_combine(y, inverse, weights, bounds=None):
+    moe_checks.moe_combine(y, inverse, weights, bounds)
+    out = y.new_empty((inverse.shape[0], y.shape[1]))
+    if out.numel():
+        run = _module("moe_combine", y.device).moe_combine
+        run(*contiguous(y, inverse, weights), None if bounds is None else bounds.contiguous(), out)
+    return out

@@ -1,0 +1,56 @@
+"""Argument checks of the routing ops; like `kbit.ops.checks`, the same eager and traced."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.ops import checks
+
+# Slots are int32, and so are the sums that lead to them.
+MAX_CHOICES = 2**30
+
+
+def moe_align(ids: torch.Tensor, num_experts: int) -> None:
+    """Check the arguments of `kbit::moe_align`.
+
+    Raises:
+        TypeError: ids are not int32 or int64.
+        ValueError: ids are not [T, U], or there is no expert.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"moe_align: ids must be int32 or int64, got {ids.dtype}. Use .int().")
+    if ids.dim() != 2 or ids.numel() > MAX_CHOICES:
+        raise ValueError(
+            f"moe_align: ids must be [tokens, choices] with at most {MAX_CHOICES} of them, got "
+            f"{tuple(ids.shape)}. Reshape them, or split the batch."
+        )
+    if num_experts < 1:
+        raise ValueError(f"moe_align: num_experts must be at least 1, got {num_experts}.")
+
+
+def moe_combine(
+    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor | None
+) -> None:
+    """Check the arguments of `kbit::moe_combine`.
+
+    Raises:
+        TypeError: y or weights are not float, or inverse or bounds are not int32.
+        ValueError: shapes or devices do not belong together.
+    """
+    checks.float_dtype("moe_combine", "y", y.dtype)
+    checks.float_dtype("moe_combine", "weights", weights.dtype)
+    if inverse.dtype != torch.int32 or (bounds is not None and bounds.dtype != torch.int32):
+        found = inverse.dtype if bounds is None else f"{inverse.dtype} and {bounds.dtype}"
+        raise TypeError(f"moe_combine: inverse and bounds must be int32, got {found}. moe_align makes them.")
+    if y.dim() != 2 or inverse.dim() != 2 or weights.shape != inverse.shape:
+        raise ValueError(
+            f"moe_combine: y must be [R, H], inverse and weights [T, U], got {tuple(y.shape)}, "
+            f"{tuple(inverse.shape)} and {tuple(weights.shape)}. Are the weights those of other tokens?"
+        )
+    if bounds is not None and (bounds.dim() != 1 or bounds.shape[0] < 2):
+        raise ValueError(f"moe_combine: bounds must be [experts + 1], got {tuple(bounds.shape)}.")
+    for name, tensor in (("inverse", inverse), ("weights", weights), ("bounds", bounds)):
+        if tensor is not None and tensor.device != y.device:
+            raise ValueError(
+                f"moe_combine: {name} is on {tensor.device}, y on {y.device}. Move them together."
+            )

@@ -1,0 +1,147 @@
+"""Routing and KbitExperts on a GPU: equal to the reference bit for bit where rounding is defined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kbit
+from kbit.backends import cuda, reference
+from kbit.backends.cuda import routing
+from kbit.nn import KbitExperts
+from moe_routings import ROUTINGS, layer_in_float64, routed, skewed, uniform
+from test_moe import Experts
+
+pytestmark = pytest.mark.gpu
+ops = torch.ops.kbit
+
+PROBLEMS = [
+    (1, 1, 1),
+    (1, 10, 512),
+    (32, 10, 512),
+    (7, 3, 1024),
+    (409, 10, 512),
+    (4096, 1, 8),
+    (410, 10, 512),  # from here on in two launches
+    (4096, 10, 512),
+    (104858, 10, 128),
+    (5, 2, routing.MAX_EXPERTS),
+    (5, 2, routing.MAX_EXPERTS + 1),  # torch's sort
+]
+
+
+def empty_routing(ids, experts):
+    """Outputs full of what no kernel would write."""
+    shapes = ((ids.numel(),), (experts + 1,), ids.shape)
+    return [torch.full(shape, -7, dtype=torch.int32, device=ids.device) for shape in shapes]
+
+
+@pytest.mark.parametrize("make", ROUTINGS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("tokens", "choices", "experts"), PROBLEMS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorting_equals_the_reference(make, tokens, choices, experts, dtype):
+    ids = routed(make, tokens, choices, experts).to(dtype)
+    expected = empty_routing(ids, experts)
+    reference.moe_align(ids, *expected)
+    ids = ids.cuda()
+    for _ in range(3):
+        results = empty_routing(ids, experts)
+        cuda.moe_align(ids, *results)
+        for result, wanted in zip(results, expected, strict=True):
+            assert torch.equal(result.cpu(), wanted)
+
+
+def test_no_tokens():
+    source, bounds, inverse = ops.moe_align(torch.zeros(0, 4, dtype=torch.int64, device="cuda"), 9)
+    assert (source.numel(), inverse.numel(), bounds.tolist()) == (0, 0, [0] * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 7, 48, 2047, 2048])
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 10), (3, 23), (257, 8)])
+def test_sums_equal_the_reference(tokens, choices, columns, dtype, weights_dtype):
+    ids = routed(ROUTINGS[4], tokens, choices, 12).cuda()
+    _, bounds, inverse = ops.moe_align(ids, 12)
+    y = torch.randn(ids.numel(), columns, device="cuda").to(dtype)
+    y[int(bounds[-1]) :] = float("nan")
+    weights = torch.rand(ids.shape, device="cuda").to(weights_dtype)
+    expected = torch.empty(tokens, columns, dtype=dtype)
+    reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), bounds.cpu(), expected)
+    for _ in range(3):
+        assert torch.equal(ops.moe_combine(y, inverse, weights, bounds).cpu(), expected)
+    y = torch.where(y.isnan(), 1.0, y)
+    everything = ops.moe_combine(y, inverse, weights)
+    reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), None, expected)
+    assert torch.equal(everything.cpu(), expected)
+
+
+def quantized(dtype, experts=16, hidden=256, intermediate=128):
+    torch.manual_seed(0)
+    source = Experts(experts, hidden, intermediate).to("cuda", dtype)
+    return KbitExperts.from_experts(source, 4, kbit.QuantizationPolicy())
+
+
+def inputs(make, tokens, dtype, choices=4, experts=16, hidden=256, seed=0):
+    ids = routed(make, tokens, choices, experts, seed).cuda()
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(tokens, hidden, device="cuda", generator=generator).to(dtype)
+    return x, ids, torch.rand(ids.shape, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", ROUTINGS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 100, 257, 1024, 4096])
+def test_the_layer_is_right_and_repeats(tokens, make, dtype):
+    layer = quantized(dtype)
+    x, ids, weights = inputs(make, tokens, dtype)
+    with torch.no_grad():
+        results = [layer(x, ids, weights) for _ in range(4)]
+    # Weights are exact in float64 when decoded to the dtype that kernels compute in; what remains is the
+    # rounding of activations between the two products and of the result.
+    decoded = [layer.dequantize(name, dtype) for name in layer.shapes]
+    expected = layer_in_float64(*decoded, x, ids, weights)
+    error = (results[0].double() - expected).norm() / expected.norm().clamp(min=1e-9)
+    assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 1000])
+def test_one_graph_serves_every_routing(tokens):
+    layer = quantized(torch.bfloat16)
+    x, ids, weights = inputs(uniform, tokens, torch.bfloat16)
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            layer(x, ids, weights)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layer(x, ids, weights)
+        for seed, make in enumerate(ROUTINGS, start=1):
+            for static, new in zip((x, ids, weights), inputs(make, tokens, x.dtype, seed=seed), strict=True):
+                static.copy_(new)
+            graph.replay()
+            assert torch.equal(result, layer(x, ids, weights))
+
+
+def test_the_layer_compiles_whole():
+    layer = quantized(torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (3, 40):
+        arguments = inputs(skewed, tokens, torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(compiled(*arguments), layer(*arguments))
+
+
+def test_gradients_on_a_gpu_are_those_on_the_cpu():
+    layer = quantized(torch.float32)
+    x, ids, weights = inputs(ROUTINGS[4], 19, torch.float32)
+    gradients = []
+    for device in ("cuda", "cpu"):
+        layer.to(device)
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x.detach(), weights.detach())]
+        layer(leaves[0], ids.to(device), leaves[1]).square().sum().backward()
+        gradients.append([leaf.grad.cpu() for leaf in leaves])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
