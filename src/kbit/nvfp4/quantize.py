@@ -62,7 +62,8 @@ def quantize_nvfp4(
     codes, scales = kernels.quantize(rows, search, ties == "even", factor, row_factor)
     lead = x.shape[:-1]
     scale = torch.full(lead[:-1], factor, dtype=torch.float32, device=x.device if x.dim() == 3 else "cpu")
-    t = NVFP4Tensor(codes.view(*lead, -1), scales.view(*lead, -1), scale, tuple(x.shape), "nv", row_factor)
+    codes, scales = (part.view(*lead, part.shape[-1]) for part in (codes, scales))
+    t = NVFP4Tensor(codes, scales, scale, tuple(x.shape), "nv", row_factor)
     return repack_nvfp4(t, layout)
 
 
