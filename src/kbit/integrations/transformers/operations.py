@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.tensor import QuantizedTensor
@@ -41,13 +41,15 @@ class _Sources(dict):
     """The tensors of one parameter as the checkpoint stores them: {source pattern: a list over experts}."""
 
 
-class GatherSources(ConversionOps):
+class GatherSources(MergeModulelist):
     """First and only operation of an experts converter on load: pass the tensors on, unfused.
 
-    Parameters that stay unquantized are fused by the converter's own operations, as ever.
+    Parameters that stay unquantized are fused by the converter's own operations, as ever. It is a
+    MergeModulelist because to those the loader hands this rank's experts only, where they are split.
     """
 
     def __init__(self, quantizer: KbitHfQuantizer, original: WeightConverter) -> None:
+        super().__init__(dim=0)
         self.quantizer, self.original = quantizer, original
 
     def __deepcopy__(self, memo: dict) -> GatherSources:
@@ -76,33 +78,38 @@ class Quantize(ConversionOps):
 
         def compute() -> dict[str, torch.Tensor]:
             planned = self.quantizer.plan[full_layer_name]
-            fused = isinstance(value, _Sources)
-            parts = self._fused(value, planned) if fused else self._single(value, planned)
             module, name = _owner(model, full_layer_name)
-            module._parameters.pop(name, None)  # the placeholder under which the loader knew the tensor
+            # The placeholder under which the loader knew the tensor. Split over ranks, it is of this rank's
+            # experts only; split otherwise, tensors come whole, so that all ranks find the same factors.
+            placeholder = module._parameters.pop(name, None)
+            fused = isinstance(value, _Sources)
+            parts = (self._fused if fused else self._single)(value, planned, placeholder)
             if missing_keys is not None:
                 missing_keys.discard(full_layer_name)
+            packed, absmax = (module._parameters[name + part] for part in (PACKED, ABSMAX))
+            parts = parts._replace(packed=_local(parts.packed, packed), absmax=_local(parts.absmax, absmax))
             return _named(module, name, full_layer_name, parts)
 
         return _Deferred(full_layer_name, compute)
 
-    def _single(self, value: Any, planned: Planned) -> Parts:
+    def _single(self, value: Any, planned: Planned, placeholder: Any) -> Parts:
         ((name,),) = planned.sources.values()
         tensor = value[0] if isinstance(value, list) else value
-        return parts_of(self._quantize(tensor, planned.bits, name))
+        stored = _local(self._as_stored(tensor, name), placeholder)
+        return parts_of(self._quantize(stored, planned.bits, name))
 
-    def _fused(self, value: _Sources, planned: Planned) -> Parts:
+    def _fused(self, value: _Sources, planned: Planned, placeholder: Any) -> Parts:
         stacks = []
         for pattern, tensors in value.items():
             quantized = []
-            for position, name in enumerate(planned.sources[pattern]):
+            for position, name in enumerate(_owned(planned.sources[pattern], placeholder)):
+                tensors[position] = self._as_stored(tensors[position], name)
                 quantized.append(self._quantize(tensors[position], planned.bits, name))
                 tensors[position] = None  # free the 16-bit expert before the next one is done
             stacks.append(QuantizedTensor.stack(quantized))
         return fuse_rows(stacks)
 
     def _quantize(self, tensor: torch.Tensor, bits: int, name: str) -> QuantizedTensor:
-        tensor = self._as_stored(tensor, name)
         policy = self.quantizer.quantization_config
         settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search)
         return api.quantize(tensor, *settings, where=name)
@@ -119,42 +126,77 @@ class Quantize(ConversionOps):
             return file.get_tensor(name).to(tensor.device)
 
 
-class FuseExperts(ConversionOps):
-    """Fuse experts that a checkpoint stores quantized one by one; several sources to the three parts."""
+class FuseExperts(MergeModulelist):
+    """Fuse experts that a checkpoint stores quantized one by one: their packed codes and block scales."""
 
     def __init__(self, quantizer: KbitHfQuantizer, original: WeightConverter) -> None:
         # transformers' loader leaves the dtype of what an operation with this attribute reads alone.
+        super().__init__(dim=0)
         self.hf_quantizer, self.original = quantizer, original
 
     def __deepcopy__(self, memo: dict) -> FuseExperts:
-        return FuseExperts(self.hf_quantizer, self.original)
+        return type(self)(self.hf_quantizer, self.original)
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
         """Return the parameter's parts; the interface is transformers'."""
-        parameter = full_layer_name.removesuffix(PACKED)
 
         def compute() -> dict[str, torch.Tensor]:
-            module, name = _owner(model, parameter)
-            # Sources come part by part: all packed, then all absmax, then all factors.
-            stored = [input_dict.get(pattern, []) for pattern in source_patterns]
-            parts = self._fuse(stored, self.hf_quantizer.plan[parameter], module.shapes[name][-1])
-            return _named(module, name, target_patterns[0].removesuffix(PACKED), parts)
+            # Sources come part by part: all packed, then all absmax.
+            stored = [torch.stack(input_dict[pattern]) for pattern in source_patterns]
+            count = len(self.original.source_patterns)
+            parts = (torch.cat(stored[:count], dim=-2), torch.cat(stored[count:], dim=-2))
+            name = target_patterns[0].removesuffix(PACKED)
+            return {name + PACKED: parts[0], name + ABSMAX: parts[1]}
 
         return _Deferred(target_patterns[0], compute)
 
-    def _fuse(self, parts: list[list[torch.Tensor]], planned: Planned, columns: int) -> Parts:
-        codebook = self.hf_quantizer.quantization_config.codebook_for(planned.bits)
-        count = len(self.original.source_patterns)
-        stacks = []
-        for source, pattern in enumerate(self.original.source_patterns):
-            packed, absmax = torch.stack(parts[source]), torch.stack(parts[source + count])
-            # Only factors that are not 1 are stored; they come in the order of the names.
-            stored, one = iter(parts[source + 2 * count]), packed.new_ones((), dtype=torch.float32)
-            factors = [next(stored) if n in planned.scaled else one for n in planned.sources[pattern]]
-            shape = (*packed.shape[:-1], columns)
-            levels = codebook.to(packed.device)
-            stacks.append(QuantizedTensor(packed, absmax, levels, torch.stack(factors), planned.bits, shape))
-        return fuse_rows(stacks)
+
+class FuseFactors(FuseExperts):
+    """Fuse the factors of such experts, of which a checkpoint stores those that are not 1."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
+        """Return the parameter's factors; the interface is transformers'."""
+        parameter = full_layer_name.removesuffix(SCALE)
+
+        def compute() -> dict[str, torch.Tensor]:
+            module, name = _owner(model, parameter)
+            planned = self.hf_quantizer.plan[parameter]
+            columns = []
+            one = next(tensors[0] for tensors in input_dict.values() if tensors).new_ones(())
+            for source, pattern in zip(source_patterns, self.original.source_patterns, strict=True):
+                stored = iter(input_dict.get(source, []))  # in the order of the names
+                names = planned.sources[pattern]
+                columns.append(torch.stack([next(stored) if n in planned.scaled else one for n in names]))
+            factors = torch.stack(columns, dim=-1)
+            if torch.equal(factors, factors[:, :1].expand_as(factors)):
+                factors = factors[:, 0]
+            scale = _owned(factors.contiguous(), module._parameters[name + PACKED])
+            # The loader compares shapes with this, before it sets the very same tensor.
+            module._parameters[name + SCALE] = nn.Parameter(scale, requires_grad=False)
+            return {target_patterns[0]: scale}
+
+        return _Deferred(target_patterns[0], compute)
+
+
+def _is_split(reference: Any) -> bool:
+    """Whether a parameter is a DTensor; asked so that torch.distributed is imported only where it is used."""
+    return getattr(reference, "placements", None) is not None
+
+
+def _local(whole: torch.Tensor, reference: Any) -> torch.Tensor:
+    if not _is_split(reference):
+        return whole
+    from kbit.integrations.transformers.sharded import local_part
+
+    return local_part(whole, reference)
+
+
+def _owned(of_experts: Any, reference: Any) -> Any:
+    if not _is_split(reference):
+        return of_experts
+    from kbit.integrations.transformers.sharded import owned
+
+    return owned(of_experts, reference)
 
 
 def _owner(model: nn.Module, parameter: str) -> tuple[Any, str]:

@@ -149,6 +149,6 @@ def prepare_stored_parts(model: Any, plan: Plan, index: Mapping[str, TensorInfo]
                     f"{info.file}: tensor {source + PACKED!r} has shape {tuple(info.shape)}, the model needs "
                     f"{expected} at {planned.bits} bits. Config and weights are of different models."
                 )
-        if planned.scaled and not planned.merged:
+        if planned.scaled:
             shape = module.shapes[name][:-2]
             module.set_scale(name, torch.empty(shape, dtype=torch.float32, device="meta"))

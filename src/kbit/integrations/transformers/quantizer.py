@@ -16,6 +16,10 @@ from kbit.nn.replace import leftovers
 logger = logging.get_logger(__name__)
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class KbitHfQuantizer(HfQuantizer):
     """Quantizes while loading, and loads and saves what is quantized.
 
@@ -59,6 +63,11 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             assert self.index is not None
             placement.prepare_stored_parts(model, self.plan, self.index)
+        if _is_distributed():
+            from kbit.integrations.transformers.parallel import plan_parts
+
+            # Here and not in the hooks for it, which 5.21 renamed: both follow at once.
+            plan_parts(model)
         return model
 
     # -- while loading ---------------------------------------------------------------------------------------
@@ -67,7 +76,7 @@ class KbitHfQuantizer(HfQuantizer):
         """Have experts that are fused from several tensors quantized, or fused as codes."""
         from transformers.core_model_loading import WeightConverter
 
-        from kbit.integrations.transformers.operations import FuseExperts, GatherSources
+        from kbit.integrations.transformers.operations import FuseExperts, FuseFactors, GatherSources
         from kbit.integrations.transformers.plan import is_expert_merge
         from kbit.integrations.transformers.saving import copy_converter, names_of
 
@@ -78,10 +87,10 @@ class KbitHfQuantizer(HfQuantizer):
             if not ours or not is_expert_merge(entry):
                 rest.append(entry)
             elif self.pre_quantized:
-                sources = [pattern for patterns, _ in names_of(entry) for pattern in patterns]
-                target = next(targets for _, targets in names_of(entry))
+                (packed, target), (absmax, _), (factors, scale) = names_of(entry)
                 # Ahead of the original, whose pattern also matches the longer names before transformers 5.21.
-                first.append(copy_converter(entry, sources, target, [FuseExperts(self, entry)]))
+                first.append(copy_converter(entry, packed + absmax, target, [FuseExperts(self, entry)]))
+                first.append(copy_converter(entry, factors, scale, [FuseFactors(self, entry)]))
                 rest.append(entry)
             else:
                 patterns = (entry._original_source_patterns, entry._original_target_patterns)
@@ -113,6 +122,10 @@ class KbitHfQuantizer(HfQuantizer):
 
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
+        if _is_distributed():
+            from kbit.integrations.transformers.sharded import localize
+
+            localize(model)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 module.freeze_parts()  # the loader makes every float parameter trainable
@@ -138,6 +151,15 @@ class KbitHfQuantizer(HfQuantizer):
             for entry, ops in zip(restored, operations, strict=True)
             if not any(isinstance(op, FuseExperts) for op in ops)
         ]
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict]:
+        """Gather a model that is split over ranks: every rank must save. Others transformers asks itself."""
+        if _is_distributed():
+            from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
+
+            if is_split(model):
+                return gathered_state_dict(model), {}
+        return None, {}
 
     # -- what transformers asks ------------------------------------------------------------------------------
 

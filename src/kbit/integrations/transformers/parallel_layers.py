@@ -1,0 +1,195 @@
+"""Quantized layers of which every rank holds a part: what they compute, and the collectives between ranks.
+
+A parallel layer is its ordinary class on local tensors, so kernels, tiles and checks are the same. Gradients
+follow Megatron's pairs: an identity whose backward sums over ranks before a column split, and a sum whose
+backward is an identity after a row split (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
+from kbit.nn.parts import QuantizedModule
+
+
+@dataclass
+class Split:
+    """How one layer is split over the ranks of a mesh.
+
+    Attributes:
+        mesh: one-dimensional device mesh.
+        placements: {parameter, such as "weight_packed" or "bias": its placement}, of split ones only.
+        shapes: {parameter: its shape over all ranks}.
+        gathers: a column split whose output is wanted whole on every rank.
+        splits_input: a row split whose input comes whole.
+        offset: first row of the table that this rank holds (embeddings).
+    """
+
+    mesh: Any
+    placements: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    gathers: bool = False
+    splits_input: bool = False
+    offset: int = 0
+
+    @property
+    def group(self) -> Any:
+        """The process group of the ranks."""
+        return self.mesh.get_group()
+
+    def axis(self, parameter: str) -> int | None:
+        """The dimension along which a parameter is split, or None."""
+        placement = self.placements.get(parameter)
+        return None if placement is None else int(placement.dim)
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity; the gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A copy: what autograd hands in may be used elsewhere.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks, in place; the gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Put the ranks' columns beside each other; the gradient is cut to this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, width: int, group: Any) -> torch.Tensor:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        # Ranks hold ceil(width / ranks) columns, the last ones fewer; collectives want equal sizes.
+        each = -(-width // ranks)
+        ctx.begin, ctx.columns = rank * each, x.shape[-1]
+        sent = torch.nn.functional.pad(x, (0, each - x.shape[-1])).contiguous()
+        received = sent.new_empty(ranks, *sent.shape)
+        dist.all_gather_into_tensor(received, sent[None].contiguous(), group=group)
+        return received.movedim(0, -2).flatten(-2)[..., :width].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].narrow(-1, ctx.begin, ctx.columns), None, None
+
+
+def sum_gradients(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """`x`, whose gradient will be summed over ranks."""
+    return _SumGradients.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def sum_over_ranks(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of the ranks' `x`, written over it."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Sum.apply(x, group)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def gather_columns(x: torch.Tensor, width: int, group: Any) -> torch.Tensor:
+    """[..., local] of every rank -> [..., width]."""
+    return _Gather.apply(x, width, group)
+
+
+class ParallelModule(QuantizedModule):
+    """Base of the parallel layers: their state dict holds DTensors, so that saving gathers them."""
+
+    split: Split
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, placement in self.split.placements.items():
+            local = destination.get(prefix + name)
+            if local is not None:
+                destination[prefix + name] = self._as_dtensor(local, placement, self.split.shapes[name])
+
+    def _as_dtensor(self, local: torch.Tensor, placement: Any, shape: tuple[int, ...]) -> DTensor:
+        whole = torch.empty(shape, device="meta")
+        settings: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(local.detach(), self.split.mesh, [placement], **settings)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        for name in self.split.placements:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor):
+                state_dict[prefix + name] = value.to_local()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class ParallelLinear(ParallelModule, KbitLinear):
+    """A KbitLinear split by columns of its output, or by its rows' in-features.
+
+    `in_features` and `out_features` are those of this rank.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Like KbitLinear's; by rows, the ranks' partial results are rounded to x's dtype, then summed."""
+        group = self.split.group
+        if self.split.axis("weight_packed") == 0:
+            y = super().forward(sum_gradients(x, group))
+            columns = self.split.shapes["weight_packed"][0]
+            return gather_columns(y, columns, group) if self.split.gathers else y
+        if self.split.splits_input:
+            begin = self.split.mesh.get_local_rank() * self.in_features
+            x = sum_gradients(x, group).narrow(-1, begin, self.in_features)
+        bias = self._parameters["bias"]
+        self._parameters["bias"] = None  # to be added once, after the sum
+        try:
+            y = sum_over_ranks(super().forward(x), group)
+        finally:
+            self._parameters["bias"] = bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class ParallelEmbedding(ParallelModule, KbitEmbedding):
+    """A KbitEmbedding split by ids, or by columns; the rows come out whole on every rank."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Like KbitEmbedding's, bit for bit: each row is one rank's, the others add zeros."""
+        if self.split.axis("weight_packed") == 1:
+            columns = self.embedding_dim * self.split.mesh.size()
+            return gather_columns(super().forward(ids), columns, self.split.group)
+        local = ids - self.split.offset
+        mine = (local >= 0) & (local < self.num_embeddings)
+        rows = super().forward(local.where(mine, 0))
+        return sum_over_ranks(rows.masked_fill(~mine.unsqueeze(-1), 0), self.split.group)
+
+
+class ParallelExperts(ParallelModule, KbitExperts):
+    """KbitExperts split by their intermediate features, or by expert id."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Like KbitExperts'; every rank adds what its part gives."""
+        group = self.split.group
+        hidden_states = sum_gradients(hidden_states, group)
+        if self.split.axis("gate_up_proj_packed") != 0:
+            # Split by id, the router has summed these gradients already: each weight is one rank's.
+            top_k_weights = sum_gradients(top_k_weights, group)
+        return sum_over_ranks(super().forward(hidden_states, top_k_index, top_k_weights), group)

@@ -1,0 +1,169 @@
+"""Tensor and expert parallelism through transformers: two gloo ranks on the CPU against one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kbit
+from kbit.nn import QuantizedModule
+from parallel_models import PARALLEL, build_parallel
+from parallel_ranks import distributed_modes, evaluate
+
+RANKS = 2
+TIMEOUT_S = 240
+CONFIG = {"bits": 4, "overrides": {"down_proj": 3}, "embedding_bits": 5}
+MODES = [(name, mode) for name in PARALLEL for mode in distributed_modes(name)]
+TOO_NARROW = "too_narrow"
+
+
+def run_ranks(folder, cases):
+    """Run cases on two ranks; [{case: result} of rank 0, of rank 1]."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"out": str(folder), "cases": cases}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(job)]
+    ranks = [
+        subprocess.Popen(
+            program,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder, results of both ranks); one start of two processes serves every test."""
+    folder = tmp_path_factory.mktemp("parallel")
+    cases = []
+    for name in PARALLEL:
+        build_parallel(name).save_pretrained(folder / name)
+        model = load(folder / name, CONFIG)
+        model.save_pretrained(folder / f"{name}-kbit")
+        for mode in distributed_modes(name):
+            one = {"mode": mode, "architecture": name, "save": True}
+            cases.append({"name": f"{name}-{mode}", "folder": str(folder / f"{name}-kbit"), **one})
+            cases.append(
+                {"name": f"{name}-{mode}-load", "folder": str(folder / name), "config": CONFIG, **one}
+            )
+    model = build_parallel("llama", intermediate_size=96)
+    model.save_pretrained(folder / TOO_NARROW)
+    narrow = {"name": TOO_NARROW, "folder": str(folder / TOO_NARROW), "config": CONFIG}
+    cases.append({**narrow, "mode": "tp", "architecture": "llama"})
+    return folder, run_ranks(folder, cases)
+
+
+def load(folder, config=None):
+    kwargs = {"quantization_config": kbit.KbitConfig(**config)} if config else {}
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+@pytest.mark.parametrize("suffix", ["", "-load"])
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_two_ranks_compute_what_one_does(name, mode, suffix, runs):
+    folder, (first, second) = runs
+    one = evaluate(load(folder / f"{name}-kbit"))
+    results = [rank[f"{name}-{mode}{suffix}"] for rank in (first, second)]
+    for key in ("logits", "gradient"):
+        assert torch.equal(results[0][key], results[1][key])
+        # Partial sums are rounded to bfloat16 before they are added: 2^-9 of the largest term, per layer.
+        bound = 2.0**-9 * one[key].abs().max() * (8 if key == "logits" else 32)
+        assert (results[0][key] - one[key]).abs().max() <= bound
+    assert torch.equal(results[0]["generated"], one["generated"])
+
+
+@pytest.mark.parametrize("suffix", ["", "-load"])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_columns_are_bit_identical(name, suffix, runs):
+    folder, ranks = runs
+    one = evaluate(load(folder / f"{name}-kbit"))["projections"]
+    split = [rank[f"{name}-tp{suffix}"]["projections"] for rank in ranks]
+    assert one.keys() == split[0].keys()
+    assert one
+    for layer, expected in one.items():
+        parts = [rank[layer] for rank in split]
+        gathered = parts[0] if parts[0].shape == expected.shape else torch.cat(parts, dim=-1)
+        assert torch.equal(gathered, expected), layer
+
+
+@pytest.mark.parametrize("suffix", ["", "-load"])
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_two_ranks_save_the_bytes_of_one(name, mode, suffix, runs):
+    folder, _ = runs
+    saved, one = folder / f"saved-{name}-{mode}{suffix}", folder / f"{name}-kbit"
+    assert (saved / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+    assert json.loads((saved / "config.json").read_text()) == json.loads((one / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_each_rank_holds_its_part(name, mode, runs):
+    folder, ranks = runs
+    one = load(folder / f"{name}-kbit")
+    whole = {n: m.shapes for n, m in one.named_modules() if isinstance(m, QuantizedModule)}
+    for rank in ranks:
+        for layer, (_, shapes) in rank[f"{name}-{mode}"]["layers"].items():
+            for weight, shape in shapes.items():
+                ratio = torch.Size(whole[layer][weight]).numel() / torch.Size(shape).numel()
+                assert ratio == expected_ratio(one, mode, layer), layer
+
+
+def expected_ratio(model, mode, layer):
+    """Over how many ranks a layer is split."""
+    if layer == "model.embed_tokens" and not model.config.tie_word_embeddings:
+        return RANKS if layer in model.tp_plan else 1  # in transformers' plans since 5.21
+    if layer.endswith("experts"):
+        return RANKS
+    whole = ("q_a_proj", "kv_a_proj_with_mqa", "shared_experts.")
+    if any(part in layer for part in whole) or (mode == "ep" and not ranks_split_dense_layers()):
+        return 1
+    return RANKS
+
+
+def ranks_split_dense_layers():
+    """Whether expert parallelism comes with tensor parallelism of everything else: since 5.21."""
+    from transformers.distributed import DistributedConfig
+
+    return "ep_size" in DistributedConfig.__dataclass_fields__
+
+
+def test_what_cannot_be_split_is_one_clear_error(runs):
+    _, ranks = runs
+    for rank in ranks:
+        message = rank[TOO_NARROW]["error"]
+        assert "model.layers.0.mlp.down_proj" in message
+        assert "2 ranks would split its 96 in-features into 48 each" in message
+        assert "multiples of 32" in message
+        assert (
+            "Use 1 rank, or quantize with modules_to_not_convert=['model.layers.0.mlp.down_proj']" in message
+        )
+
+
+def test_the_example_runs_under_torchrun(runs):
+    folder, _ = runs
+    example = Path(__file__).parents[1] / "examples" / "parallel.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    program = [*launcher, str(example), str(folder / "llama-kbit"), "--new-tokens", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert f"{RANKS} ranks: " in result.stdout
