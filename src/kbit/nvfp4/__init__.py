@@ -11,6 +11,7 @@ from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor
 from kbit.nvfp4.gemm import CONTRACT_VERSION, gemm_nvfp4, tiles_nvfp4
 from kbit.nvfp4.moe import moe_align, moe_combine, moe_gemm_nvfp4
 from kbit.nvfp4.quantize import dequantize_nvfp4, global_scale_for, quantize_nvfp4, repack_nvfp4
+from kbit.nvfp4.readers import from_compressed_tensors, from_gguf, from_modelopt
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -18,6 +19,9 @@ __all__ = [
     "NonFiniteError",
     "Normed",
     "dequantize_nvfp4",
+    "from_compressed_tensors",
+    "from_gguf",
+    "from_modelopt",
     "gemm_nvfp4",
     "global_scale_for",
     "moe_align",

@@ -1,0 +1,240 @@
+"""Readers of NVFP4 checkpoints: what honest writers wrote comes back bit by bit, damaged files give errors."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kbit.nvfp4 import (
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    from_compressed_tensors,
+    from_gguf,
+    from_modelopt,
+    global_scale_for,
+    quantize_nvfp4,
+    repack_nvfp4,
+)
+
+NAME = "model.layers.0.mlp.down_proj"
+GGUF_NAME = "blk.0.ffn_down.weight"
+
+
+@pytest.fixture
+def weight() -> NVFP4Tensor:
+    w = torch.randn(6, 128, generator=torch.Generator().manual_seed(0)) * 0.02
+    return quantize_nvfp4(w, global_scale=global_scale_for(w))
+
+
+def modelopt_tensors(t: NVFP4Tensor) -> dict[str, torch.Tensor]:
+    codes, scales = t.nv()
+    return {
+        f"{NAME}.weight": codes,
+        f"{NAME}.weight_scale": scales.view(torch.float8_e4m3fn),
+        f"{NAME}.weight_scale_2": t.global_scale,
+        f"{NAME}.input_scale": torch.tensor(0.5),
+    }
+
+
+def same(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    (codes, scales), (others, other_scales) = a.nv(), b.nv()
+    return a.shape == b.shape and torch.equal(codes, others) and torch.equal(scales, other_scales)
+
+
+# -- safetensors ---------------------------------------------------------------------------------------------
+
+
+def test_modelopt_file_and_folder(tmp_path: Path, weight: NVFP4Tensor) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(modelopt_tensors(weight), file)
+    for path in (file, tmp_path, str(tmp_path)):
+        t = from_modelopt(path, NAME)
+        assert same(t, weight)
+        assert torch.equal(t.global_scale, weight.global_scale)
+    codes, scales = weight.nv()
+    decoded = scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * weight.global_scale
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    magnitudes = table[torch.stack([codes & 7, (codes >> 4) & 7], -1).flatten(1).long()]
+    assert torch.allclose(dequantize_nvfp4(t).abs(), magnitudes * decoded, rtol=1e-6)
+
+
+def test_compressed_tensors_divides_by_its_factor(tmp_path: Path, weight: NVFP4Tensor) -> None:
+    codes, scales = weight.nv()
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        f"{NAME}.weight_packed": codes,
+        f"{NAME}.weight_scale": scales.view(torch.float8_e4m3fn),
+        f"{NAME}.weight_global_scale": torch.tensor([1536.0]),
+    }
+    save_file(tensors, file)
+    t = from_compressed_tensors(file, NAME)
+    assert same(t, weight)
+    assert t.global_scale == torch.tensor(1.0) / torch.tensor(1536.0)
+
+
+BAD_TENSORS = {
+    "missing": ("weight_scale_2", None, "has no tensor"),
+    "codes dtype": ("weight", torch.zeros(6, 64), "codes must be uint8"),
+    "codes rank": ("weight", torch.zeros(6, 64, 1).byte(), r"codes must be uint8 \[N, K / 2\]"),
+    "columns": ("weight", torch.zeros(6, 65).byte(), "K must be a multiple of 16, got 130"),
+    "scale shape": ("weight_scale", torch.zeros(6, 9).byte(), r"must be float8_e4m3fn \(6, 8\)"),
+    "scale dtype": ("weight_scale", torch.zeros(6, 8), "must be float8_e4m3fn"),
+    "negative scale": (
+        "weight_scale",
+        torch.full((6, 8), 0x80).byte(),
+        "48 block scales are negative or NaN",
+    ),
+    "nan scale": ("weight_scale", torch.full((6, 8), 0x7F).byte(), "48 block scales are negative or NaN"),
+    "factor": ("weight_scale_2", torch.tensor(0.0), "positive normal float32, got 0.0"),
+    "infinite factor": ("weight_scale_2", torch.tensor(float("inf")), "got inf"),
+    "factor count": ("weight_scale_2", torch.ones(2), "must be one float32"),
+    "factor dtype": ("weight_scale_2", torch.ones(1).half(), "must be one float32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_damaged_modelopt_tensors_are_refused(tmp_path: Path, weight: NVFP4Tensor, case: str) -> None:
+    part, value, message = BAD_TENSORS[case]
+    tensors = modelopt_tensors(weight)
+    del tensors[f"{NAME}.{part}"]
+    if value is not None:
+        tensors[f"{NAME}.{part}"] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        from_modelopt(tmp_path, NAME)
+
+
+def test_the_error_names_layers_that_are_there(tmp_path: Path, weight: NVFP4Tensor) -> None:
+    save_file(modelopt_tensors(weight), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"NVFP4 layers here: {NAME}"):
+        from_modelopt(tmp_path, "model.layers.1.mlp.down_proj")
+
+
+# -- GGUF ----------------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray, int]], alignment: int | None = None) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "ä"])
+    writer.add_array("some.numbers", [1.5, 2.5])
+    writer.add_float32("some.number", 1e-6)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_data(t: NVFP4Tensor) -> tuple[np.ndarray, int]:
+    return repack_nvfp4(t, "ggml").codes.numpy(), 40
+
+
+@pytest.mark.parametrize("alignment", [None, 64])
+def test_gguf_as_the_gguf_package_writes_it(tmp_path: Path, alignment: int | None) -> None:
+    t = quantize_nvfp4(torch.randn(6, 192))
+    other = (np.arange(7, dtype=np.float32), 0)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"output_norm.weight": other, GGUF_NAME: gguf_data(t)}, alignment)
+    read = from_gguf(path, GGUF_NAME)
+    assert read.layout == "nv"
+    assert same(read, t)
+    assert read.global_scale == 1.0
+    assert torch.equal(from_gguf(path, GGUF_NAME, layout="ggml").codes, repack_nvfp4(t, "ggml").codes)
+    (stored,) = [each for each in gguf.GGUFReader(path).tensors if each.name == GGUF_NAME]
+    decoded = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    assert torch.equal(dequantize_nvfp4(read), torch.from_numpy(decoded))
+
+
+def test_gguf_experts_with_their_factors(tmp_path: Path) -> None:
+    t = quantize_nvfp4(torch.randn(3, 4, 64))
+    factors = np.array([0.5, 0.25, 3.0], dtype=np.float32)
+    path = tmp_path / "m.gguf"
+    name = "blk.0.ffn_down_exps"
+    write_gguf(path, {f"{name}.weight": gguf_data(t), f"{name}.scale": (factors, 0)})
+    read = from_gguf(path, f"{name}.weight")
+    assert read.shape == (3, 4, 64)
+    assert read.global_scale.tolist() == factors.tolist()
+    assert torch.equal(dequantize_nvfp4(read), dequantize_nvfp4(t) * torch.from_numpy(factors)[:, None, None])
+
+
+def test_gguf_tensors_that_are_missing_or_of_another_type(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"a.weight": (np.zeros((2, 32), np.float32), 0)})
+    with pytest.raises(ValueError, match=r"'b.weight' is not there. NVFP4 tensors here: none"):
+        from_gguf(path, "b.weight")
+    with pytest.raises(ValueError, match="has type 0"):
+        from_gguf(path, "a.weight")
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {GGUF_NAME: gguf_data(quantize_nvfp4(torch.randn(2, 64)))})
+    return path
+
+
+def test_damaged_gguf_headers_are_refused(gguf_file: Path) -> None:
+    honest = gguf_file.read_bytes()
+    offset = honest.index(GGUF_NAME.encode()) + len(GGUF_NAME)
+    cases = {
+        "does not begin with GGUF": b"GGML" + honest[4:],
+        "version must be 2 or 3": honest[:4] + struct.pack("<I", 1) + honest[8:],
+        "tensors, the limit is": honest[:8] + struct.pack("<Q", 2**40) + honest[16:],
+        "key-value pairs, the limit is": honest[:16] + struct.pack("<Q", 2**63) + honest[24:],
+        "bytes in a string": honest[:24] + struct.pack("<Q", 2**62) + honest[32:],
+        "at most 4 dimensions": honest[:offset] + struct.pack("<I", 9) + honest[offset + 4 :],
+        "multiple of 64": honest[: offset + 4] + struct.pack("<Q", 65) + honest[offset + 12 :],
+        "truncated": honest[: offset + 4] + struct.pack("<Q", 2**36) + honest[offset + 12 :],
+        "not aligned": honest[: offset + 24] + struct.pack("<Q", 3) + honest[offset + 32 :],
+        "header ends early": honest[: offset + 8],
+        "negative or NaN": honest[:-72] + b"\xff" * 72,
+    }
+    for message, data in cases.items():
+        gguf_file.write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            from_gguf(gguf_file, GGUF_NAME)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_damage_gives_a_value_error_or_a_tensor(gguf_file: Path, data: st.DataObject) -> None:
+    honest = (
+        getattr(test_any_damage_gives_a_value_error_or_a_tensor, "honest", None) or gguf_file.read_bytes()
+    )
+    test_any_damage_gives_a_value_error_or_a_tensor.honest = honest
+    damaged = bytearray(honest[: data.draw(st.integers(0, len(honest)))])
+    for _ in range(data.draw(st.integers(0, 4)) if damaged else 0):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    gguf_file.write_bytes(bytes(damaged))
+    try:
+        t = from_gguf(gguf_file, GGUF_NAME)
+    except ValueError:
+        return
+    assert dequantize_nvfp4(t).isfinite().all()
+
+
+def test_truncated_safetensors_are_refused(tmp_path: Path, weight: NVFP4Tensor) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(modelopt_tensors(weight), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-5])
+    with pytest.raises(ValueError, match="truncated"):
+        from_modelopt(path, NAME)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    header[f"{NAME}.weight"]["shape"] = [6, 1 << 40]
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + int.from_bytes(data[:8], "little") :])
+    with pytest.raises(ValueError, match="contradicts itself"):
+        from_modelopt(path, NAME)
