@@ -1,0 +1,220 @@
+"""`kbit bench model`: decode and prefill of whole models of random weights, quantized and in bf16.
+
+Arms are built one after the other, so each has the memory to itself, and run the same loop
+(`kbit.bench.model_decode`). A mixture's bf16 arm runs transformers' two implementations that a CUDA graph can
+record; the faster one is what quantized arms are compared with.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from kbit.bench import model_build, model_decode, model_profile
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn.experts import is_experts
+
+BASELINE = "bf16"
+# Beyond, copying the weights of every token's experts, as batched_mm does, is not what anybody would run.
+BATCHED_MM_TOKENS = 4
+# Of a device's memory, for weights: the rest is for caches, activations and graphs.
+_FILL = 0.92
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        batches: numbers of sequences decoded at once.
+        prompt, steps: tokens of each sequence before, and per repetition while the clock runs.
+        prefill: tokens of the prompt that is timed; 0 leaves that out.
+        repeats: of both.
+        compiled: torch.compile every block of the model, in every arm.
+        profiled: list the kernels of a step.
+    """
+
+    batches: Sequence[int] = (1, 4, 32)
+    prompt: int = 128
+    steps: int = 64
+    prefill: int = 2048
+    repeats: int = 7
+    compiled: bool = False
+    profiled: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass
+class DecodeRow:
+    """One arm at one batch size. `ms` is a step of all sequences; `reason`, why it was not a CUDA graph."""
+
+    arm: str
+    batch: int
+    ms: float
+    spread: float
+    reason: str | None
+    profile: dict[str, Any] | None = None
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second of all sequences together."""
+        return 1e3 * self.batch / self.ms
+
+
+@dataclass
+class ArmResult:
+    """One way to hold the model: how large it is and how fast.
+
+    Attributes:
+        weight_bytes: of all parameters and buffers.
+        build_peak_bytes, run_peak_bytes: most memory allocated while building and while running; None on a
+            CPU.
+        absent: why the arm was left out; None if it was not.
+    """
+
+    name: str
+    weight_bytes: int = 0
+    build_peak_bytes: int | None = None
+    run_peak_bytes: int | None = None
+    absent: str | None = None
+    prefill_tokens: int = 0
+    prefill_ms: float | None = None
+    decode: list[DecodeRow] = field(default_factory=list)
+
+    @property
+    def prefill_tokens_s(self) -> float | None:
+        """Tokens of a prompt per second."""
+        return 1e3 * self.prefill_tokens / self.prefill_ms if self.prefill_ms else None
+
+
+def measure(
+    config: Any,
+    plan: Plan,
+    device: torch.device,
+    policies: dict[str, QuantizationPolicy | None],
+    progress: Callable[[str], None] = lambda words: None,
+) -> list[ArmResult]:
+    """Build and run every arm.
+
+    Args:
+        config: a transformers config.
+        plan: see `Plan`.
+        device: where.
+        policies: name of an arm -> its policy; None for 16 bits.
+        progress: told what is being done.
+    """
+    results = []
+    for name, policy in policies.items():
+        absent = _too_large(config, device) if policy is None else None
+        if absent is not None:
+            results.append(ArmResult(name, absent=absent))
+            continue
+        progress(f"{name}: building")
+        built = model_build.build(config, device, plan.dtype, policy)
+        result = ArmResult(name, built.weight_bytes, built.peak_bytes)
+        _run(built.model, result, plan, device, progress)
+        results.append(result)
+        del built
+        gc.collect()  # models hold themselves in cycles
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def _too_large(config: Any, device: torch.device) -> str | None:
+    """Why a model does not fit in 16 bits, or None."""
+    if device.type != "cuda":
+        return None
+    needed, (_, total) = model_build.sixteen_bit_bytes(config), torch.cuda.mem_get_info(device)
+    if needed <= _FILL * total:
+        return None
+    return f"its weights are {needed / 1e9:.0f} GB, the GPU has {total / 1e9:.0f} GB"
+
+
+def _run(
+    model: Any, result: ArmResult, plan: Plan, device: torch.device, progress: Callable[[str], None]
+) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if plan.prefill:
+        progress(f"{result.name}: prefill")
+        result.prefill_tokens = plan.prefill
+        result.prefill_ms = model_decode.prefill(model, plan.prefill, plan.repeats).ms
+    for batch in plan.batches:
+        for arm, chosen in _implementations(model, result.name, batch):
+            progress(f"{arm}: {batch} sequences")
+            if chosen is not None:
+                model.set_experts_implementation(chosen)
+            result.decode.append(_decode(model, arm, batch, plan))
+    if device.type == "cuda":
+        result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
+def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, str | None]]:
+    """(arm, implementation of 16-bit experts): one of each that can be recorded; just the arm without any."""
+    if not any(is_experts(module) for module in model.modules()):
+        return [(name, None)]
+    ways = ["grouped_mm", *(["batched_mm"] if batch <= BATCHED_MM_TOKENS else [])]
+    return [(f"{name} {way}", way) for way in ways]
+
+
+def _decode(model: Any, arm: str, batch: int, plan: Plan) -> DecodeRow:
+    loop = model_decode.DecodeLoop(model, batch, plan.prompt, plan.steps)
+    loop.read_prompt()
+    if plan.compiled:
+        compile_blocks(model)
+    loop.warm_up()
+    run, reason = loop.captured()
+    timing = loop.measure(run, plan.repeats, reason)
+    row = DecodeRow(arm, batch, timing.ms, timing.spread, reason)
+    if plan.profiled:
+        loop.rewind()
+        replays = min(plan.steps, model_profile.REPLAYS)
+        row.profile = model_profile.as_json(model_profile.profile(run, replays))
+    return row
+
+
+def compile_blocks(model: Any) -> None:
+    """torch.compile every layer of a model by itself.
+
+    A layer's number is a constant of its code, so each is traced; their equal graphs are built once.
+    """
+    import torch._dynamo
+
+    layers = list(model.get_decoder().layers)
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * len(layers))
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 64 * len(layers))
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=False)
+
+
+def baseline_ms(results: Iterable[ArmResult]) -> dict[int, float]:
+    """Batch -> milliseconds of the fastest 16-bit arm."""
+    best: dict[int, float] = {}
+    for result in results:
+        if result.name == BASELINE:
+            for row in result.decode:
+                best[row.batch] = min(row.ms, best.get(row.batch, row.ms))
+    return best
+
+
+def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:
+    """Arms as JSON objects, with speeds and ratios written out for readers."""
+    base, items = baseline_ms(results), []
+    for result in results:
+        item = asdict(result)
+        item["prefill_tokens_s"] = _rounded(result.prefill_tokens_s, 1)
+        for row, written in zip(result.decode, item["decode"], strict=True):
+            ratio = base[row.batch] / row.ms if row.batch in base else None
+            written |= {"tokens_s": round(row.tokens_s, 2), "vs_bf16": _rounded(ratio, 3)}
+        items.append(item)
+    return items
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

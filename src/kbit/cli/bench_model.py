@@ -1,0 +1,127 @@
+"""`kbit bench model`: whole models of published sizes and random weights, quantized and in bf16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kbit.bench.model import ArmResult
+
+console = Console()
+_KERNELS_SHOWN = 15
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"{option} takes positive whole numbers such as 1,4,32; got {text!r}.")
+    return [int(word) for word in words]
+
+
+def _gigabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e9:.1f}"
+
+
+def _sizes(results: Sequence[ArmResult]) -> Table:
+    table = Table(title="memory and prefill")
+    for header in ("arm", "weights GB", "peak building", "peak running", "prefill tok/s"):
+        table.add_column(header, justify="left" if header == "arm" else "right")
+    for result in results:
+        if result.absent:
+            table.add_row(result.name, f"left out: {result.absent}")
+            continue
+        speed = result.prefill_tokens_s
+        peaks = (_gigabytes(result.build_peak_bytes), _gigabytes(result.run_peak_bytes))
+        words = "" if speed is None else f"{speed:.0f}"
+        table.add_row(result.name, f"{result.weight_bytes / 1e9:.2f}", *peaks, words)
+    return table
+
+
+def _decode(results: Sequence[ArmResult]) -> Table:
+    from kbit.bench.model import baseline_ms
+
+    base = baseline_ms(results)
+    table = Table(title="decode")
+    for header in ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "CUDA graph"):
+        table.add_column(header, justify="left" if header in ("arm", "CUDA graph") else "right")
+    rows = sorted((row for result in results for row in result.decode), key=lambda row: row.batch)
+    for row in rows:
+        ratio = f"{base[row.batch] / row.ms:.2f}" if row.batch in base else ""
+        speed = (f"{row.ms:.3f}", f"{100 * row.spread:.0f}%", f"{row.tokens_s:.1f}")
+        table.add_row(str(row.batch), row.arm, *speed, ratio, "yes" if row.reason is None else row.reason)
+    return table
+
+
+def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
+    table = Table(title=f"{arm}, batch {batch}: where a step goes")
+    for header in ("kernel", "us", "calls"):
+        table.add_column(header, justify="left" if header == "kernel" else "right", overflow="fold")
+    for kind, us in profile["by_kind_us"].items():
+        table.add_row(kind, f"{us:.1f}", "")
+    table.add_section()
+    for kernel in profile["kernels"][:_KERNELS_SHOWN]:
+        table.add_row(kernel["name"][:100], f"{kernel['us']:.1f}", f"{kernel['calls']:.1f}")
+    return table
+
+
+def model(
+    name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
+    bits: Annotated[str, typer.Option(help="Widths; one arm each.")] = "4",
+    embedding_bits: Annotated[
+        int | None, typer.Option(help="Width of embeddings and head too; 16 bits by default.")
+    ] = None,
+    search: Annotated[bool, typer.Option(help="Search block scales; random weights need not.")] = False,
+    baseline: Annotated[bool, typer.Option(help="Measure bf16 too, where it fits.")] = True,
+    batch: Annotated[str, typer.Option(help="Sequences decoded at once.")] = "1,4,32",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded per repetition.")] = 64,
+    prefill: Annotated[int, typer.Option(min=0, help="Tokens of the timed prompt; 0: none.")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 7,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile every layer, all arms.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="List the kernels of a step.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Decode and prefill of a whole model, random weights quantized layer by layer, against bf16."""
+    import torch
+
+    from kbit.bench import gpu_timing, machine, model_build
+    from kbit.bench import model as bench
+    from kbit.format.policy import QuantizationPolicy
+
+    if device == "cuda":
+        gpu_timing.require_gpu("kbit bench model")
+    plan = bench.Plan(_numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
+    options: dict[str, Any] = {"embedding_bits": embedding_bits, "search": search}
+    policies: dict[str, QuantizationPolicy | None] = {
+        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in _numbers("--bits", bits)
+    }
+    if baseline:
+        policies[bench.BASELINE] = None
+    config = model_build.load_config(name, layers)
+    about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    with console.status(name) as status:
+        results = bench.measure(config, plan, torch.device(device), policies, status.update)
+    wide = Console(width=200)
+    for table in (_sizes(results), _decode(results)):
+        wide.print(table)
+    for row in (row for result in results for row in result.decode if row.profile):
+        wide.print(_profile(row.arm, row.batch, row.profile or {}))
+    if json_file is not None:
+        settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits}
+        result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
+        json_file.write_text(json.dumps(result | {"arms": bench.as_json(results)}, indent=1) + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `kbit bench`."""
+    app.command()(model)
