@@ -67,8 +67,9 @@ def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor,
             raise ValueError(
                 f"{path}: has no tensor {key!r}. NVFP4 layers here: {', '.join(known[:3]) or 'none'}."
             )
-    _check_header(*(index[key] for key in keys), where=f"{path}: {name}")
-    return tuple(_load(index[key], key) for key in keys)  # type: ignore[return-value]
+    first, second, third = (index[key] for key in keys)
+    _check_header(first, second, third, f"{path}: {name}")
+    return _load(first, keys[0]), _load(second, keys[1]), _load(third, keys[2])
 
 
 def _check_header(codes: TensorInfo, scales: TensorInfo, factor: TensorInfo, where: str) -> None:
