@@ -17,7 +17,7 @@ cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cu
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: help demo test test-oldest lint format readme reinstall clean
+.PHONY: help demo test test-oldest lint format readme report report-check reinstall clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test      install, then run every test that needs no GPU"
 	@echo "make lint      formatting, style and types;  make format  repairs the first two"
 	@echo "make readme    put the figures of benchmarks/results/ into README.md"
+	@echo "make report    draw benchmarks/results/ into build/report.html;  make report-check  opens it in Chromium"
 	@echo "make reinstall build the CPU kernels after installing a compiler"
 	@echo "make clean     remove .venv, build/ and demo/"
 
@@ -58,6 +59,14 @@ format: $(VENV)/.lint-installed
 
 readme: $(VENV)/.installed
 	@$(bin)/python tools/render_readme.py
+
+report: $(VENV)/.installed
+	@mkdir -p build
+	@$(bin)/kbit bench report benchmarks/results --out build/report.html
+
+# What only a browser knows (nothing loaded, nothing too wide), and screenshots in build/. Needs Chromium.
+report-check: report
+	@$(bin)/python tools/check_report.py build/report.html build
 
 # After installing a compiler or headers that were missing.
 reinstall:

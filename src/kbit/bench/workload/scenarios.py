@@ -155,8 +155,8 @@ def analyse(
     if not bits and (rest := [width for width in SUPPORTED_BITS if width not in widths]):
         words = ", ".join(map(str, rest))
         notes.append(
-            f"k = {words} left out, not measured for all layers: kbit bench kernels --model {model.name} "
-            f"--dtype {times.dtype} --bits {words.replace(' ', '')}"
+            f"k = {words} left out, not measured for all layers: `kbit bench kernels --model {model.name} "
+            f"--dtype {times.dtype} --bits {words.replace(' ', '')}`"
         )
     pairs = [(users, width) for users in steps for width in widths]
     if model.experts:

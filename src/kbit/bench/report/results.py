@@ -1,0 +1,90 @@
+"""Result files of a folder, each known by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What a file is, and the keys that tell it; the first that fits.
+KINDS: Mapping[str, Iterable[str]] = {
+    "workload": ("workload", "scheduler"),
+    "profile": ("profile",),
+    "demo": ("rows", "eval_tokens"),
+    "quality": ("rows", "window"),
+    "kernels": ("rows", "read_bandwidth_gb_s"),
+    "cpu": ("linear", "quantize"),
+    "decode": ("decode",),
+    "models": ("models",),
+    "moe": ("moe",),
+    "sanitizer": ("runs", "shapes"),
+}
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result file. `sha256` is of its bytes."""
+
+    name: str
+    kind: str
+    data: Mapping[str, Any]
+    sha256: str
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """What it was measured on; empty where the file does not say."""
+        machine = self.data.get("machine")
+        return machine if isinstance(machine, dict) else {}
+
+    @property
+    def device(self) -> str:
+        """The GPU, or the CPU with its threads."""
+        machine = self.machine
+        if machine.get("gpu"):
+            return str(machine["gpu"])
+        threads = f", {machine['threads']} threads" if machine.get("threads") else ""
+        return f"{machine.get('cpu', 'unknown machine')}{threads}"
+
+
+def kind_of(data: Mapping[str, Any]) -> str:
+    """What a file's content is; "dequantize" and "kernels" differ in their rows only."""
+    kind = next((kind for kind, keys in KINDS.items() if all(key in data for key in keys)), OTHER)
+    rows = data.get("rows")
+    if kind == "kernels" and rows and "dequantize_us" in rows[0]:
+        return "dequantize"
+    return kind
+
+
+def load(folder: Path) -> list[Result]:
+    """Every .json file of a folder, by name.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: there is none, or one is no JSON object.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"bench report: {folder} is not a folder. Give the folder of result files.")
+    results = [_read(path) for path in sorted(folder.glob("*.json"))]
+    if not results:
+        raise ValueError(
+            f"bench report: {folder} holds no .json file. Write some with --json, for example "
+            f"kbit bench kernels --json {folder}/kernels.json"
+        )
+    return results
+
+
+def _read(path: Path) -> Result:
+    content = path.read_bytes()
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"bench report: {path} is not JSON ({error}). Repair or remove it.") from None
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"bench report: {path} holds a {type(data).__name__}, a result file holds an object. Remove it."
+        )
+    return Result(path.name, kind_of(data), data, hashlib.sha256(content).hexdigest())

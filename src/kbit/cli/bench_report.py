@@ -1,0 +1,31 @@
+"""`kbit bench report`: one page from all result files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+console = Console()
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of the files that --json options wrote.")] = Path(
+        "benchmarks/results"
+    ),
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+) -> None:
+    """One self-contained HTML page: kernels, speed-up, roofline, models, traffic, quality, provenance."""
+    from kbit.bench.report import page
+
+    absent = page.write(folder, out)
+    console.print(f"{out}: {out.stat().st_size / 1e3:.0f} kB", markup=False, soft_wrap=True)
+    if absent:
+        console.print(f"absent: {', '.join(absent)}; the page says how to make them", soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `kbit bench`."""
+    app.command()(report)
