@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,12 +186,34 @@ def _print(modules: list[Module], folder: Path) -> None:
     everything = _total(modules, None)
     table.add_row("all", "", *_cells(everything, with_error), style="bold")
     console.print(table)
-    left = [module for module in modules if module.bits is None and module.weights >= LARGE_PARAMETER]
-    for module in left:
+    for name, count, module in _large(modules):
+        times = f"{count} x " if count > 1 else ""
         console.print(
-            f"[yellow]unquantized[/yellow] {module.name}: {module.weights / 1e6:.1f} M weights, "
-            f"{module.bytes / 1e6:.1f} MB"
+            f"[yellow]unquantized[/yellow] {name}: {times}{module.weights / 1e6:.1f} M weights, "
+            f"{times}{module.bytes / 1e6:.1f} MB",
+            soft_wrap=True,
         )
+
+
+def _large(modules: list[Module]) -> list[tuple[str, int, Module]]:
+    """Large parameters that stayed unquantized: (name, in how many layers, the largest of them).
+
+    Experts that are stored one by one are one parameter in memory, and are counted together.
+    """
+    parameters: dict[str, Module] = {}
+    for module in (module for module in modules if module.bits is None):
+        name = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", module.name)
+        whole = parameters.setdefault(name, Module(name, None))
+        whole.weights += module.weights
+        whole.bytes += module.bytes
+    layers: dict[str, list[Module]] = {}
+    for name, module in parameters.items():
+        if module.weights >= LARGE_PARAMETER:
+            layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(module)
+    return [
+        (pattern if len(found) > 1 else found[0].name, len(found), max(found, key=lambda one: one.weights))
+        for pattern, found in layers.items()
+    ]
 
 
 def _cells(module: Module, with_error: bool) -> list[str]:

@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo, check_index
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.replace import leftovers
 
 logger = logging.get_logger(__name__)
 
@@ -118,7 +117,7 @@ class KbitHfQuantizer(HfQuantizer):
     # -- after loading ---------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from kbit.integrations.transformers import placement, saving
+        from kbit.integrations.transformers import placement, report, saving
 
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
@@ -131,10 +130,9 @@ class KbitHfQuantizer(HfQuantizer):
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
-        left = leftovers(model, policy)
-        if left:
-            lines = "; ".join(f"{name}: {reason}" for name, reason in left.items())
-            logger.warning("kbit left %d large parameters unquantized: %s.", len(left), lines)
+        left = report.unquantized(model, policy)
+        if left is not None:
+            logger.warning("%s", left)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
         self.index, self._originals = None, {}  # only the load needed them

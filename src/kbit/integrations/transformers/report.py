@@ -1,0 +1,45 @@
+"""What of a loaded model stayed in 16 bits: one warning that names every large parameter."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn import replace
+from kbit.nn.parts import QuantizedModule
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def unquantized(model: nn.Module, policy: QuantizationPolicy) -> str | None:
+    """The parameters of a million elements or more that are not quantized, in words; None if there are none.
+
+    Layers are told together: "model.layers.*.mlp.experts.gate_up_proj (48 of 1611.0 MB: its experts ...)".
+
+    Args:
+        model: after loading.
+        policy: what leaves out a parameter that could be quantized.
+    """
+    reasons = replace.leftovers(model, policy)
+    found: dict[tuple[str, str], list[int]] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.numel() < replace.LARGE or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{name}.{key}" if name else key
+            reason = reasons.get(full, "the policy leaves it out")
+            found.setdefault((_NUMBER.sub("*", full), reason), []).append(parameter.nbytes)
+    if not found:
+        return None
+    count = sum(len(sizes) for sizes in found.values())
+    lines = [
+        f"{name} ({f'{len(sizes)} of ' if len(sizes) > 1 else ''}{max(sizes) / 1e6:.1f} MB: {reason})"
+        for (name, reason), sizes in found.items()
+    ]
+    return f"kbit left {count} large parameters unquantized: {'; '.join(lines)}."
