@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kbit.backends.cuda import routing, rows, stream, wgmma
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
@@ -16,4 +17,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     number = arch.rstrip("af")
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
     hopper = wgmma.specs() if arch == wgmma.ARCH else []
-    return [*rows.row_specs(), *routing.specs(), *stream.specs(shared, arch), *hopper]
+    dense = [*rows.row_specs(), *routing.specs(), *stream.specs(shared, arch), *hopper]
+    return [*dense, *nvfp4.specs()]

@@ -1,0 +1,165 @@
+// What the NVFP4 kernels share: ue4m3, the quantizer of 16 elements, and their loads and stores.
+//
+// Bits are defined by kbit/nvfp4/kernels.py. All arithmetic goes through intrinsics that round to nearest, so
+// that the compiler contracts nothing, and nothing flushes to zero.
+//
+// The quantizer is one thread's work: 16 elements in registers, up to 5 candidate scales. An element costs a
+// candidate 7 instructions (2 of them integer): scale, shift, round, mask, magnitude, distance, error. Search
+// thus takes 5 * 16 * 7 = 560, and about 250 for loading, scales, reciprocals, codes: 810 for 16 elements. At
+// 4096 x 2048 that is 13.3 million warp instructions, 25 thousand cycles of an H200's 528 schedulers, where
+// reading and writing 21.5 MB takes 8 thousand: search is bound by arithmetic, without it memory is.
+#pragma once
+
+#include "rows.cuh"
+
+constexpr int kSub = 16;  // elements with a scale
+constexpr u32 kLastScale = 0x7e;
+
+// 0x7F is 0; bit 7 does not count. A byte shifted to a float32's exponent is the value times 2^-120.
+DEVICE float decode_ue4m3(u32 byte) {
+    byte &= 0x7fu;
+    return byte == 0x7fu ? 0.0f : __fmul_rn(__uint_as_float(byte << 20), __uint_as_float(0x7b800000u));
+}
+
+// Nearest even over bytes 0 .. 0x7E; t is no NaN.
+DEVICE u32 encode_ue4m3(float t) {
+    if (!(t > 0.0f)) {
+        return 0;
+    }
+    if (t < 0.015625f) {  // 2^-6: multiples of 2^-9, rounded by the adder at 2^23; 8 carries into e = 1
+        return __float_as_uint(__fadd_rn(__fmul_rn(t, 512.0f), 8388608.0f)) - 0x4b000000u;
+    }
+    const u32 u = __float_as_uint(t), byte = ((u + 0x7ffffu + (u >> 20 & 1u)) >> 20) - (120u << 3);
+    return byte < kLastScale ? byte : kLastScale;
+}
+
+// The e2m1 magnitude nearest to t >= 0, as bits of a float32 of 2^-126 times its value; shifted right by 22
+// they are its index.
+//
+// 2^-126 turns [0, 1) into subnormal numbers. There, as in e2m1, steps are of one size, so that rounding to
+// one bit of fraction is the same integer operation for all magnitudes: halves go down by adding just less
+// than one. The product is rounded up: halfway values are representable and stay, larger ones stay larger.
+template <bool TIES_EVEN>
+DEVICE u32 nearest_magnitude(float t) {
+    const float unit = __uint_as_float(0x00800000u);  // 2^-126
+    if constexpr (!TIES_EVEN) {
+        const int rounded = int(__float_as_uint(__fmul_ru(t, unit)) + 0x1fffffu);
+        return u32(min(rounded, 0x01ffffff)) & 0xffc00000u;
+    } else {
+        // The adder rounds at 2^22 times the binade: steps of half of it, 0.5 below 1. Even multiples are
+        // even indices.
+        t = fminf(t, 6.0f);
+        const float anchor = __uint_as_float((__float_as_uint(fmaxf(t, 1.0f)) & 0x7f800000u) + (22u << 23));
+        return __float_as_uint(__fmul_rn(__fsub_rn(__fadd_rn(t, anchor), anchor), unit));
+    }
+}
+DEVICE float magnitude_value(u32 bits) {
+    return __fmul_rn(__uint_as_float(bits), __uint_as_float(0x7e800000u));  // 2^126
+}
+
+DEVICE float inverse_of(float scale) {
+    return scale > 0.0f ? __frcp_rn(scale) : 0.0f;
+}
+
+// Sum of squared errors of |v| under a scale, in order.
+template <bool TIES_EVEN>
+DEVICE float squared_error(const float (&v)[kSub], float scale) {
+    const float inverse = inverse_of(scale);
+    float error = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSub; ++i) {
+        const float level = magnitude_value(nearest_magnitude<TIES_EVEN>(__fmul_rn(fabsf(v[i]), inverse)));
+        // level * scale is exact, so this is the rounded difference.
+        const float distance = __fmaf_rn(-level, scale, fabsf(v[i]));
+        error = __fmaf_rn(distance, distance, error);
+    }
+    return error;
+}
+
+struct Coded {
+    u32 low, high;  // element i in nibble i
+    u32 scale;
+};
+
+template <bool TIES_EVEN>
+DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSub; ++i) {
+        asm("max.NaN.f32 %0, %0, %1;" : "+f"(amax) : "f"(fabsf(v[i])));
+    }
+    if (!(amax < __uint_as_float(0x7f800000u))) {
+        return {0, 0, 0};
+    }
+    const u32 plain = encode_ue4m3(__fdiv_rn(amax, 6.0f));
+    u32 chosen = plain;
+    if (search) {
+        float least = 0.0f;
+#pragma unroll 1
+        for (int i = 0; i < 5; ++i) {  // + 0, -1, +1, -2, +2
+            const u32 candidate = plain + u32(i & 1 ? -((i + 1) >> 1) : i >> 1);
+            const float error = squared_error<TIES_EVEN>(v, decode_ue4m3(candidate));
+            if (i == 0 || (candidate <= kLastScale && error < least)) {
+                least = error;
+                chosen = candidate;
+            }
+        }
+    }
+    const float inverse = inverse_of(decode_ue4m3(chosen));
+    u32 words[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kSub; ++i) {
+        const u32 index = nearest_magnitude<TIES_EVEN>(__fmul_rn(fabsf(v[i]), inverse)) >> 22;
+        words[i / 8] |= (v[i] < 0.0f ? index | 8u : index) << (4 * (i % 8));
+    }
+    return {words[0], words[1], chosen};
+}
+
+// 16 elements of a row from column `first` on; zeros from `columns` on. `wide`: rows are whole sub-blocks and
+// start at multiples of 16 bytes.
+template <class D>
+DEVICE void load_sub_block(float (&v)[kSub], const u8* row, int first, int columns, bool wide) {
+    constexpr int kWords = kSub * D::kBytes / 4;
+    u32 raw[kWords];
+    if (wide) {
+        const u32* from = reinterpret_cast<const u32*>(row + i64(first) * D::kBytes);
+#pragma unroll
+        for (int i = 0; i < kWords / 4; ++i) {
+            const uint4 part = __ldg(reinterpret_cast<const uint4*>(from) + i);
+            raw[4 * i] = part.x;
+            raw[4 * i + 1] = part.y;
+            raw[4 * i + 2] = part.z;
+            raw[4 * i + 3] = part.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            raw[i] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kSub; ++i) {
+            if (first + i < columns) {
+                const u32 bits = load_global<D::kBytes>(row + i64(first + i) * D::kBytes);
+                raw[i / D::kPerWord] |= bits << (i % D::kPerWord * 16);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kSub; ++i) {
+        v[i] = D::get(raw, i);
+    }
+}
+
+DEVICE void store_coded(u8* codes, u8* scales, i64 at, const Coded& coded) {
+    *reinterpret_cast<uint2*>(codes + at * 8) = make_uint2(coded.low, coded.high);
+    scales[at] = u8(coded.scale);
+}
+
+// One element of a dtype (0 float32, 1 float16, 2 bfloat16), rounded to nearest even.
+DEVICE void store_rounded(void* out, i64 at, float value, int dtype) {
+    if (dtype == 0) {
+        static_cast<float*>(out)[at] = value;
+    } else {
+        static_cast<u16*>(out)[at] = dtype == 1 ? Half<false>::narrow(value) : Half<true>::narrow(value);
+    }
+}

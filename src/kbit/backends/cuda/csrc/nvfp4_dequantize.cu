@@ -1,0 +1,39 @@
+// out = round(((magnitude * scale) * global_scale) * row_scale), the first product being exact.
+//
+//   codes      uint8 [rows, 8 * groups], 8-byte aligned; scales uint8 [rows, groups]
+//   row_scale  float32 [rows] or null
+//   out        Config::dtype [rows, 16 * groups], 16-byte aligned
+//
+// A thread decodes 16 elements. Memory-bound: 9 bytes in, 32 or 64 out.
+#include "config.h"
+#include "nvfp4.cuh"
+
+using D = Dense<Config::dtype>;
+constexpr int kPieces = kSub * D::kBytes / 16;
+
+extern "C" __global__ void __launch_bounds__(256)
+    nvfp4_dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales,
+                     const float* __restrict__ row_scale, u8* out, u32 total, int groups,
+                     float global_scale) {
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+        const uint2 code = __ldg(codes + i);
+        const float scale = decode_ue4m3(scales[i]);
+        const float own = row_scale != nullptr ? row_scale[i / u32(groups)] : 1.0f;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+            float v[D::kPerPiece];
+#pragma unroll
+            for (int j = 0; j < D::kPerPiece; ++j) {
+                const int element = piece * D::kPerPiece + j;
+                const u32 nibble = (element < 8 ? code.x : code.y) >> (4 * (element % 8));
+                // Index bits at the top of a float32's fraction, and the sign.
+                const u32 bits = (nibble & 7u) << 22 | (nibble & 8u) << 28;
+                v[j] = __fmul_rn(__fmul_rn(magnitude_value(bits), scale), global_scale);
+                if (row_scale != nullptr) {
+                    v[j] = __fmul_rn(v[j], own);
+                }
+            }
+            store16(out + i64(i) * (kSub * D::kBytes) + piece * 16, D::piece(v));
+        }
+    }
+}

@@ -1,0 +1,49 @@
+// codes, scales = NVFP4 of the rows of x; see `quantize` and `quantize_scatter` in kbit/nvfp4/kernels.py.
+//
+//   x          Config::dtype [rows, columns]; 16-byte aligned where `wide`: columns is then a multiple of 16
+//   row_scale  float32 [rows] or null
+//   slots      int32 [rows, copies] or null: row r is stored at each of slots[r, 0 .. copies - 1]
+//   codes      uint8 [rows out, 8 * groups], 8-byte aligned; scales uint8 [rows out, groups]
+//   groups     ceil(columns / 16); rows * groups < 2^31
+//   scaled     whether values are divided by global_scale, and by row_scale where there is one
+//
+// A thread quantizes 16 elements: 32 or 64 bytes in, 8 + 1 bytes out, both contiguous over a warp. Nothing
+// is reduced across threads, so a row's bytes do not depend on its neighbours.
+#include "config.h"
+#include "nvfp4.cuh"
+
+using D = Dense<Config::dtype>;
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+    nvfp4_quantize(const u8* __restrict__ x, const float* __restrict__ row_scale,
+                   const int* __restrict__ slots, u8* codes, u8* scales, int rows, int columns, int groups,
+                   int copies, float global_scale, int scaled, int search, int wide) {
+    const u32 total = u32(rows) * u32(groups);
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+        const u32 row = i / u32(groups), group = i - row * u32(groups);
+        float v[kSub];
+        load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
+        if (scaled) {
+            const float own = row_scale != nullptr ? row_scale[row] : 1.0f;
+#pragma unroll
+            for (int j = 0; j < kSub; ++j) {
+                v[j] = __fdiv_rn(v[j], global_scale);
+            }
+            if (row_scale != nullptr) {
+#pragma unroll
+                for (int j = 0; j < kSub; ++j) {
+                    // Elements beyond the row are +0, whatever its scale.
+                    v[j] = int(group) * kSub + j < columns ? __fdiv_rn(v[j], own) : 0.0f;
+                }
+            }
+        }
+        const Coded coded = quantize_sub_block<Config::ties_even>(v, search != 0);
+        if (slots == nullptr) {
+            store_coded(codes, scales, i, coded);
+            continue;
+        }
+        for (int copy = 0; copy < copies; ++copy) {
+            store_coded(codes, scales, i64(slots[i64(row) * copies + copy]) * groups + group, coded);
+        }
+    }
+}

@@ -1,0 +1,27 @@
+"""NVFP4 on CUDA: what `kbit.nvfp4.kernels.Kernels` asks of a device, as functions of this module.
+
+Tensors are contiguous, on one CUDA device, and checked by the caller. Work goes to the current stream of that
+device, nothing waits, and sizes follow from shapes alone, so CUDA graphs record it.
+"""
+
+from kbit.backends.cuda.nvfp4.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
+from kbit.backends.cuda.nvfp4.moe import align, combine, moe_gemm
+from kbit.backends.cuda.nvfp4.products import gemm, tiles
+from kbit.backends.cuda.nvfp4.rows import dequantize, gather_rows, quantize, quantize_scatter, repack
+
+__all__ = [
+    "align",
+    "combine",
+    "dequantize",
+    "gather_rows",
+    "gemm",
+    "moe_gemm",
+    "quantize",
+    "quantize_scatter",
+    "repack",
+    "rmsnorm",
+    "rmsnorm_quantize",
+    "silu_mul",
+    "silu_mul_quantize",
+    "tiles",
+]

@@ -1,0 +1,44 @@
+"""What the launches of NVFP4 kernels have in common."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda.compiler import KernelSpec
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
+SUB_BLOCK = 16  # elements with a scale
+THREADS = 256
+# Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
+_PER_SM = 32
+_MAX_ITEMS = 2**31 - 1  # numbers of work items are 32 bits in the kernels
+
+
+def groups_of(columns: int) -> int:
+    """Scales of a row of so many columns."""
+    return -(-columns // SUB_BLOCK)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Pointer of a tensor, null for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def run_items(
+    spec: KernelSpec, format: str, device: torch.device, items: int, args: tuple[int | float, ...]
+) -> None:
+    """Launch a kernel whose threads deal `items` among them.
+
+    Raises:
+        ValueError: there are 2^31 items or more.
+    """
+    if items > _MAX_ITEMS:
+        raise ValueError(
+            f"nvfp4: {spec.entry} numbers its work with 31 bits, got {items} items. Split the rows."
+        )
+    if items == 0:
+        return
+    most = driver.device_limits(device.index).multiprocessors * _PER_SM
+    kernel = launcher.load(spec, device.index, format)
+    launcher.launch_on(device.index, kernel, (min(-(-items // THREADS), most), 1, 1), THREADS, args)

@@ -1,0 +1,83 @@
+"""Mixture of experts: sorting by expert, the product of sorted rows, the sum. Bits: `kbit.nvfp4.kernels`."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.backends.cuda import driver, routing
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import products as dense
+from kbit.backends.cuda.nvfp4.launch import DTYPES, run_items
+
+SLOTS = KernelSpec("nvfp4_slots.cu")
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module that is not of another one."""
+    return [SLOTS]
+
+
+def align(
+    ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kbit.nvfp4.kernels.Kernels.align`: csrc/moe_align.cu, and the inverse of its inverse."""
+    source, slots = ids.new_empty(ids.numel()), ids.new_empty(ids.numel())
+    bounds, inverse = ids.new_empty(num_experts + 1), torch.empty_like(ids)
+    routing.moe_align(ids, source, bounds, inverse)
+    args = (inverse.data_ptr(), slots.data_ptr(), ids.numel())
+    run_items(SLOTS, "QQi", ids.device, ids.numel(), args)
+    return source, slots, bounds, inverse
+
+
+def combine(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.combine`: csrc/moe_combine.cu."""
+    out = y.new_empty((inverse.shape[0], y.shape[1]))
+    if out.numel():
+        routing.moe_combine(y, inverse, p, None, out)
+    return out
+
+
+def token_tile(count: int, experts: int) -> int:
+    """Tokens of a tile: the mean of rows per expert, rounded up; the host does not know how they lie."""
+    return dense.chosen_tokens(-(-count // experts))
+
+
+def most_tiles(count: int, experts: int, tokens: int) -> int:
+    """Most tiles that `count` rows of any experts, and of none, can fall into."""
+    parts = min(experts + 1, count)
+    return (count + parts * (tokens - 1)) // tokens
+
+
+def moe_gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+    tile: str | None = None,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.moe_gemm`. One launch; tiles that no expert needs return at once.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: K is larger than 2^20, or there are too many rows.
+    """
+    count = a_codes.shape[0] if rows is None else rows.shape[0]
+    experts, n = w_codes.shape[:2]
+    y = a_codes.new_empty((count, n), dtype=out_dtype)
+    if y.numel() == 0:
+        return y
+    operands = dense.padded_operands(a_codes, a_scales, w_codes, w_scales)
+    columns = operands[0].shape[-1] * 2
+    tokens = token_tile(count, experts) if tile in (None, dense.CUBLAS) else dense.parse_tile(tile, count)[0]
+    # Sums of one expert's few rows are not worth splitting: other experts fill the machine.
+    chosen = dense.plan(count, n, columns, accum, tokens, 1, driver.device_limits(y.device.index))
+    numbers = (count, n, columns, experts, 0.0, DTYPES[out_dtype])
+    token_tiles = most_tiles(count, experts, tokens)
+    dense.launch(accum, chosen, token_tiles, operands, rows, bounds, w_scale, row_scale, y, None, numbers)
+    return y

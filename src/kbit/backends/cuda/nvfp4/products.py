@@ -1,0 +1,225 @@
+"""Products of two NVFP4 matrices: csrc/nvfp4_gemm.cu, its tiles and splits, and cuBLAS for many tokens.
+
+Bits: `kbit.nvfp4.kernels`. Under `exact` and `seq16` they do not depend on anything that is chosen here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, run_items
+from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
+
+ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}
+TOKENS = (8, 16, 32, 64)
+SPLITS = (2, 4, 8)
+CUBLAS = "cublas"
+MAX_COLUMNS = 2**20  # int64 holds the exact sum of so many products
+# Decoding a weight for cuBLAS moves 20.5 bits a weight, a pass of the kernel over 64 tokens 4.5.
+_CUBLAS_TOKENS = 256
+_FORMAT = "QQQQQQQQQQiiiifi"
+_COLUMN_MULTIPLE = 64
+_STEP_COLUMNS = 256
+_STAGE_BYTES = 16 * 144  # of a warp: 16 rows of 128 bytes of codes and 16 of scales
+_WARP, _MAX_WARPS = 32, 8
+_MAX_GRID_Y = 65535
+# Split K until each multiprocessor has so many warps: fewer do not keep its memory busy.
+_WARPS_PER_SM = 8
+FINISH = KernelSpec("nvfp4_finish.cu")
+
+
+@functools.cache
+def gemm_spec(accum: str, tokens: int) -> KernelSpec:
+    """The kernel under a contract, for so many tokens at a time."""
+    return KernelSpec.make("nvfp4_gemm.cu", accum=ACCUMULATIONS[accum], tokens=tokens, stages=_stages(tokens))
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    return [*(gemm_spec(accum, tokens) for accum in ACCUMULATIONS for tokens in TOKENS), FINISH]
+
+
+def tiles(accum: str) -> tuple[str, ...]:
+    """See `kbit.nvfp4.kernels.Kernels.tiles`: tokens of a tile; splits of K where they change no bit."""
+    names = [f"tokens{tokens}" for tokens in TOKENS]
+    if accum == "exact":
+        names += [f"tokens{tokens}/split{split}" for tokens in TOKENS for split in SPLITS]
+    return (*names, CUBLAS) if accum == "tc" else tuple(names)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: tokens of a tile, warps of a block, splits of K."""
+
+    tokens: int
+    warps: int
+    split: int
+    shared_bytes: int
+
+
+def _stages(tokens: int) -> int:
+    return 4 if tokens < 64 else 3  # 64 tokens and 8 warps then fit twice in 227 KB under `exact`
+
+
+def shared_bytes(accum: str, tokens: int, warps: int) -> int:
+    """Shared memory of a block, as the header of nvfp4_gemm.cu says."""
+    operands = 16 * tokens * (20 if accum == "exact" else 32)
+    return warps * _stages(tokens) * _STAGE_BYTES + 2 * operands
+
+
+def chosen_tokens(m: int) -> int:
+    """Tokens of a tile for m rows."""
+    return next((tokens for tokens in TOKENS if tokens >= m), TOKENS[-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    m: int, n: int, columns: int, accum: str, tokens: int, split: int | None, device: driver.DeviceLimits
+) -> Plan:
+    """How a dense problem, or one expert's, is cut; `split` None splits K where blocks are few.
+
+    Args:
+        m: rows of A, of all experts.
+        n: rows of W.
+        columns: K.
+        accum: the contract.
+        tokens: of a tile.
+        split: forced splits of K, for `exact`.
+        device: its limits.
+    """
+    row_tiles, token_tiles = -(-n // 16), -(-m // tokens)
+    fits = [w for w in range(2, _MAX_WARPS + 1) if shared_bytes(accum, tokens, w) <= device.shared_bytes]
+    fits = [w for w in fits if tokens == TOKENS[0] or w >= 4] or fits[-1:]
+
+    def busiest(warps: int) -> tuple[int, int]:
+        """Row tiles of the multiprocessor with most, and fewer blocks where that is the same."""
+        blocks = -(-row_tiles // warps) * token_tiles
+        return -(-blocks // device.multiprocessors) * warps, -warps
+
+    warps = min(fits, key=busiest)
+    steps = -(-columns // _STEP_COLUMNS)
+    if split is None:
+        wanted = device.multiprocessors * _WARPS_PER_SM // (row_tiles * token_tiles)
+        split = max(1, min(wanted, steps // 2, SPLITS[-1])) if accum == "exact" else 1
+    return Plan(tokens, warps, min(split, steps), shared_bytes(accum, tokens, warps))
+
+
+def parse_tile(tile: str | None, m: int) -> tuple[int, int | None]:
+    """Tokens and split that a name of `tiles` stands for; None leaves the choice."""
+    if tile is None or tile == CUBLAS:
+        return chosen_tokens(m), None
+    tokens, _, split = tile.partition("/")
+    return int(tokens.removeprefix("tokens")), int(split.removeprefix("split")) if split else 1
+
+
+def gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+    tile: str | None = None,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.gemm`.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: K is larger than 2^20, or there are too many rows.
+    """
+    m, n = a_codes.shape[0], w_codes.shape[0]
+    if accum == "tc" and (tile == CUBLAS or (tile is None and m > _CUBLAS_TOKENS)):
+        return _cublas(a_codes, a_scales, w_codes, w_scales, w_scale, row_scale, out_dtype)
+    operands = padded_operands(a_codes, a_scales, w_codes, w_scales)
+    columns = operands[0].shape[-1] * 2
+    y = a_codes.new_empty((m, n), dtype=out_dtype)
+    if y.numel() == 0:
+        return y
+    device = driver.device_limits(y.device.index)
+    tokens, split = parse_tile(tile, m)
+    chosen = plan(m, n, columns, accum, tokens, split, device)
+    partial = a_codes.new_zeros((m, n), dtype=torch.int64) if chosen.split > 1 else None
+    numbers = (m, n, columns, 1, w_scale, DTYPES[out_dtype])
+    launch(accum, chosen, -(-m // tokens), operands, None, None, None, row_scale, y, partial, numbers)
+    if partial is not None:
+        args = (partial.data_ptr(), address(row_scale), y.data_ptr(), m * n, n, w_scale, DTYPES[out_dtype])
+        run_items(FINISH, "QQQQifi", y.device, m * n, args)
+    return y
+
+
+def launch(
+    accum: str,
+    chosen: Plan,
+    token_tiles: int,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    y: torch.Tensor,
+    partial: torch.Tensor | None,
+    numbers: tuple[int | float, ...],
+) -> None:
+    """Launch nvfp4_gemm.cu.
+
+    Raises:
+        ValueError: more tiles of tokens than a grid has.
+    """
+    if token_tiles > _MAX_GRID_Y:
+        raise ValueError(
+            f"nvfp4: {y.shape[0]} rows are {token_tiles} tiles of {chosen.tokens}, at most {_MAX_GRID_Y} can "
+            f"be launched. Split the rows."
+        )
+    a_codes, a_scales, w_codes, w_scales = operands
+    ordered = (a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scale, row_scale, y, partial)
+    kernel = launcher.load(gemm_spec(accum, chosen.tokens), y.device.index, _FORMAT)
+    grid = (-(-y.shape[1] // (16 * chosen.warps)), token_tiles, chosen.split)
+    args = (*(address(t) for t in ordered), *numbers)
+    threads = chosen.warps * _WARP
+    launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes)
+
+
+def padded_operands(
+    *operands: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and scales of A and W with K a multiple of 64 (code 0, scale 0) at addresses of 16 bytes.
+
+    Raises:
+        ValueError: K is larger than 2^20.
+    """
+    groups = operands[1].shape[-1]
+    if groups * SUB_BLOCK > MAX_COLUMNS:
+        raise ValueError(f"nvfp4: K must be at most {MAX_COLUMNS}, got {groups * SUB_BLOCK}. Split K.")
+    missing = -groups % (_COLUMN_MULTIPLE // SUB_BLOCK)
+    if missing:
+        per_group = (SUB_BLOCK // 2, 1, SUB_BLOCK // 2, 1)
+        operands = tuple(F.pad(t, (0, missing * each)) for t, each in zip(operands, per_group, strict=True))
+    a_codes, a_scales, w_codes, w_scales = (aligned(t, 16) for t in operands)
+    return a_codes, a_scales, w_codes, w_scales
+
+
+def _cublas(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Decode both operands, exactly, and multiply; the factor is cuBLAS's alpha, applied in float32."""
+    narrow = torch.bfloat16 if out_dtype == torch.float32 or row_scale is not None else out_dtype
+    a = dequantize(a_codes, a_scales, 1.0, None, narrow)
+    w = dequantize(w_codes, w_scales, 1.0, None, narrow)
+    if narrow == out_dtype and row_scale is None:
+        return a.new_empty((a.shape[0], w.shape[0])).addmm_(a, w.t(), beta=0.0, alpha=w_scale)
+    total = torch.mm(a, w.t(), out_dtype=torch.float32).mul_(w_scale)
+    return (total if row_scale is None else total.mul_(row_scale[:, None])).to(out_dtype)

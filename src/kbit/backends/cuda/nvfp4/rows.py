@@ -1,0 +1,153 @@
+"""Kernels over rows: quantize, scatter, dequantize, repack, gather. Bits: `kbit.nvfp4.kernels`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, groups_of, run_items
+
+_SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
+_PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
+
+
+@functools.cache
+def quantize_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
+    """The kernel that quantizes rows of a dtype."""
+    return KernelSpec.make("nvfp4_quantize.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+
+
+@functools.cache
+def dequantize_spec(dtype: torch.dtype) -> KernelSpec:
+    """The kernel that decodes to a dtype."""
+    return KernelSpec.make("nvfp4_dequantize.cu", dtype=DTYPES[dtype])
+
+
+@functools.cache
+def repack_spec(layout: str) -> KernelSpec:
+    """The kernel that interleaves codes and scales."""
+    return KernelSpec.make("nvfp4_repack.cu", mmq=layout == "mmq")
+
+
+GATHER = KernelSpec("nvfp4_gather.cu")
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    quantizers = [quantize_spec(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
+    decoders = [dequantize_spec(dtype) for dtype in DTYPES]
+    return [*quantizers, *decoders, *(repack_spec(layout) for layout in _SUB_BLOCKS), GATHER]
+
+
+def quantize(
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kbit.nvfp4.kernels.Kernels.quantize`.
+
+    Raises:
+        ValueError: x has 2^31 blocks of 16 or more.
+    """
+    return _quantize(x, None, search, ties_even, global_scale, row_scale)
+
+
+def quantize_scatter(
+    x: torch.Tensor, slots: torch.Tensor, search: bool, ties_even: bool, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kbit.nvfp4.kernels.Kernels.quantize_scatter`.
+
+    Raises:
+        ValueError: x has 2^31 blocks of 16 or more.
+    """
+    return _quantize(x, slots, search, ties_even, global_scale, None)
+
+
+def _quantize(
+    x: torch.Tensor,
+    slots: torch.Tensor | None,
+    search: bool,
+    ties_even: bool,
+    global_scale: float,
+    row_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    groups = groups_of(columns)
+    out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
+    codes = x.new_empty((out_rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
+    scales = x.new_empty((out_rows, groups), dtype=torch.uint8)
+    wide = columns % SUB_BLOCK == 0 and x.data_ptr() % 16 == 0
+    scaled = global_scale != 1.0 or row_scale is not None
+    args = tuple(address(t) for t in (x, row_scale, slots, codes, scales))
+    args += (rows, columns, groups, copies)
+    numbers = (global_scale, int(scaled), int(search), int(wide))
+    spec = quantize_spec(x.dtype, ties_even)
+    run_items(spec, "QQQQQiiiifiii", x.device, rows * groups, (*args, *numbers))
+    return codes, scales
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: float,
+    row_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.dequantize`; also experts [E, N, ...] without row_scale.
+
+    Raises:
+        ValueError: there are 2^31 blocks of 16 or more.
+    """
+    codes = aligned(codes, 8)
+    out = codes.new_empty((*scales.shape[:-1], scales.shape[-1] * SUB_BLOCK), dtype=dtype)
+    args = tuple(address(t) for t in (codes, scales, row_scale, out))
+    sizes = (scales.numel(), scales.shape[-1], global_scale)
+    run_items(dequantize_spec(dtype), "QQQQiif", codes.device, scales.numel(), (*args, *sizes))
+    return out
+
+
+def repack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.repack`.
+
+    Raises:
+        ValueError: there are 2^31 blocks of 16 or more.
+    """
+    *lead, rows, groups = scales.shape
+    sub_blocks, padding = _SUB_BLOCKS[layout], _PADDING[layout]
+    blocks = -(-groups // padding) * padding // sub_blocks
+    nbytes = 9 * sub_blocks
+    shape = (*lead, blocks, rows, nbytes) if layout == "mmq" else (*lead, rows, blocks * nbytes)
+    codes, out = aligned(codes, 8), codes.new_empty(shape)
+    total = out.numel() // 9
+    args = (codes.data_ptr(), scales.data_ptr(), out.data_ptr(), total, rows, groups, blocks)
+    run_items(repack_spec(layout), "QQQiiii", codes.device, total, args)
+    return out
+
+
+def gather_rows(
+    codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kbit.nvfp4.kernels.Kernels.gather_rows`.
+
+    Raises:
+        ValueError: there are 2^31 words of 8 bytes or more.
+    """
+    count, code_bytes, scale_bytes = rows.shape[0], codes.shape[1], scales.shape[1]
+    codes_out = codes.new_empty((count, code_bytes))
+    scales_out = scales.new_empty((count, scale_bytes))
+    shifts = _word_shift(codes), _word_shift(scales)
+    items = max(count * code_bytes >> shifts[0], count * scale_bytes >> shifts[1])
+    args = tuple(t.data_ptr() for t in (codes, scales, rows, codes_out, scales_out))
+    sizes = (count, code_bytes, scale_bytes, *shifts)
+    run_items(GATHER, "QQQQQiiiii", codes.device, items, (*args, *sizes))
+    return codes_out, scales_out
+
+
+def _word_shift(matrix: torch.Tensor) -> int:
+    """log2 of the widest word, up to 16 bytes, that divides a matrix's rows and address."""
+    return next(s for s in (4, 3, 2, 1, 0) if (matrix.shape[1] | matrix.data_ptr()) % (1 << s) == 0)
+
+
+def aligned(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """`tensor` at an address that is a multiple; views at odd offsets are copied."""
+    return tensor if tensor.data_ptr() % multiple == 0 else tensor.clone()
