@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.cli import bench_moe
+from kbit.cli.bench_moe import numbers
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,13 +20,6 @@ if TYPE_CHECKING:
 
 console = Console()
 _KERNELS_SHOWN = 15
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"{option} takes positive whole numbers such as 1,4,32; got {text!r}.")
-    return [int(word) for word in words]
 
 
 def _gigabytes(count: int | None) -> str:
@@ -100,10 +96,10 @@ def model(
 
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench model")
-    plan = bench.Plan(_numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
+    plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
     options: dict[str, Any] = {"embedding_bits": embedding_bits, "search": search}
     policies: dict[str, QuantizationPolicy | None] = {
-        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in _numbers("--bits", bits)
+        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in numbers("--bits", bits)
     }
     if baseline:
         policies[bench.BASELINE] = None
@@ -123,5 +119,6 @@ def model(
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `kbit bench`."""
+    """Add this command and `kbit bench moe` to `kbit bench`."""
     app.command()(model)
+    bench_moe.register(app)

@@ -1,0 +1,117 @@
+"""`kbit bench moe`: products with many experts, and the whole layer around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kbit.bench.moe import MoeRow
+
+console = Console()
+
+
+class Part(str, Enum):
+    """What is measured."""
+
+    grouped = "grouped"
+    layer = "layer"
+    both = "both"
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Positive numbers joined by commas; raises ValueError where they are not."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"{option} takes positive whole numbers such as 1,4,32; got {text!r}.")
+    return [int(word) for word in words]
+
+
+def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
+    from kbit.bench.kernel_rows import BASELINE
+    from kbit.bench.moe import baselines
+
+    best = baselines(rows)
+    table = Table(title=problem)
+    unit = "tokens" if problem.startswith("layer") else "M each"
+    for header in (unit, "kernel", "k", "us", "spread", "GB/s", "% read", "vs best 16-bit"):
+        table.add_column(header, justify="left" if header == "kernel" else "right")
+    previous = rows[0].rows
+    for row in rows:
+        if row.rows != previous:
+            table.add_section()
+            previous = row.rows
+        ratio, speed = best[problem, row.rows].us / row.us, row.read_bytes / row.us / 1e3
+        cells = (str(row.rows), row.kernel, str(row.bits or ""), f"{row.us:.2f}", f"{100 * row.spread:.0f}%")
+        slow = row.kind != BASELINE and ratio < 1
+        table.add_row(
+            *cells,
+            f"{speed:.0f}",
+            f"{100 * speed / bandwidth:.0f}",
+            f"{ratio:.2f}",
+            style="red" if slow else None,
+        )
+    return table
+
+
+def moe(
+    part: Annotated[Part, typer.Option(help="Products, the whole layer, or both.")] = Part.both,
+    shape: Annotated[str, typer.Option(help="Products: gu (2048x512), dn (512x2048).")] = "gu,dn",
+    experts: Annotated[str, typer.Option(help="Products: numbers of experts.")] = "8,128",
+    rows: Annotated[str, typer.Option("--rows", "-m", help="Products: rows M of each expert.")] = (
+        "1,2,4,8,16,64,512"
+    ),
+    batch: Annotated[str, typer.Option(help="Layer: numbers of tokens.")] = "1,4,32,256,2048",
+    routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
+    bits: Annotated[str, typer.Option(help="Widths, such as 2,4.")] = "4",
+    repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Grouped products and a layer of 512 experts against 16-bit paths: cold weights, CUDA-graph replays."""
+    from kbit.bench import gpu_timing, moe_layer
+    from kbit.bench import moe as bench
+
+    shapes, routings = shape.split(","), routing.split(",")
+    for given, known in ((shapes, tuple(bench.SHAPES)), (routings, moe_layer.ROUTINGS)):
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"bench moe: unknown {', '.join(unknown)}; known: {', '.join(known)}.")
+    widths, counts = numbers("--bits", bits), numbers("--rows", rows)
+    sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
+    gpu_timing.require_gpu("kbit bench moe")
+    bandwidth = gpu_timing.read_bandwidth()
+    result: dict[str, Any] = {
+        "machine": gpu_timing.describe(),
+        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
+        "read_bandwidth_method": bandwidth.method,
+        "repeats": repeats,
+        "dtype": "bf16",
+    }
+    measured: list[MoeRow] = []
+    runs = []
+    if part is not Part.layer:
+        settings = (counts, widths, repeats, gpu_timing.measure)
+        runs += [bench.grouped_rows(name, count, *settings) for count in sizes for name in shapes]
+    if part is not Part.grouped:
+        runs.append(moe_layer.layer_rows(batches, routings, widths, repeats, gpu_timing.measure))
+    for run in runs:
+        for row in run:
+            measured.append(row)
+            console.print(f"{row.problem}, {row.rows}: {row.kernel} {row.us:.2f} us", markup=False)
+            if json_file is not None:  # at once, so that an interruption loses one row
+                json_file.write_text(json.dumps(result | {"rows": bench.as_json(measured)}, indent=1) + "\n")
+    wide = Console(width=140)
+    for problem in dict.fromkeys(row.problem for row in measured):
+        chosen = [row for row in measured if row.problem == problem]
+        wide.print(_table(problem, chosen, bandwidth.gb_s))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `kbit bench`."""
+    app.command()(moe)
