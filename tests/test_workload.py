@@ -327,6 +327,22 @@ def test_grouped_rows_by_hand():
         times.grouped_us(shape, 4, 10, 10_000)
 
 
+def test_results_of_bench_moe_are_grouped_rows(tmp_path):
+    row = {"problem": "gu, 128 experts", "rows": 4, "bits": 4, "kernel": "kbit", "kind": "ours", "us": 9.5}
+    layer = row | {"problem": "layer, zipf"}
+    (tmp_path / "moe.json").write_text(json.dumps({"dtype": "bf16", "rows": [row, layer]}))
+    (found,) = measured.load_grouped(tmp_path / "moe.json")
+    assert found == {"shape": "moe_gu", "experts": 128, "tokens_per_expert": 4, "dtype": "bf16"} | {
+        "bits": 4,
+        "kernel": "kbit",
+        "kind": "ours",
+        "us": 9.5,
+    }
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is not a result of `kbit bench moe"):
+        measured.load_grouped(tmp_path / "other.json")
+
+
 # -- scenarios -----------------------------------------------------------------------------------------------
 
 
@@ -375,7 +391,7 @@ def test_experts_count_where_measured_and_are_left_out_with_a_note():
     assert found.scenarios[0].shares["experts"] == pytest.approx(10 / 18)
     without = measured.from_result({}, glm_rows(), "fp16")
     found = scenarios.analyse(MOE, without, steps, [4])
-    assert found.notes == ("expert layers (moe_gu) left out: the table has no grouped rows",)
+    assert found.notes == ("expert layers (moe_gu) left out: there are no grouped rows in fp16",)
     assert found.scenarios[0].us == pytest.approx(2 * 4)
     far = {1: {Step(0, 1024): 1.0}}
     (note,) = scenarios.analyse(

@@ -1,8 +1,8 @@
 """Open a report of `kbit bench report` in headless Chromium and check what only a browser knows.
 
 `python tools/check_report.py PAGE [FOLDER]`; `make report-check` runs it. At a wide and a narrow window:
-nothing is loaded from outside, nothing is wider than the window, tables scroll inside their containers, and every chart
-has a size. Screenshots of both, light and dark, go to FOLDER for whoever wants to look.
+nothing is loaded from outside, nothing is wider than the window, tables scroll inside their containers, and
+every chart has a size. Screenshots of both, light and dark, go to FOLDER for whoever wants to look.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from kbit.cli.doctor import doctor
 from kbit.cli.eval import evaluate
 from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
+from kbit.cli.profile import profile
 from kbit.cli.quantize import quantize
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(inspect)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
+app.command()(profile)
 app.command("compile")(compile_kernels)
 app.command()(doctor)
 app.command()(demo)

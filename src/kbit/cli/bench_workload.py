@@ -23,6 +23,9 @@ def workload(
     distribution: Annotated[
         Path | None, typer.Option(help="Token distribution (.json) or log of requests (.jsonl).")
     ] = None,
+    experts: Annotated[
+        Path | None, typer.Option(help="A result of `bench moe --json`, for the layers of experts.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Models; by default all that the table has.")] = "",
     bits: Annotated[str, typer.Option(help="Widths; by default all that the table has.")] = "",
     users: Annotated[str, typer.Option(help="Numbers of users served at once.")] = "1,4,8,16,32,64",
@@ -46,6 +49,8 @@ def workload(
     from kbit.format.codebook import check_bits
 
     header, rows = kernel_rows.load(table)
+    if experts is not None:
+        header |= {"grouped": times.load_grouped(experts), "grouped_from": experts.name}
     measured = times.from_result(header, rows, dtype)
     traffic = distributions.load(distribution)
     limits = Limits(chunk, budget)

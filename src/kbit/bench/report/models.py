@@ -1,11 +1,10 @@
-"""Experts, whole models, profiles and traffic."""
+"""Whole models, profiles and traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kbit.bench.kernel_rows import DISPATCHED, OURS
 from kbit.bench.report import markup, svg
 from kbit.bench.report.markup import Row
 from kbit.bench.report.results import Result
@@ -15,66 +14,53 @@ from kbit.bench.report.svg import Axis, Chart, Series
 _DASHES = ("", "7 4", "2 4", "9 3 2 3")
 
 
-# -- experts -------------------------------------------------------------------------------------------------
-
-
-def _experts(results: Sequence[Result]) -> str:
-    parts = []
-    for result in results:
-        items = result.data.get("grouped") or []
-        for dtype in dict.fromkeys(item["dtype"] for item in items):
-            here = [item for item in items if item["dtype"] == dtype]
-            parts.append(markup.heading(f"{result.device}, {dtype}, {result.name}"))
-            parts.append(_grouped_table(here, dtype))
-        if layers := result.data.get("moe"):
-            parts.append(markup.heading(f"{result.device}, whole layers, {result.name}"))
-            parts.append(markup.generic(layers, "MoE layers"))
-    return "".join(parts)
-
-
-def _grouped_table(items: Sequence[Mapping[str, Any]], dtype: str) -> str:
-    """A row per shape, experts, tokens and width; the ratio is to the faster of the 16-bit kernels."""
-    times: dict[tuple[str, int, float], dict[int | None, dict[str, float]]] = {}
-    ours: set[str] = set()
-    for item in items:
-        place = item["shape"], item["experts"], item["tokens_per_expert"]
-        times.setdefault(place, {}).setdefault(item["bits"], {})[item["kernel"]] = item["us"]
-        if item["bits"] is not None and item.get("kind", OURS) == OURS:
-            ours.add(item["kernel"])
-    kernels = list(dict.fromkeys(item["kernel"] for item in items))
-    headers = ["layer", "experts", "tokens each", "k", *kernels, f"kbit vs {dtype}"]
-    return markup.table(headers, _grouped_rows(times, kernels, ours), "Grouped products, microseconds")
-
-
-def _grouped_rows(
-    times: Mapping[tuple[str, int, float], Mapping[int | None, Mapping[str, float]]],
-    kernels: Sequence[str],
-    ours: set[str],
-) -> Iterator[Row]:
-    for (shape, experts, each), by_bits in times.items():
-        dense = by_bits.get(None, {})
-        for index, bits in enumerate(sorted(width for width in by_bits if width is not None)):
-            here = dict(by_bits[bits])
-            mine = [us for kernel, us in here.items() if kernel in ours]
-            chosen = here.get(DISPATCHED, min(mine, default=None))
-            ratio = markup.heat(min(dense.values()) / chosen) if dense and chosen else markup.MISSING
-            us = [markup.number({**dense, **here}.get(kernel), ".1f") for kernel in kernels]
-            yield Row([shape, str(experts), f"{each:g}", str(bits), *us, ratio], first=not index)
-
-
 # -- whole models --------------------------------------------------------------------------------------------
 
 
 def _decode(results: Sequence[Result]) -> str:
-    parts = []
+    parts: list[str] = []
     for result in results:
+        if result.kind == "model":
+            parts += _arms(result)
+            continue
         parts.append(markup.heading(f"{result.device}, {result.name}"))
-        if isinstance(speeds := result.data.get("decode"), dict):
-            items = [{"model": name, **speed} for name, speed in speeds.items()]
-        else:
-            items = result.data.get("models") or result.data.get("decode") or []
+        items = [{"model": name, **speed} for name, speed in result.data["decode"].items()]
         parts.append(markup.generic(items, "Tokens per second of whole models"))
     return "".join(parts)
+
+
+def _arms(result: Result) -> Iterator[str]:
+    """A result of `kbit bench model`: speed of every arm at every batch size, memory, and profiles."""
+    arms, plan = result.data["arms"], result.data["plan"]
+    layers = f"{result.data['layers']} layers"
+    yield markup.heading(f"{result.data['model']}, {layers}, {result.device}, {result.name}")
+    rows = [row for arm in arms for row in arm["decode"]]
+    headers = ["arm", "batch", "ms a step", "spread", "tokens/s", "vs bf16", "CUDA graph"]
+    caption = f"Decoding after {plan['prompt']} tokens, {plan['steps']} steps a repetition"
+    ordered = sorted(rows, key=lambda row: row["batch"])
+    yield markup.table(headers, map(_arm_row, ordered), caption)
+    headers = ["arm", "weights GB", "peak building GB", "peak running GB", "prefill tokens/s", "left out"]
+    caption = f"Memory, and a prompt of {plan['prefill']} tokens"
+    yield markup.table(headers, map(_size_row, arms), caption)
+    for row in rows:
+        if row["profile"]:
+            kinds = [{"purpose": kind, "us": us} for kind, us in row["profile"]["by_kind_us"].items()]
+            words = f"{row['arm']}, batch {row['batch']}: where a step goes"
+            yield markup.details(words, markup.generic(kinds, "Microseconds by purpose"))
+
+
+def _arm_row(row: Mapping[str, Any]) -> Row:
+    ratio = markup.Cell(markup.MISSING) if row["vs_bf16"] is None else markup.heat(row["vs_bf16"])
+    speed = [f"{row['ms']:.3f}", f"{100 * row['spread']:.0f}%", f"{row['tokens_s']:.1f}"]
+    return Row(
+        [row["arm"], str(row["batch"]), *speed, ratio, "yes" if row["reason"] is None else row["reason"]]
+    )
+
+
+def _size_row(arm: Mapping[str, Any]) -> Row:
+    counts = (arm["weight_bytes"] or None, arm["build_peak_bytes"], arm["run_peak_bytes"])
+    sizes = [markup.number(None if count is None else count / 1e9, ".2f") for count in counts]
+    return Row([arm["name"], *sizes, markup.number(arm["prefill_tokens_s"], ".0f"), arm["absent"] or ""])
 
 
 def _profiles(results: Sequence[Result]) -> str:
@@ -85,14 +71,17 @@ def _profiles(results: Sequence[Result]) -> str:
         busy = f"{about['device'].upper()} busy"
         figures = [(f"{about['step_us']:.0f} µs", "one decode step"), (f"{100 * about['busy']:.1f}%", busy)]
         parts.append(markup.tiles(figures))
-        headers = ["kernel", "group", "calls", "us", "% of step", "step without it, us", "at most"]
-        parts.append(markup.table(headers, map(_profile_row, about["kernels"]), "One decode step", left=2))
+        headers = ["kernel", "purpose", "calls", "us", "% of step", "step without it, us", "at most"]
+        parts.append(markup.table(headers, map(_profile_row, about["groups"]), "Levers", left=2))
+        kernels = markup.table(headers, map(_profile_row, about["kernels"]), "One decode step", left=2)
+        parts.append(markup.details(f"{len(about['kernels'])} kernels", kernels))
     return "".join(parts)
 
 
 def _profile_row(item: Mapping[str, Any]) -> Row:
     without = [f"{item['us']:.1f}", f"{100 * item['share']:.1f}", f"{item['step_without_us']:.1f}"]
-    return Row([item["kernel"], item["group"], f"{item['calls']:g}", *without, f"{item['ceiling']:.2f}x"])
+    ceiling = f"{markup.number(item['ceiling'], '.2f')}x"
+    return Row([item["kernel"], item["group"], f"{item['calls']:g}", *without, ceiling])
 
 
 # -- traffic -------------------------------------------------------------------------------------------------
@@ -178,19 +167,11 @@ def _scenario_table(model: Mapping[str, Any]) -> str:
 
 SECTIONS = (
     Section(
-        "moe",
-        "Experts",
-        "All experts of a layer in one launch, beside the faster of the 16-bit ways.",
-        ("kernels", "moe"),
-        "kbit bench kernels --model qwen3-coder-next --json {folder}/kernels.json",
-        _experts,
-    ),
-    Section(
         "decode",
         "Whole models",
-        "Tokens per second in one greedy loop, the same for every model.",
-        ("decode", "models"),
-        "kbit bench decode MODEL MODEL-4bit --json {folder}/decode.json",
+        "Tokens per second in one loop, the same for every model.",
+        ("decode", "model"),
+        "kbit bench model qwen3-30b-a3b --json {folder}/model.json",
         _decode,
     ),
     Section(

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from kbit._version import __version__
 from kbit.bench.kernel_rows import compare
-from kbit.bench.report import kernels, machines, markup, models, quality
+from kbit.bench.report import experts, kernels, machines, markup, models, quality
 from kbit.bench.report.results import Result, load
 from kbit.bench.report.sections import Section
 
 SECTIONS: tuple[Section, ...] = (
     *kernels.SECTIONS,
+    *experts.SECTIONS,
     *models.SECTIONS,
     *quality.SECTIONS,
     *machines.SECTIONS,

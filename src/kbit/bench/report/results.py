@@ -18,10 +18,10 @@ KINDS: Mapping[str, Iterable[str]] = {
     "kernels": ("rows", "read_bandwidth_gb_s"),
     "cpu": ("linear", "quantize"),
     "decode": ("decode",),
-    "models": ("models",),
-    "moe": ("moe",),
+    "model": ("arms", "plan"),
     "sanitizer": ("runs", "shapes"),
 }
+_OF_ROWS = {"dequantize": "dequantize_us", "moe": "problem"}
 OTHER = "other"
 
 
@@ -51,11 +51,11 @@ class Result:
 
 
 def kind_of(data: Mapping[str, Any]) -> str:
-    """What a file's content is; "dequantize" and "kernels" differ in their rows only."""
+    """What a file's content is; three kinds differ in their rows only."""
     kind = next((kind for kind, keys in KINDS.items() if all(key in data for key in keys)), OTHER)
     rows = data.get("rows")
-    if kind == "kernels" and rows and "dequantize_us" in rows[0]:
-        return "dequantize"
+    if kind == "kernels" and rows:
+        return next((other for other, key in _OF_ROWS.items() if key in rows[0]), kind)
     return kind
 
 

@@ -171,7 +171,7 @@ def analyse(
 
 
 def _grouped_reason(times: Times, error: NotMeasured) -> str:
-    return f"{error}" if times.grouped else "the table has no grouped rows"
+    return f"{error}" if times.grouped else f"there are no grouped rows in {times.dtype}"
 
 
 def nothing_measured(model: ModelLayers, times: Times) -> str:

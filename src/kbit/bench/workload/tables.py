@@ -85,6 +85,7 @@ def as_json(
     """
     return {
         "machine": source.get("machine"),
+        "grouped_from": source.get("grouped_from"),
         "traffic": {
             "about": traffic.about,
             "mean_prompt_tokens": round(traffic.prompts.mean, 2),

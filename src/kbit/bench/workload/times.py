@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kbit.backends.cuda import driver, products
@@ -21,6 +24,8 @@ INTERPOLATION = (
     "in proportion. Nothing is extrapolated."
 )
 GROUPED_LABEL = "experts"
+# How `kbit bench moe` names its products.
+_GROUPED_PROBLEM = re.compile(r"(?P<shape>\w+), (?P<experts>\d+) experts$")
 
 
 class NotMeasured(ValueError):
@@ -180,6 +185,32 @@ def _grouped(items: Iterable[Mapping[str, Any]], dtype: str) -> dict[Key, dict[i
         }
         for key, by_count in found.items()
     }
+
+
+def load_grouped(path: Path) -> list[dict[str, Any]]:
+    """Grouped rows of a result of `kbit bench moe --json`, as `from_result` takes them under "grouped".
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not one.
+    """
+    try:
+        result = json.loads(path.read_text())
+        return [
+            {
+                "shape": f"moe_{match['shape']}",
+                "experts": int(match["experts"]),
+                "tokens_per_expert": row["rows"],
+                "dtype": result["dtype"],
+            }
+            | {name: row[name] for name in ("bits", "kernel", "kind", "us")}
+            for row in result["rows"]
+            if (match := _GROUPED_PROBLEM.match(row["problem"]))
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"workload: {path} is not a result of `kbit bench moe --json` ({type(error).__name__}: {error})."
+        ) from None
 
 
 def _arch(machine: Mapping[str, Any]) -> str | None:

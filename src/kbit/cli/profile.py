@@ -1,0 +1,68 @@
+"""`kbit profile`: where one decode step of a model goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kbit.cli.generate import load_model
+
+if TYPE_CHECKING:
+    from kbit.bench.profile import Part
+
+console = Console()
+_NAME = 70  # characters of a kernel's name; templates have thousands
+
+
+def profile(
+    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each in the cache before the step.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,
+    graph: Annotated[bool, typer.Option(help="Replay the step as a CUDA graph where it can be.")] = True,
+    top: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 20,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """One decode step per kernel: share, calls, device busy, and the ceiling of removing each."""
+    import torch
+
+    from kbit.bench import gpu_timing, machine
+    from kbit.bench import profile as bench
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        gpu_timing.require_gpu("kbit profile --device cuda")
+    model = load_model(folder, dtype, device)
+    found = bench.profile_step(model, batch, context, steps, graph)
+    about = gpu_timing.describe() if found.device == "cuda" else machine.describe()
+    how = "CUDA graph" if found.reason is None else f"no CUDA graph: {found.reason}"
+    console.print(
+        f"{folder.name}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
+        f"{found.device} busy {100 * found.busy:.1f}% ({how})",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(_table("levers, by purpose", found.groups))
+    console.print(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
+    if json_file is not None:
+        result = {"machine": about, "profile": bench.as_json(found, folder.name)}
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _table(title: str, parts: Sequence[Part]) -> Table:
+    table = Table(title=title)
+    for header in ("kernel", "calls", "us", "% of step", "step without, us", "at most"):
+        table.add_column(header, justify="left" if header == "kernel" else "right")
+    for part in parts:
+        name = part.kernel if len(part.kernel) <= _NAME else f"{part.kernel[:_NAME]}..."
+        times = (f"{part.us:.1f}", f"{100 * part.share:.1f}", f"{part.step_without_us:.1f}")
+        table.add_row(name, f"{part.calls:g}", *times, f"{part.ceiling:.2f}x")
+    return table
