@@ -37,7 +37,7 @@ DEVICE float silu_mul_defined(float gate, float up) {
     return D::round(__fmul_rn(D::round(silu), up));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 2)
     nvfp4_silu_mul(const u8* __restrict__ gate_up, u8* out, u8* codes, u8* scales, int rows, int columns,
                    int groups, float global_scale, int scaled, int search, int wide) {
     const u32 total = u32(rows) * u32(groups);
