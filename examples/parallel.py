@@ -1,6 +1,6 @@
 """Generate with a model split over several GPUs, or over processes on the CPU; print tokens per second.
 
-    torchrun --nproc-per-node 2 examples/parallel.py MODEL [--bits 4] [--experts] [--new-tokens 64] [--batch 1]
+    torchrun --nproc-per-node 2 examples/parallel.py MODEL [--bits 4] [--experts] [--new-tokens 64]
 
 MODEL is a folder or a hub name, quantized by kbit already, or not: then --bits quantizes it while it loads.
 """
@@ -17,6 +17,7 @@ import kbit  # before the model is loaded: it teaches transformers to read such 
 
 
 def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--bits", type=int, help="quantize while loading")
@@ -37,6 +38,7 @@ def distributed_config(experts: bool) -> DistributedConfig:
 
 
 def main() -> None:
+    """Load, and generate twice."""
     args = arguments()
     dist.init_process_group()
     if torch.cuda.is_available():

@@ -1,0 +1,67 @@
+"""Run something right after a module of another library was imported, or now if it has been.
+
+Libraries that kbit plugs into take seconds to import, so `import kbit` must not import them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Action = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, action: Action, complete: str) -> None:
+    """Call `action(module)` once module `name` is there. Asking again for the same changes nothing.
+
+    Args:
+        name: dotted name of the module.
+        action: what to do; may run twice, so it must not mind.
+        complete: an attribute of the module that shows that it was imported to its end.
+    """
+    module = sys.modules.get(name)
+    if module is not None and hasattr(module, complete):
+        action(module)
+    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, and has it followed by an action once it is loaded."""
+
+    def __init__(self, name: str, action: Action) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder) and finder.name == self.name:
+                continue
+            find_spec = getattr(finder, "find_spec", None)
+            spec = find_spec(fullname, path, target) if find_spec else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self.action)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, action: Action) -> None:
+        self._loader, self._action = loader, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._action(module)
+
+    def __getattr__(self, name: str) -> Any:
+        # inspect.getsource and friends ask a module's loader for more than the two methods above.
+        return getattr(self._loader, name)

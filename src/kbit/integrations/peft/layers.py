@@ -1,0 +1,126 @@
+"""LoRA on quantized layers: y = x W^T + s (x A^T) B^T, with W in its packed form and only A and B trained.
+
+Hu et al. 2021, "LoRA", on weights frozen in k bits as in Dettmers et al. 2023, "QLoRA". The forward reads
+packed weights; the backward decodes a weight for the one product that needs it and drops it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Embedding, Linear
+
+from kbit.integrations.peft.experts import LoraExperts
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
+from kbit.nn.parts import QuantizedModule
+
+MERGE_REMEDY = (
+    "Keep the adapter beside the model, or call kbit.integrations.peft.merge(model): it adds the adapter to "
+    "the decoded weights and quantizes them again, or leaves them in 16 bits with requantize=False."
+)
+
+
+def check_config(layer: QuantizedModule, config: Any) -> None:
+    """Refuse what would read codes as weights, and layers of which this process holds a part.
+
+    Raises:
+        ValueError: the configuration cannot be had on this layer.
+    """
+    where = layer.layer_name or type(layer).__name__
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"{where}: init_lora_weights={config.init_lora_weights!r} starts from a 16-bit weight, and this "
+            f"one is quantized. Use True, False or 'gaussian'."
+        )
+    for option in ("use_dora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config"):
+        if getattr(config, option, None):
+            raise ValueError(f"{where}: {option} is not possible on a quantized weight. Use plain LoRA.")
+    if hasattr(layer, "split"):
+        raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
+
+
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+class _Unmergeable:
+    """Codes cannot take a small update in place: most of it would round to nothing."""
+
+    base_layer: Any
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Not possible in place.
+
+        Raises:
+            ValueError: always; the message says what to do.
+        """
+        name = self.base_layer.layer_name or type(self.base_layer).__name__
+        raise ValueError(f"{name}: an adapter cannot be merged into codes in place. {MERGE_REMEDY}")
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> Any:
+        """Return the layer without adapters.
+
+        Raises:
+            ValueError: `merge` is set; the message says what to do.
+        """
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        return self.base_layer
+
+
+class LoraLinear(_Unmergeable, Linear):
+    """peft's LoRA on a KbitLinear."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Add an adapter; see peft.
+
+        Raises:
+            ValueError: the configuration needs the 16-bit weight.
+        """
+        check_config(self.get_base_layer(), config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], in autocast's dtype where that is on."""
+        return super().forward(autocast(x), *args, **kwargs)
+
+
+class LoraEmbedding(_Unmergeable, Embedding):
+    """peft's LoRA on a KbitEmbedding."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Add an adapter; see peft.
+
+        Raises:
+            ValueError: the configuration needs the 16-bit table.
+        """
+        check_config(self.get_base_layer(), config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+
+class LoraKbitExperts(_Unmergeable, LoraExperts):
+    """LoRA on KbitExperts, one pair of small matrices per expert and projection."""
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Add an adapter; see peft.
+
+        Raises:
+            ValueError: the configuration needs the 16-bit weight.
+        """
+        check_config(self.get_base_layer(), config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Like KbitExperts', in autocast's dtype where that is on."""
+        return super().forward(autocast(hidden_states), top_k_index, top_k_weights)
+
+
+LAYERS = {KbitLinear: LoraLinear, KbitEmbedding: LoraEmbedding, KbitExperts: LoraKbitExperts}
