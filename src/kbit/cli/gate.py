@@ -1,0 +1,73 @@
+"""`kbit gate`: prove that an NVFP4 lever changes no bit of the output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+console = Console(soft_wrap=True)
+
+
+def gate(
+    toggle: Annotated[str, typer.Option(help="dedup, fold or tile; all of them by default.")] = "all",
+    tokens: Annotated[str, typer.Option(help="Batch sizes, such as 1,32,128.")] = "1,32,128",
+    accum: Annotated[str, typer.Option(help="Accumulation contract: exact, seq16 or tc.")] = "exact",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the verdicts here.")] = None,
+    write_reference: Annotated[
+        Path | None, typer.Option(help="Write the reference for these batch sizes here, and run nothing.")
+    ] = None,
+) -> None:
+    """Run a small MoE model with a lever off and on, and compare every byte; exit 1 if one differs."""
+    from kbit.nvfp4.gate import TOGGLES, make_reference, run_gate
+    from kbit.nvfp4.gemm import CONTRACT_VERSION
+
+    batches = _batches(tokens)
+    if write_reference is not None:
+        write_reference.write_text(json.dumps(make_reference(batches), indent=1) + "\n")
+        return
+    toggles = _toggles(toggle, accum, device, TOGGLES)
+    console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")
+    verdicts = []
+    for each in toggles:
+        for verdict in run_gate(each, batches, accum, device):
+            verdicts.append(verdict)
+            held = "holds" if verdict.failure is None else "FAILS"
+            console.print(f"{held}  {verdict.lever}, {verdict.tokens} tokens")
+            console.print(f"       fired: {verdict.fired or 'nothing'}", markup=False)
+            if verdict.failure is None:
+                console.print(f"       {len(verdict.digests)} digests equal those of {verdict.compared}")
+            else:
+                console.print(f"       {verdict.failure}", markup=False)
+    if json_file is not None:
+        about = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
+        rows = [vars(verdict) for verdict in verdicts]
+        json_file.write_text(json.dumps({**about, "verdicts": rows}, indent=1) + "\n")
+    if any(verdict.failure for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _batches(tokens: str) -> list[int]:
+    try:
+        return [int(part) for part in tokens.split(",")]
+    except ValueError:
+        raise ValueError(f"--tokens takes batch sizes such as 1,32,128, got {tokens!r}.") from None
+
+
+def _toggles(toggle: str, accum: str, device: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The levers to pull; "all" leaves tiles out where a contract has no choice of them."""
+    from kbit.nvfp4 import tiles_nvfp4
+
+    if toggle != "all":
+        return (toggle,)
+    return tuple(name for name in known if name != "tile" or tiles_nvfp4(accum, device))
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
