@@ -15,6 +15,7 @@ from kbit.cli.compile import compile_kernels
 from kbit.cli.demo import demo
 from kbit.cli.doctor import doctor
 from kbit.cli.eval import evaluate
+from kbit.cli.gate import gate
 from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
 from kbit.cli.profile import profile
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(quantize)
 app.command()(inspect)
 app.command()(generate)
+app.command()(gate)
 app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
 app.command()(profile)
