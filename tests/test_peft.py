@@ -1,5 +1,6 @@
 """LoRA with peft on quantized layers: exact forward and gradients, training, adapters on disk, merging."""
 
+import json
 import os
 import subprocess
 import sys
@@ -289,3 +290,21 @@ def test_the_example_trains_a_real_model(tmp_path):
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_bench_train_runs(tmp_path):
+    from typer.testing import CliRunner
+
+    from kbit.cli import app
+    from tiny_models import ARCHITECTURES
+
+    config = tmp_path / "tiny.json"
+    config.write_text(ARCHITECTURES["qwen3_moe"]().to_json_string(use_diff=False))
+    out = tmp_path / "train.json"
+    options = ["--device", "cpu", "--tokens", "32", "--rank", "4", "--json", str(out)]
+    result = CliRunner().invoke(app, ["bench", "train", str(config), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    arms = {arm["name"]: arm for arm in json.loads(out.read_text())["arms"]}
+    assert list(arms) == ["bf16", "kbit k=4"]
+    assert arms["kbit k=4"]["weight_bytes"] < arms["bf16"]["weight_bytes"]
+    assert all(arm["last_loss"] < arm["first_loss"] and arm["peak_bytes"] > 0 for arm in arms.values())

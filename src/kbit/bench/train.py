@@ -1,0 +1,199 @@
+"""`kbit bench train`: a LoRA training step on a model held quantized and in bf16.
+
+Arms are built one after the other, so each has the memory to itself, and train the same adapters on the same
+random tokens: forward, backward, and a step of AdamW on the adapters. A fused expert's adapter is peft's own
+in the bf16 arm (it adds B A to the 16-bit parameter) and kbit's in the others (it acts on activations).
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kbit.bench import model_build
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn.experts import is_experts
+
+BASELINE = "bf16"
+MIN_REPEATS = 7
+ATTENTION = "q_proj|k_proj|v_proj|o_proj"
+DENSE = "gate_proj|up_proj|down_proj"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step is.
+
+    Attributes:
+        sequences, tokens: how many, and of what length; their product is the tokens of a step.
+        rank: of the adapters.
+        experts: adapt fused experts too.
+        checkpointing: compute a layer's activations again in the backward instead of keeping them.
+        repeats: timed steps, after two that warm up; the median counts.
+    """
+
+    sequences: int = 1
+    tokens: int = 4096
+    rank: int = 16
+    experts: bool = True
+    checkpointing: bool = True
+    repeats: int = MIN_REPEATS
+
+
+@dataclass
+class ArmResult:
+    """One arm: bytes of the model's weights and of the adapters, most memory while training, time of a step.
+
+    Attributes:
+        peak_bytes: allocated on a GPU; on a CPU the process's resident memory, code and caches included; None
+            where the system does not tell.
+        first_loss, last_loss: of the same tokens, so the last is lower.
+    """
+
+    name: str
+    weight_bytes: int
+    adapter_bytes: int
+    peak_bytes: int | None
+    ms: float
+    spread: float
+    first_loss: float
+    last_loss: float
+
+
+def measure(
+    config: Any,
+    plan: Plan,
+    device: torch.device,
+    policies: Mapping[str, QuantizationPolicy | None],
+    show: Callable[[str], object] = lambda text: None,
+) -> list[ArmResult]:
+    """Train every arm for a few steps.
+
+    Args:
+        config: a transformers config; weights are random.
+        plan: what to measure.
+        device: where.
+        policies: {arm: what is quantized, or None for bf16}.
+        show: told what is going on.
+
+    Raises:
+        ValueError: fewer repeats than a median needs.
+        ImportError: peft is not installed.
+    """
+    if plan.repeats < MIN_REPEATS:
+        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {plan.repeats}.")
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ImportError("kbit bench train needs peft. Install it: pip install 'kbit[train]'.") from None
+    results = []
+    for name, policy in policies.items():
+        show(f"{name}: building")
+        built = model_build.build(config, device, torch.bfloat16, policy)
+        show(f"{name}: training")
+        results.append(_arm(name, built, plan, device))
+        del built
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def _arm(name: str, built: model_build.Built, plan: Plan, device: torch.device) -> ArmResult:
+    model = adapt(built.model, plan)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (plan.sequences, plan.tokens), generator=generator).to(device)
+    losses, times = [], []
+    _reset_peak(device)
+    for _ in range(plan.repeats + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        _synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    timed = times[2:]
+    median = statistics.median(timed)
+    spread = (max(timed) - min(timed)) / median
+    adapters = sum(parameter.nbytes for parameter in trained)
+    return ArmResult(
+        name, built.weight_bytes, adapters, _peak(device), median, spread, float(losses[0]), float(losses[-1])
+    )
+
+
+def adapt(model: Any, plan: Plan) -> Any:
+    """The model with adapters on its attention, and on its dense projections or, if planned, its experts."""
+    from peft import LoraConfig, get_peft_model
+
+    import kbit.nn
+
+    options: dict[str, Any] = {}
+    fused = any(is_experts(module) for module in model.modules())
+    quantized = any(isinstance(module, kbit.nn.KbitExperts) for module in model.modules())
+    # In a mixture, peft takes gate_proj and its like for parameters of the experts, dense layers left out.
+    names = ATTENTION if fused or quantized else f"{ATTENTION}|{DENSE}"
+    if plan.experts and quantized:
+        names += "|experts"
+    if plan.experts and fused:
+        options["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    options["target_modules"] = _present(model, names)
+    settings = LoraConfig(r=plan.rank, lora_alpha=2 * plan.rank, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(model, settings)
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _present(model: Any, names: str) -> list[str]:
+    """Full names of the modules whose last component is one of `names`."""
+    wanted = re.compile(rf"(?:.*\.)?(?:{names})")
+    return [name for name, _ in model.named_modules() if wanted.fullmatch(name)]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _write_clear_refs()
+
+
+def _write_clear_refs() -> None:
+    """Have Linux count the peak of resident memory from now on."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def as_json(results: list[ArmResult]) -> list[dict[str, Any]]:
+    """The results as JSON values."""
+    return [asdict(result) for result in results]

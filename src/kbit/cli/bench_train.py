@@ -1,0 +1,86 @@
+"""`kbit bench train`: a step of LoRA training on quantized weights against bf16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kbit.cli.bench_moe import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kbit.bench.train import ArmResult
+    from kbit.format.policy import QuantizationPolicy
+
+console = Console()
+
+
+def _table(results: Sequence[ArmResult], tokens: int) -> Table:
+    base = next((result for result in results if result.name == "bf16"), None)
+    table = Table(title=f"LoRA, {tokens} tokens a step")
+    headers = ("arm", "weights GB", "adapters MB", "peak GB", "ms/step", "spread", "tok/s", "vs bf16", "loss")
+    for header in headers:
+        table.add_column(header, justify="left" if header == "arm" else "right")
+    for row in results:
+        table.add_row(
+            row.name,
+            f"{row.weight_bytes / 1e9:.2f}",
+            f"{row.adapter_bytes / 1e6:.1f}",
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.2f}",
+            f"{row.ms:.1f}",
+            f"{100 * row.spread:.0f}%",
+            f"{1e3 * tokens / row.ms:.0f}",
+            "" if base is None else f"{row.ms / base.ms:.2f}",
+            f"{row.first_loss:.3f} -> {row.last_loss:.3f}",
+        )
+    return table
+
+
+def train(
+    name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
+    bits: Annotated[str, typer.Option(help="Widths; one arm each.")] = "4",
+    baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    rank: Annotated[int, typer.Option(min=1, help="Of the adapters.")] = 16,
+    experts: Annotated[bool, typer.Option(help="Adapt fused experts too.")] = True,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
+    repeats: Annotated[int, typer.Option(min=7, help="Timed steps; the median counts.")] = 7,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Time and peak memory of a LoRA training step, random weights, against bf16."""
+    import torch
+
+    from kbit.bench import gpu_timing, machine, model_build
+    from kbit.bench import train as bench
+    from kbit.format.policy import QuantizationPolicy
+
+    if device == "cuda":
+        gpu_timing.require_gpu("kbit bench train")
+    plan = bench.Plan(sequences, tokens, rank, experts, checkpointing, repeats)
+    policies: dict[str, QuantizationPolicy | None] = {bench.BASELINE: None} if baseline else {}
+    # Plain scales: random weights need no search.
+    policies |= {
+        f"kbit k={width}": QuantizationPolicy(bits=width, search=False) for width in numbers("--bits", bits)
+    }
+    config = model_build.load_config(name, layers)
+    about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    with console.status(name) as status:
+        results = bench.measure(config, plan, torch.device(device), policies, status.update)
+    Console(width=140).print(_table(results, sequences * tokens))
+    if json_file is not None:
+        result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}
+        json_file.write_text(json.dumps(result | {"arms": bench.as_json(results)}, indent=1) + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command to `kbit bench`."""
+    app.command()(train)
