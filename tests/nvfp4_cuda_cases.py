@@ -1,0 +1,266 @@
+"""What the NVFP4 kernels of a device must give: the bytes of `kbit.nvfp4.reference`.
+
+Run on a GPU by test_cuda_nvfp4.py, and on the CPU, with the CUDA sources compiled for it, by
+test_cuda_nvfp4_on_cpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kbit.backends.cuda import nvfp4 as cuda
+from kbit.nvfp4 import reference
+
+F32 = torch.float32
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NIBBLES = (False, True)
+
+
+def assert_same(name: str, have: torch.Tensor, want: torch.Tensor, *context: object) -> None:
+    """Equal bit for bit, else the first index that differs and both values."""
+    assert have.dtype == want.dtype, (name, have.dtype, want.dtype, context)
+    assert have.shape == want.shape, (name, have.shape, want.shape, context)
+    have, want = have.cpu().contiguous(), want.cpu().contiguous()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[have.element_size()]
+    differs = have.view(integers) != want.view(integers)
+    if bool(differs.any()):
+        index = tuple(int(i) for i in differs.nonzero()[0])
+        raise AssertionError(
+            f"{name}{list(index)}: got {have[index]!r}, expected {want[index]!r}; "
+            f"{int(differs.sum())} of {differs.numel()} differ; {context}"
+        )
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, dtype: torch.dtype = F32, factor: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=generator(seed)) * factor).to(dtype)
+
+
+def random_matrix(*lead: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """All codes and all scale bytes, 0x7F and those with bit 7 too."""
+    made = generator(seed + columns)
+    codes = torch.randint(0, 256, (*lead, columns // 2), generator=made)
+    scales = torch.randint(0, 256, (*lead, columns // 16), generator=made)
+    return codes.to(torch.uint8), scales.to(torch.uint8)
+
+
+def to(device: str, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+# -- rows ----------------------------------------------------------------------------------------------------
+
+
+def compare_quantize(
+    device: str,
+    x: torch.Tensor,
+    global_scale: float = 1.0,
+    row_scale: torch.Tensor | None = None,
+    modes: tuple[tuple[bool, bool], ...] = tuple(itertools.product((True, False), NIBBLES)),
+) -> None:
+    for search, ties_even in modes:
+        x_there, rows_there = to(device, x, row_scale)
+        have = cuda.quantize(x_there, search, ties_even, global_scale, rows_there)
+        want = reference.quantize(x, search, ties_even, global_scale, row_scale)
+        context = (x.dtype, tuple(x.shape), search, ties_even, global_scale, row_scale is not None)
+        assert_same("scales", have[1], want[1], *context)
+        assert_same("codes", have[0], want[0], *context)
+
+
+def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> None:
+    """Columns that are no multiple of 16, factors, magnitudes, a zero block, NaN and Inf."""
+    for m, k in shapes:
+        for factor in (1.0, 1e-3, 300.0, 1e-30):
+            x = normal(m, k, dtype=dtype, factor=factor, seed=m + k)
+            x[0, :16] = 0
+            x[-1, -1] = -0.0
+            compare_quantize(device, x)
+            compare_quantize(device, x, 0.37)
+            x[1, k // 2] = float("nan")
+            x[2, -1] = float("-inf")
+            compare_quantize(device, x, 3.0, torch.rand(m, generator=generator()) + 0.5)
+
+
+def check_thresholds(device: str) -> None:
+    """Numbers whose quotient by the scale is a midpoint of magnitudes, or beside it, for every fraction."""
+    values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0, 6, 0.5, 1, 1.5, 2, 3, 4, -6])
+    beside = [values, *(torch.nextafter(values, torch.tensor(to)) for to in (9.0, -9.0))]
+    scales = [mantissa * 2.0**exponent for mantissa in range(8, 16) for exponent in range(-9, 6)]
+    x = torch.cat([torch.stack(beside) * scale for scale in scales])
+    compare_quantize(device, x)
+    for dtype in DTYPES[1:]:
+        compare_quantize(device, x.to(dtype))
+
+
+def check_scales(device: str) -> None:
+    """Block maxima at every midpoint of scales, and beside it; any bits at all."""
+    steps = [2.0**-9 * i / 8 for i in range(80)]
+    steps += [2.0**e * (1 + i / 64) for e in range(-6, 10) for i in range(64)]
+    maxima = 6 * torch.tensor(steps)
+    maxima = torch.cat([maxima, *(torch.nextafter(maxima, torch.tensor(to)) for to in (0.0, 9e9))])
+    x = torch.zeros(len(maxima), 16)
+    x[:, 3], x[:, 5] = -maxima, 0.3 * maxima
+    compare_quantize(device, x)
+    made = generator(1)
+    bits = torch.randint(-(2**31), 2**31 - 1, (2000, 16), generator=made).int()
+    compare_quantize(device, bits.view(F32))
+    for dtype in DTYPES[1:]:
+        compare_quantize(device, bits.short().view(dtype))
+
+
+def check_dequantize(device: str) -> None:
+    codes, scales = random_matrix(6, columns=80)
+    row_scale = torch.rand(6, generator=generator())
+    for dtype in DTYPES:
+        for global_scale, rows in ((1.0, None), (0.3, None), (0.3, row_scale)):
+            there = to(device, codes, scales, rows)
+            have = cuda.dequantize(there[0], there[1], global_scale, there[2], dtype)
+            want = reference.dequantize(codes, scales, global_scale, rows, dtype)
+            assert_same("out", have, want, dtype, global_scale, rows is not None)
+
+
+def check_repack(device: str) -> None:
+    for lead in ((), (3,)):
+        for groups in (1, 4, 5, 32, 33):
+            codes, scales = random_matrix(*lead, 5, columns=16 * groups)
+            for layout in ("ggml", "mmq"):
+                have = cuda.repack(*to(device, codes, scales), layout)
+                assert_same(layout, have, reference.repack(codes, scales, layout), lead, groups)
+
+
+def check_copies(device: str) -> None:
+    """Gathering rows of every word size; scattering what was quantized once."""
+    rows = torch.tensor([8, 0, 0, 3, 7], dtype=torch.int32)
+    for groups in (1, 2, 3, 4, 16, 64):
+        parts = random_matrix(9, columns=16 * groups)
+        have = cuda.gather_rows(*to(device, *parts, rows))
+        for name, one, other in zip(
+            ("codes", "scales"), have, reference.gather_rows(*parts, rows), strict=True
+        ):
+            assert_same(name, one, other, groups)
+    x = normal(5, 96, dtype=torch.bfloat16)
+    slots = torch.randperm(15, generator=generator()).int().view(5, 3)
+    have = cuda.quantize_scatter(*to(device, x, slots), True, False, 0.5)
+    want = reference.quantize_scatter(x, slots, True, False, 0.5)
+    for name, one, other in zip(("codes", "scales"), have, want, strict=True):
+        assert_same(name, one, other)
+
+
+# -- folds ---------------------------------------------------------------------------------------------------
+
+
+def check_norm(device: str, dtype: torch.dtype, columns: list[int]) -> None:
+    for k in columns:
+        x, residual = normal(3, k, dtype=dtype), normal(3, k, dtype=dtype, seed=1)
+        for weight_dtype, other in itertools.product({dtype, F32}, (None, residual)):
+            weight = normal(k, dtype=weight_dtype, seed=2)
+            there = to(device, x, weight, other)
+            want = reference.rmsnorm(x, weight, 1e-6, other)
+            have = cuda.rmsnorm(there[0], there[1], 1e-6, there[2])
+            for name, one, expected in zip(("norm", "h"), have, want, strict=True):
+                assert_same(name, one, expected, dtype, weight_dtype, k, other is not None)
+            for write, ties_even, factor in ((True, False, 1.0), (False, True, 0.7)):
+                options = (write, True, ties_even, factor)
+                have = cuda.rmsnorm_quantize(there[0], there[1], 1e-6, there[2], *options)
+                want = reference.rmsnorm_quantize(x, weight, 1e-6, other, *options)
+                for name, one, expected in zip(("codes", "scales", "norm", "h"), have, want, strict=True):
+                    assert (one is None) == (expected is None)
+                    if one is not None:
+                        assert_same(name, one, expected, dtype, weight_dtype, k, options)
+
+
+def check_silu(device: str, dtype: torch.dtype, columns: list[int]) -> None:
+    for k in columns:
+        gate_up = normal(4, 2 * k, dtype=dtype, factor=4.0)
+        gate_up[1, :4] = torch.tensor([-200.0, 88.7, -88.7, 200.0])
+        there = gate_up.to(device)
+        assert_same("product", cuda.silu_mul(there), reference.silu_mul(gate_up), dtype, k)
+        gate_up[2, 0], gate_up[3, k] = float("nan"), float("inf")
+        for ties_even, factor in ((False, 1.0), (True, 0.3)):
+            have = cuda.silu_mul_quantize(gate_up.to(device), True, ties_even, factor)
+            want = reference.silu_mul_quantize(gate_up, True, ties_even, factor)
+            for name, one, expected in zip(("codes", "scales"), have, want, strict=True):
+                assert_same(name, one, expected, dtype, k, ties_even, factor)
+
+
+# -- products ------------------------------------------------------------------------------------------------
+
+
+def check_gemm(
+    device: str, accum: str, shapes: list[tuple[int, int, int]], tiles: tuple[str | None, ...]
+) -> None:
+    """Every tile gives the reference's bytes; `exact` and `seq16`."""
+    for m, n, k in shapes:
+        a, w = random_matrix(m, columns=k), random_matrix(n, columns=k, seed=1)
+        row_scale = torch.rand(m, generator=generator())
+        there = to(device, *a, *w)
+        for dtype, rows in ((torch.float32, None), (torch.bfloat16, row_scale), (torch.float16, None)):
+            factor = 0.013 if dtype != torch.float16 else 1e-7
+            want = reference.gemm(*a, *w, factor, rows, accum, dtype)
+            for tile in tiles:
+                have = cuda.gemm(*there, factor, *to(device, rows), accum, dtype, tile)
+                assert_same("y", have, want, accum, m, n, k, tile)
+
+
+def check_chained(
+    device: str, shapes: list[tuple[int, int, int]], tiles: tuple[str | None, ...] = (None,)
+) -> None:
+    """`tc` against the exact sum, within what K / 16 additions may lose of the sum of magnitudes.
+
+    An addition loses less than 2^-22 of the largest operand, truncation and a lost bit included; and rounding
+    to bfloat16 2^-8 of the result.
+    """
+    for m, n, k in shapes:
+        a, w = random_matrix(m, columns=k), random_matrix(n, columns=k, seed=1)
+        dense = [reference.dequantize(*part, 1.0, None, F32).double() for part in (a, w)]
+        exact = dense[0] @ dense[1].t()
+        bound = (dense[0].abs() @ dense[1].abs().t()) * (k // 16 + 2) * 2.0**-22
+        row_scale = torch.rand(m, generator=generator()) + 0.5
+        for dtype, rows in ((F32, None), (torch.bfloat16, row_scale)):
+            scale = 0.5 if rows is None else 0.5 * rows[:, None].double()
+            for tile in tiles:
+                y = cuda.gemm(*to(device, *a, *w), 0.5, *to(device, rows), "tc", dtype, tile).cpu().double()
+                allowed = bound * scale + (exact * scale).abs() * (2.0**-8 if rows is not None else 2.0**-22)
+                assert bool(((y - exact * scale).abs() <= allowed).all()), (m, n, k, dtype, tile)
+
+
+# Rows of each expert, and of none.
+ROUTINGS: tuple[tuple[list[int], int], ...] = (
+    ([3, 0, 9, 1], 2),
+    ([0, 0, 0, 20], 0),
+    ([1] * 7 + [0] * 33, 3),
+)
+
+
+def check_moe(device: str, accum: str, n: int, k: int, tiles: tuple[str | None, ...]) -> None:
+    """Any distribution, indirect rows, rows of no expert."""
+    for counts, none in ROUTINGS:
+        count, experts = sum(counts) + none, len(counts)
+        bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        a, w = random_matrix(9, columns=k), random_matrix(experts, n, columns=k, seed=1)
+        made = generator(count)
+        w_scale, row_scale = torch.rand(experts, generator=made), torch.rand(9, generator=made)
+        rows = torch.randint(0, 9, (count,), generator=made).int()
+        sorted_rows = (a[0][rows], a[1][rows])
+        for tile in tiles:
+            args = (bounds, *w, w_scale)
+            indirect = cuda.moe_gemm(*to(device, *a, rows, *args, row_scale), accum, F32, tile)
+            want = reference.moe_gemm(*a, rows, *args, row_scale, accum, F32)
+            assert_same("y", indirect, want, accum, counts, tile)
+            direct = cuda.moe_gemm(*to(device, *sorted_rows, None, *args, None), accum, torch.bfloat16, tile)
+            want = reference.moe_gemm(*sorted_rows, None, *args, None, accum, torch.bfloat16)
+            assert_same("y", direct, want, accum, counts, tile)
+
+
+def check_largest_sum(device: str, columns: int) -> None:
+    """The largest magnitudes there are, all of one sign: the exact sum does not overflow."""
+    scales = torch.full((2, columns // 16), 0x7E, dtype=torch.uint8)
+    a = (torch.full((2, columns // 2), 0x77, dtype=torch.uint8), scales)
+    w = (torch.full((2, columns // 2), 0xFF, dtype=torch.uint8), scales)
+    have = cuda.gemm(*to(device, *a, *w), 1.0, None, "exact", F32)
+    assert_same("y", have, torch.full((2, 2), -columns * 2688.0**2, dtype=torch.float64).float(), columns)
