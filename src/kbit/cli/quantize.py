@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -48,6 +48,11 @@ def quantize(
     absmax: Annotated[str, typer.Option(help="Block scales: e4m4, float16 or float32.")] = "e4m4",
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Shards in work at a time; default 1, or 2 for each GPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the summary here.")] = None,
 ) -> None:
     """Quantize a model, shard by shard; run it again to go on after an interruption."""
     from kbit.format import QuantizationPolicy
@@ -61,13 +66,21 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
-    start = time.perf_counter()
-    report = run(source, target, policy, force)
-    _print_summary(report, target, time.perf_counter() - start)
+    report = run(source, target, policy, force, jobs, device)
+    _print_summary(report, target)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_summary(report, source, policy), indent=1) + "\n")
 
 
-def run(source: Path, target: Path, policy: QuantizationPolicy, force: bool = False) -> Report:
-    """`quantize_checkpoint` with a progress bar."""
+def run(
+    source: Path,
+    target: Path,
+    policy: QuantizationPolicy,
+    force: bool = False,
+    jobs: int | None = None,
+    device: str = "cpu",
+) -> Report:
+    """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("reading headers", total=None)
@@ -76,10 +89,27 @@ def run(source: Path, target: Path, policy: QuantizationPolicy, force: bool = Fa
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=f"quantizing to {policy.bits} bits")
 
-        return quantize_checkpoint(source, target, policy, force, show)
+        return quantize_checkpoint(source, target, policy, force, show, jobs, device.split(","))
 
 
-def _print_summary(report: Report, target: Path, seconds: float) -> None:
+def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:
+    """A run as JSON values, with the time that 80 billion weights would take at its speed."""
+    from kbit.bench import machine
+
+    values = vars(report) | {"shards": len(report.shards), "bits_per_weight": report.bits_per_weight}
+    speed = report.weights_per_second
+    return {
+        "machine": machine.describe(),
+        "model": source.name,
+        "policy": policy.to_dict(),
+        **values,
+        "weights_per_second": speed,
+        "seconds_for_80b": 80e9 / speed if speed else None,
+        "peak_memory_mb": peak_memory_mb(),
+    }
+
+
+def _print_summary(report: Report, target: Path) -> None:
     resumed = f", {report.resumed_shards} of them from before" if report.resumed_shards else ""
     console.print(
         f"{target}: {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB in "
@@ -88,7 +118,8 @@ def _print_summary(report: Report, target: Path, seconds: float) -> None:
     share = report.quantized_weights / max(1, report.weights)
     console.print(
         f"{share:.1%} of {report.weights / 1e6:.1f} M weights at {report.bits_per_weight:.2f} bits; "
-        f"{seconds:.1f} s, peak memory {peak_memory_mb():.0f} MB"
+        f"{report.seconds:.1f} s, {report.weights_per_second / 1e6:.0f} M weights/s, "
+        f"peak memory {peak_memory_mb():.0f} MB"
     )
 
 

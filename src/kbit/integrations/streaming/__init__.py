@@ -4,15 +4,18 @@ Output goes to `OUT.partial`, shard by shard; each shard is written under anothe
 a shard that is there is whole. Which tensor goes into which shard follows from the source's headers and the
 policy alone, so a killed run resumes behind its last shard. The folder is renamed to OUT at the end.
 
-Memory: one source tensor (of fused experts: one expert), its codes, and one output shard.
+Memory of each worker: one source tensor (of fused experts: one expert), its codes, and one output shard.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +28,25 @@ from kbit.format.checkpoint import parts_to_save
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, PICKLE_SUFFIXES
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
+from kbit.integrations.streaming.reader import read_tensor
+from kbit.integrations.streaming.workers import places, run_all
 
 __all__ = ["Report", "quantize_checkpoint"]
 
 # Where transformers keeps named chat templates; the only folder inside a model folder that it reads.
 CHAT_TEMPLATES = "additional_chat_templates"
+CPU = torch.device("cpu")
 
 
 @dataclass
 class Report:
-    """What a run did. Bytes are of tensors, not of files."""
+    """What a run did. Bytes are of tensors, not of files.
+
+    Attributes:
+        resumed_shards: shards that an earlier run had finished; the counts of bytes and weights include them.
+        written_weights: weights of the shards that this run wrote, in `seconds` from headers to the end.
+        workers: one device for each.
+    """
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -43,6 +55,14 @@ class Report:
     quantized_bytes: int = 0
     resumed_shards: int = 0
     shards: list[str] = field(default_factory=list)
+    written_weights: int = 0
+    seconds: float = 0.0
+    workers: list[str] = field(default_factory=list)
+
+    @property
+    def weights_per_second(self) -> float:
+        """Source weights read, quantized and written per second, disk included."""
+        return self.written_weights / self.seconds if self.seconds else 0.0
 
     @property
     def bits_per_weight(self) -> float:
@@ -59,6 +79,8 @@ def quantize_checkpoint(
     policy: QuantizationPolicy,
     force: bool = False,
     progress: Progress | None = None,
+    jobs: int | None = None,
+    devices: Sequence[str] = ("cpu",),
 ) -> Report:
     """Quantize a model folder into another one.
 
@@ -70,7 +92,9 @@ def quantize_checkpoint(
         target: folder to create.
         policy: which modules get how many bits.
         force: replace `target` if it exists.
-        progress: called as progress(bytes done, bytes in all, tensor name).
+        progress: called as progress(bytes done, bytes in all, tensor name), from any thread, one at a time.
+        jobs: shards in work at a time; the bytes written do not depend on it. Default: see `workers.places`.
+        devices: where to quantize, such as ("cuda:0", "cuda:1"); workers take them in turn.
 
     Returns:
         A Report.
@@ -79,17 +103,20 @@ def quantize_checkpoint(
         FileExistsError: `target` exists and may not be replaced, or another process is writing it.
         NonFiniteWeightError: a weight holds NaN or Inf; nothing is left behind.
         OSError: the disk is full, or cannot be written; finished shards stay for the next run.
-        ValueError: the source is damaged, pickled, quantized already, or overlaps the target.
+        ValueError: the source is damaged, pickled, quantized already, or overlaps the target; a device is not
+            there, or there are fewer jobs than devices.
     """
+    start = time.perf_counter()
     folder.check_target(source, target, force)
-    config, jobs = plan_jobs(source, policy)
+    where = places(devices, jobs)
+    config, tensors = plan_jobs(source, policy)
     partial = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     with folder.exclusive(partial):
         folder.check_target(source, target, force)  # again: another process may have finished just now
-        shards = folder.prepare(partial, source, policy, jobs)
+        shards = folder.prepare(partial, source, policy, tensors)
         try:
-            report = _write_shards(partial, shards, policy, progress)
+            report = _write_shards(partial, shards, policy, progress, where)
             _write_rest(source, partial, config, policy, shards)
         except ValueError:
             shutil.rmtree(partial)
@@ -97,51 +124,70 @@ def quantize_checkpoint(
         except OSError as error:
             raise folder.explain(error, partial) from error
         folder.publish(partial, target)
+    report.seconds = time.perf_counter() - start
     return report
 
 
 def _write_shards(
-    partial: Path, shards: dict[str, list[Job]], policy: QuantizationPolicy, progress: Progress | None
+    partial: Path,
+    shards: dict[str, list[Job]],
+    policy: QuantizationPolicy,
+    progress: Progress | None,
+    where: Sequence[torch.device],
 ) -> Report:
-    report = Report(shards=list(shards))
+    report = Report(shards=list(shards), workers=[str(device) for device in where])
     total = sum(job.info.nbytes for jobs in shards.values() for job in jobs)
-    for file, jobs in shards.items():
-        path = partial / file
-        finished = path.is_file()
-        report.resumed_shards += finished
-        tensors: dict[str, torch.Tensor] = {}
-        for job in jobs:
-            if not finished:
-                tensors |= _run(job, policy)
-            _count(report, job)
+    lock = threading.Lock()
+
+    def count(job: Job, finished: bool) -> None:
+        with lock:
+            _count(report, job, finished)
             if progress is not None:
                 progress(report.bytes_in, total, job.name)
-        if not finished:
+
+    def write(file: str, device: torch.device, stopped: Callable[[], bool]) -> None:
+        path = partial / file
+        finished = path.is_file()
+        tensors: dict[str, torch.Tensor] = {}
+        for job in shards[file]:
+            if stopped():
+                return
+            if not finished:
+                tensors |= _run(job, policy, device)
+            count(job, finished)
+        if finished:
+            with lock:
+                report.resumed_shards += 1
+        else:
             folder.save_shard(tensors, path)
+
+    run_all([partial_of(write, file) for file in shards], where)
     return report
 
 
-def _count(report: Report, job: Job) -> None:
+def _count(report: Report, job: Job, finished: bool) -> None:
     report.bytes_in += job.info.nbytes
     report.bytes_out += job.out_bytes
     report.weights += job.info.numel
+    if not finished:
+        report.written_weights += job.info.numel
     if job.bits is not None:
         report.quantized_weights += job.info.numel
         report.quantized_bytes += job.out_bytes
 
 
-def _run(job: Job, policy: QuantizationPolicy) -> dict[str, torch.Tensor]:
-    with safe_open(job.info.file, framework="pt") as file:
-        if job.bits is None:
-            return {job.name: file.get_tensor(job.name)}
-        settings = (job.bits, policy.codebook_for(job.bits), policy.absmax_format, policy.search)
-        if len(job.info.shape) == 2:
-            return parts_to_save(job.name, ops.quantize(file.get_tensor(job.name), *settings, where=job.name))
-        view = file.get_slice(job.name)
-        experts = [
-            ops.quantize(view[expert], *settings, where=f"{job.name}[{expert}]")
-            for expert in range(job.info.shape[0])
-        ]
+def _run(job: Job, policy: QuantizationPolicy, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    if job.bits is None:
+        return {job.name: read_tensor(job.name, job.info, CPU)}
+    settings = (job.bits, policy.codebook_for(job.bits), policy.absmax_format, policy.search)
+
+    def quantized(where: str, expert: int | None = None) -> QuantizedTensor:
+        w = read_tensor(job.name, job.info, device, expert)
+        return ops.quantize(w, *settings, where=where).to("cpu")
+
+    if len(job.info.shape) == 2:
+        return parts_to_save(job.name, quantized(job.name))
+    experts = [quantized(f"{job.name}[{expert}]", expert) for expert in range(job.info.shape[0])]
     return parts_to_save(job.name, QuantizedTensor.stack(experts))
 
 

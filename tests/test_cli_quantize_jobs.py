@@ -1,0 +1,171 @@
+"""`kbit quantize --jobs`: the same bytes from any number of workers, and one error where one fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import tiny_models
+from kbit.cli import app
+from kbit.format.checkpoint import read_header
+from kbit.integrations import streaming
+from kbit.integrations.streaming import folder as work_folder
+from kbit.integrations.streaming import jobs
+from kbit.integrations.streaming.reader import read_tensor
+from kbit.integrations.streaming.workers import places, run_all
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "source"
+    tiny_models.build("qwen3_moe", torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    for module in (jobs, work_folder):
+        monkeypatch.setattr(module, "SHARD_BYTES", 5_000)
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_the_bytes_do_not_depend_on_the_number_of_jobs(count, source, tmp_path):
+    assert run(source, tmp_path / "one").exit_code == 0
+    result = run(source, tmp_path / "many", "--jobs", count)
+    assert result.exit_code == 0, result.output
+    assert len(content(tmp_path / "one")) > 4
+    assert content(tmp_path / "one") == content(tmp_path / "many")
+
+
+def test_the_summary_as_json(source, tmp_path):
+    out = tmp_path / "summary.json"
+    assert run(source, tmp_path / "out", "--jobs", 2, "--json", out).exit_code == 0
+    summary = json.loads(out.read_text())
+    assert summary["workers"] == ["cpu", "cpu"]
+    assert summary["written_weights"] == summary["weights"] > 0
+    assert summary["weights_per_second"] == pytest.approx(summary["weights"] / summary["seconds"])
+    assert summary["seconds_for_80b"] == pytest.approx(80e9 / summary["weights_per_second"])
+    assert summary["policy"]["bits"] == 4
+
+
+def test_progress_reaches_the_total_in_order(source, tmp_path):
+    seen = []
+    from kbit.format import QuantizationPolicy
+
+    policy = QuantizationPolicy(bits=4)
+    streaming.quantize_checkpoint(
+        source, tmp_path / "out", policy, progress=lambda *args: seen.append(args), jobs=3
+    )
+    done = [entry[0] for entry in seen]
+    assert done == sorted(done)
+    assert done[-1] == seen[-1][1]
+
+
+def test_one_failing_worker_stops_all_and_the_next_run_goes_on(source, tmp_path, monkeypatch):
+    real, lock, calls = work_folder.save_file, threading.Lock(), []
+
+    def save(tensors, path, metadata=None):
+        with lock:
+            calls.append(path)
+            number = len(calls)
+        if number == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path, metadata=metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_folder, "save_file", save)
+        result = run(source, tmp_path / "out", "--jobs", 2)
+    assert result.exit_code == 1
+    assert "No space left" in str(result.exception)
+    kept = len(list((tmp_path / "out.partial").glob("*.safetensors")))
+    assert 2 <= kept <= 3
+    result = run(source, tmp_path / "out", "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    assert f"{kept} of them from before" in result.output.replace("\n", " ")
+    assert run(source, tmp_path / "whole").exit_code == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_nan_is_named_and_nothing_is_left(source, tmp_path):
+    shutil.copytree(source, tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = run(tmp_path / "in", tmp_path / "out", "--jobs", 4)
+    assert result.exit_code == 1
+    assert name in str(result.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda:99"], "torch sees"),
+        (["--device", "tpu"], "no device 'tpu'"),
+        (["--device", "meta"], "cpu or cuda"),
+        (["--device", "cpu,cpu", "--jobs", "1"], "leaves some of 2 devices idle"),
+    ],
+)
+def test_bad_devices(options, message, source, tmp_path):
+    result = run(source, tmp_path / "out", *options)
+    assert result.exit_code == 1
+    assert message in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_places():
+    assert places(["cpu"], None) == [CPU]
+    assert places(["cpu"], 3) == [CPU] * 3
+
+
+def test_workers_share_the_threads_and_leave_the_callers_alone():
+    before, seen = torch.get_num_threads(), []
+    run_all([lambda device, stopped: seen.append(torch.get_num_threads())] * 8, [CPU, CPU])
+    assert seen == [max(1, before // 2)] * 8
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_reader(dtype, tmp_path):
+    tensors = {"a": torch.randn(3, 5, 7).mul(50).abs().to(dtype), "b": torch.ones(0, 4, dtype=dtype)}
+    tensors["scalar"] = torch.tensor(3).to(dtype)
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    header = read_header(tmp_path / "x.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensor(name, header[name], CPU), tensor)
+    assert torch.equal(read_tensor("a", header["a"], CPU, expert=2), tensors["a"][2])
+    (tmp_path / "x.safetensors").write_bytes((tmp_path / "x.safetensors").read_bytes()[:-8])
+    with pytest.raises(ValueError, match="truncated"):
+        [read_tensor(name, header[name], CPU) for name in tensors]
+
+
+@pytest.mark.gpu
+def test_gpus_give_the_bytes_of_the_cpu(source, tmp_path):
+    assert run(source, tmp_path / "cpu").exit_code == 0
+    result = run(source, tmp_path / "gpu", "--device", "cuda")
+    assert result.exit_code == 0, result.output
+    assert content(tmp_path / "cpu") == content(tmp_path / "gpu")
+    devices = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    result = run(source, tmp_path / "all", "--device", devices, "--jobs", 3 * torch.cuda.device_count())
+    assert result.exit_code == 0, result.output
+    assert content(tmp_path / "cpu") == content(tmp_path / "all")
