@@ -24,11 +24,14 @@ from kbit.nn import quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
 if TYPE_CHECKING:
+    from kbit import nvfp4
+    from kbit.integrations.nvfp4 import NVFP4Config
     from kbit.integrations.transformers import KbitConfig
 
 __all__ = [
     "KbitConfig",
     "KbitError",
+    "NVFP4Config",
     "NonFiniteWeightError",
     "QuantizationPolicy",
     "QuantizedTensor",
@@ -40,6 +43,7 @@ __all__ = [
     "linear",
     "nn",
     "normal_float",
+    "nvfp4",
     "quantize",
     "quantize_model",
 ]
@@ -48,7 +52,15 @@ autoregister.install()
 
 
 def __getattr__(name: str) -> Any:
-    # KbitConfig subclasses a class of transformers, which takes a second to import.
+    if name == "nvfp4":
+        import importlib
+
+        return importlib.import_module("kbit.nvfp4")
+    # Configs subclass a class of transformers, which takes a second to import.
+    if name == "NVFP4Config":
+        from kbit.integrations.nvfp4 import NVFP4Config
+
+        return NVFP4Config
     if name == "KbitConfig":
         from kbit.integrations.transformers import KbitConfig
 

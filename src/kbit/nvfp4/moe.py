@@ -94,6 +94,7 @@ def quantize_for_experts(
     search: bool = True,
     ties: str = "zero",
     global_scale: float | None = None,
+    row_scale: bool = False,
 ) -> ExpertInput:
     """Quantize the activations that experts read. All ways give the same bytes per sorted row.
 
@@ -105,19 +106,19 @@ def quantize_for_experts(
         x: [T, K], one row per token, or [T, U, K], one per choice (then only "off").
         routing: of T tokens.
         dedup: which way.
-        search, ties, global_scale: as in `quantize_nvfp4`.
+        search, ties, global_scale, row_scale: as in `quantize_nvfp4`; "scatter" has no row_scale.
 
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    _check_expert_input(x, routing, dedup)
+    _check_expert_input(x, routing, dedup, row_scale)
     tokens, choices = routing.inverse.shape
     columns, count = x.shape[-1], tokens * choices
     if dedup == "off":
         gathered = (
             x.index_select(0, routing.source) if x.dim() == 2 else x.reshape(count, columns)[routing.slots]
         )
-        t = quantize_nvfp4(gathered, search, ties, global_scale=global_scale)
+        t = quantize_nvfp4(gathered, search, ties, row_scale, global_scale)
         return ExpertInput(t, None, count, 0)
     if dedup == "scatter":
         factor = 1.0 if global_scale is None else global_scale
@@ -125,21 +126,27 @@ def quantize_for_experts(
         parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
         t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
         return ExpertInput(t, None, tokens, count)
-    t = quantize_nvfp4(x, search, ties, global_scale=global_scale)
+    t = quantize_nvfp4(x, search, ties, row_scale, global_scale)
     if dedup == "indirect":
         return ExpertInput(t, routing.source, tokens, 0)
     return ExpertInput(gather_rows(t, routing.source), None, tokens, count)
 
 
 def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
-    """Rows `rows` (int32 [R]) of an nv matrix without row scales, as a matrix [R, K]."""
-    parts = kernels_for(t.codes).gather_rows(*t.nv(), rows)
-    return NVFP4Tensor(*parts, t.global_scale, (len(rows), t.shape[1]))
+    """Rows `rows` (int32 [R]) of a matrix, as a matrix [R, K] in layout nv."""
+    codes, scales = kernels_for(t.codes).gather_rows(*t.nv(), rows)
+    row_scale = None if t.row_scale is None else t.row_scale.index_select(0, rows)
+    return NVFP4Tensor(codes, scales, t.global_scale, (len(rows), t.shape[1]), row_scale=row_scale)
 
 
-def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str) -> None:
+def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str, row_scale: bool) -> None:
     if dedup not in DEDUP:
         raise ValueError(f"moe_gemm_nvfp4: dedup must be one of {', '.join(DEDUP)}, got {dedup!r}.")
+    if dedup == "scatter" and row_scale:
+        raise ValueError(
+            'moe_gemm_nvfp4: dedup="scatter" stores no row scales, got row_scale=True. Use "gather" or '
+            '"indirect".'
+        )
     tokens, choices = routing.inverse.shape
     if x.dim() == 3 and dedup != "off":
         raise ValueError(

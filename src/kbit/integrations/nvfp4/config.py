@@ -1,0 +1,81 @@
+"""NVFP4Config: settings of NVFP4 layers, and which modules get them, as a transformers quantization
+config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kbit.nvfp4.layers import NVFP4Settings
+
+QUANT_METHOD = "kbit_nvfp4"
+FORMAT_VERSION = 1
+# Routers decide where tokens go and are tiny; the output head decides the token.
+_DEFAULT_SKIPPED = re.compile(r"(^|\.)(gate|router|shared_expert_gate|lm_head|embed_out)$")
+
+
+@dataclass
+class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
+    """How NVFP4 layers compute (see `NVFP4Settings`), and which modules become such.
+
+    Attributes:
+        modules_to_not_convert: names; a module is skipped if one of them is its name, or one of its parents.
+            Routers and the output head are always skipped.
+
+    Raises:
+        TypeError, ValueError: a field is out of range; the message names it.
+    """
+
+    modules_to_not_convert: list[str] | None = None
+
+    quant_method: ClassVar[str] = QUANT_METHOD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        skipped = self.modules_to_not_convert
+        if isinstance(skipped, str) or not all(isinstance(name, str) for name in skipped or ()):
+            raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
+
+    def settings(self) -> NVFP4Settings:
+        """What the layers need of it."""
+        return NVFP4Settings(**{each.name: getattr(self, each.name) for each in fields(NVFP4Settings)})
+
+    def chooses(self, name: str) -> bool:
+        """Whether the module of this name is to be quantized."""
+        if _DEFAULT_SKIPPED.search(name):
+            return False
+        skipped = self.modules_to_not_convert or ()
+        return not any(f".{name}.".find(f".{each}.") >= 0 for each in skipped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint's config.json holds."""
+        return {"quant_method": QUANT_METHOD, "version": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Read a checkpoint's `quantization_config`.
+
+        Returns:
+            The config; with `return_unused_kwargs`, also the keyword arguments that are no field of it.
+
+        Raises:
+            TypeError, ValueError: another method, a newer version, an unknown field, a value out of range.
+        """
+        values = dict(config)
+        method, version = values.pop("quant_method", QUANT_METHOD), values.pop("version", FORMAT_VERSION)
+        if method != QUANT_METHOD or version != FORMAT_VERSION:
+            raise ValueError(
+                f"quantization_config: expected {QUANT_METHOD} of version {FORMAT_VERSION}, got {method!r} "
+                f"of version {version!r}. Update kbit, or load with the library that wrote it."
+            )
+        known = {each.name for each in fields(cls)}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ValueError(f"quantization_config: unknown field {unknown[0]!r}; known: {sorted(known)}.")
+        own = {key: kwargs.pop(key) for key in list(kwargs) if key in known}
+        result = cls(**{**values, **own})
+        return (result, kwargs) if return_unused_kwargs else result

@@ -1,0 +1,113 @@
+"""NVFP4HfQuantizer: what transformers calls around loading and saving a model with NVFP4 layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from kbit.format.checkpoint import TensorInfo
+from kbit.integrations.transformers.placement import read_index
+from kbit.nvfp4.layers import NVFP4Module, replace_layers
+from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
+
+logger = logging.get_logger(__name__)
+
+
+class NVFP4HfQuantizer(HfQuantizer):
+    """Quantizes a model right after it is loaded, layer by layer, or loads what is quantized.
+
+    The unquantized model is in memory first; `kbit quantize` and `KbitConfig` are for machines where it does
+    not fit.
+    """
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if not self.pre_quantized:
+            return model
+        config = self.quantization_config
+        names = replace_layers(model, config.settings(), config.chooses, empty=True)
+        index = read_index(checkpoint_files)
+        if index is None:
+            raise ValueError(
+                "an NVFP4 checkpoint is loaded from a folder of safetensors files; got a state dict or "
+                "pickled weights."
+            )
+        targets = _by_parameter(model, index)
+        for name in names:
+            _check_stored(name, model.get_submodule(name), targets)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config = self.quantization_config
+        if not self.pre_quantized:
+            names = replace_layers(model, config.settings(), config.chooses)
+            if not names:
+                logger.warning("NVFP4Config chose no layer of %s.", type(model).__name__)
+            return model
+        for name, module in model.named_modules():
+            if isinstance(module, NVFP4Module):
+                _check_loaded(name, module)
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Never while loading: layers are quantized afterwards."""
+        return False
+
+    def is_serializable(self) -> bool:
+        """Whether save_pretrained works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Activations are quantized without a gradient."""
+        return False
+
+
+def _by_parameter(model: Any, index: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """A checkpoint's tensors by the names of the model's parameters, as transformers' loader renames them."""
+    # Imported here because transformers' registry, which imports this module, comes before its loader.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    return {
+        rename_source_key(name, renamings, converters, prefix, state)[0]: info for name, info in index.items()
+    }
+
+
+def _check_stored(name: str, module: NVFP4Module, index: Mapping[str, TensorInfo]) -> None:
+    """Compare a layer's parts with the headers of the files, before any tensor is read."""
+    for part, parameter in module.parts():
+        info = index.get(f"{name}.{part}")
+        if info is None:
+            raise ValueError(
+                f"the checkpoint has no tensor {name}.{part}, which its config implies. Is the config that "
+                f"of another model?"
+            )
+        if info.dtype != parameter.dtype or info.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{info.file}: tensor {name}.{part} must be {parameter.dtype} {tuple(parameter.shape)}, got "
+                f"{info.dtype} {info.shape}. Config and weights are not of one model."
+            )
+
+
+def _check_loaded(name: str, module: NVFP4Module) -> None:
+    """Refuse scales that no quantizer writes, and freeze the parts: the loader makes floats trainable."""
+    for part, parameter in module.parts():
+        parameter.requires_grad_(False)
+        if parameter.device.type == "meta":
+            continue
+        if part.endswith("_global_scale"):
+            for value in parameter.flatten().tolist():
+                check_global_scale(value, f"{name}.{part}")
+        elif part.endswith("_scales"):
+            check_scale_bytes(parameter.data, f"{name}.{part}")

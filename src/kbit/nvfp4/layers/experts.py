@@ -1,0 +1,119 @@
+"""NVFP4Experts: the fused experts of a mixture-of-experts layer with NVFP4 weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
+from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
+from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
+from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
+
+
+class NVFP4Experts(NVFP4Module):
+    """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
+
+    Attributes:
+        num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
+    """
+
+    # Not "gate_up_proj" and "down_proj": transformers would split parameters of these names on saving.
+    WEIGHTS = ("gate_up", "down")
+
+    def __init__(
+        self, gate_up: tuple[int, ...], act_fn: Any, settings: NVFP4Settings, device: Any, name: str = ""
+    ) -> None:
+        super().__init__()
+        self.num_experts, twice, self.hidden_dim = gate_up
+        self.intermediate_dim, self.act_fn = twice // 2, act_fn
+        down = (self.num_experts, self.hidden_dim, self.intermediate_dim)
+        self._init_parts({"gate_up": tuple(gate_up), "down": down}, settings, device, name)
+
+    @classmethod
+    def empty_like(
+        cls, experts: Any, settings: NVFP4Settings, name: str = "", device: Any = None
+    ) -> NVFP4Experts:
+        """A module of the same shape, its weights still empty."""
+        weight = experts.gate_up_proj
+        device = weight.device if device is None else device
+        return cls(tuple(weight.shape), experts.act_fn, settings, device, name)
+
+    @classmethod
+    def from_experts(cls, experts: Any, settings: NVFP4Settings, name: str = "") -> NVFP4Experts:
+        """Quantize fused experts.
+
+        Raises:
+            NonFiniteError: a weight holds NaN or Inf.
+        """
+        layer = cls.empty_like(experts, settings, name, device="meta")
+        for mine, theirs in zip(cls.WEIGHTS, ("gate_up_proj", "down_proj"), strict=True):
+            weight = getattr(experts, theirs).detach()
+            layer.fill(mine, quantize_weight(weight, settings, f"{name}.{theirs}"))
+        return layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Run every token through its experts; the sum over experts is in the order of top_k_index.
+
+        Args:
+            hidden_states: [T, hidden_dim].
+            top_k_index: int [T, U]; num_experts means an expert of another device.
+            top_k_weights: [T, U].
+
+        Returns:
+            [T, hidden_dim] of hidden_states' dtype.
+
+        Raises:
+            TypeError, ValueError: hidden_states do not fit; the message names this layer.
+        """
+        x, settings = hidden_states.detach(), self.settings
+        routing = route(top_k_index.int(), self.num_experts)
+        p = top_k_weights.detach().float()
+        if settings.activations == "16bit":
+            return combine_sorted(self._decoded(x, routing.source, routing.bounds), routing.inverse, p)
+        a = quantize_for_experts(
+            x, routing, settings.dedup, settings.search, settings.ties, row_scale=settings.row_scale
+        )
+        common = (settings.accum, x.dtype, None, self.layer_name)
+        gate_up = expert_product(a, routing, self.quantized("gate_up"), *common)
+        down = expert_product(self._activate(gate_up), routing, self.quantized("down"), *common)
+        return combine_sorted(down, routing.inverse, p)
+
+    def _is_silu(self) -> bool:
+        # transformers 5.23 has a class of its own for it, known here by name so as not to import it.
+        name = type(self.act_fn).__name__
+        return isinstance(self.act_fn, nn.SiLU) or self.act_fn is F.silu or name == "SiLUActivation"
+
+    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._is_silu():
+            return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def _activate(self, gate_up: torch.Tensor) -> ExpertInput:
+        settings = self.settings
+        if settings.fold and self._is_silu():
+            t = silu_mul_quantize_nvfp4(gate_up, settings.search, settings.ties)
+        else:
+            activated = self._activated(gate_up)
+            t = quantize_nvfp4(activated, settings.search, settings.ties, settings.row_scale)
+        return ExpertInput(t, None, len(gate_up), 0)
+
+    def _decoded(self, x: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        """W4A16: sorted rows through each expert that has any; looking which waits for the device."""
+        rows = x.index_select(0, source)
+        y = torch.zeros_like(rows)
+        edges = bounds.tolist()
+        gate_up, down = (self.quantized(name) for name in self.WEIGHTS)
+        for expert, begin in enumerate(edges[:-1]):
+            part = slice(begin, edges[expert + 1])
+            if part.start == part.stop:
+                continue
+            inner = F.linear(rows[part], dequantize_nvfp4(gate_up.expert(expert), x.dtype))
+            y[part] = F.linear(self._activated(inner), dequantize_nvfp4(down.expert(expert), x.dtype))
+        return y

@@ -1,0 +1,71 @@
+"""NVFP4Linear: a linear layer with an NVFP4 weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kbit.nvfp4.gemm import gemm_nvfp4
+from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
+from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
+
+
+class NVFP4Linear(NVFP4Module):
+    """Replaces nn.Linear.
+
+    Attributes:
+        in_features, out_features, bias: as in nn.Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        settings: NVFP4Settings,
+        device: Any = None,
+        layer_name: str = "",
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._init_parts({"weight": (out_features, in_features)}, settings, device, layer_name)
+        self.bias: nn.Parameter | None = None
+
+    @classmethod
+    def empty_like(
+        cls, linear: nn.Linear, settings: NVFP4Settings, name: str = "", device: Any = None
+    ) -> NVFP4Linear:
+        """A layer of the same shape and bias, its weight still empty."""
+        device = linear.weight.device if device is None else device
+        layer = cls(linear.in_features, linear.out_features, settings, device, name)
+        layer.bias = linear.bias
+        return layer
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, settings: NVFP4Settings, name: str = "") -> NVFP4Linear:
+        """Quantize a layer's weight; its bias is shared.
+
+        Raises:
+            NonFiniteError: the weight holds NaN or Inf.
+        """
+        layer = cls.empty_like(linear, settings, name, device="meta")
+        layer.fill("weight", quantize_weight(linear.weight.detach(), settings, name))
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features] of x's dtype. Not differentiable under W4A4.
+
+        Raises:
+            TypeError, ValueError: x does not fit; the message names this layer.
+        """
+        weight = self.quantized("weight")
+        if self.settings.activations == "16bit":
+            return F.linear(x, dequantize_nvfp4(weight, x.dtype), self.bias)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        settings = self.settings
+        a = quantize_nvfp4(rows, settings.search, settings.ties, settings.row_scale, where=self.layer_name)
+        y = gemm_nvfp4(a, weight, settings.accum, x.dtype, where=self.layer_name)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,135 @@
+"""What NVFP4 layers share: their settings, and how the parts of a weight live in an nn.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.nvfp4.formats import NVFP4Tensor, layouts
+from kbit.nvfp4.gemm import check_accumulation
+from kbit.nvfp4.moe import DEDUP
+from kbit.nvfp4.quantize import FLOATS, TIES, global_scale_for, quantize_nvfp4
+
+ACTIVATIONS = ("nvfp4", "16bit")
+
+
+@dataclass
+class NVFP4Settings:
+    """How NVFP4 layers compute.
+
+    Attributes:
+        activations: "nvfp4" (W4A4), or "16bit" (W4A16: weights are decoded and multiplied by torch).
+        accum: accumulation contract of W4A4 products, "exact", "seq16" or "tc".
+        search: try neighbouring block scales, of weights and activations.
+        ties: "zero" or "even".
+        row_scale: give each row of activations a float32 factor. Without it activations below 0.1 lose
+        accuracy,
+            because block scales below 2^-6 are subnormal.
+        dedup: how activations are quantized for experts; changes no bit.
+        fold: quantize the activation product in the kernel that computes it; changes no bit, needs row_scale
+        off.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+    """
+
+    activations: str = "nvfp4"
+    accum: str = "exact"
+    search: bool = True
+    ties: str = "zero"
+    row_scale: bool = True
+    dedup: str = "indirect"
+    fold: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("activations", ACTIVATIONS), ("ties", TIES), ("dedup", DEDUP)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        check_accumulation(self.accum, "NVFP4 settings")
+        if self.row_scale and (self.fold or self.dedup == "scatter"):
+            raise ValueError(
+                f"row_scale needs a row's largest value before its first block is quantized, so it excludes "
+                f"fold and dedup='scatter'; got fold={self.fold}, dedup={self.dedup!r}. Set row_scale=False."
+            )
+
+
+class NVFP4Module(nn.Module):
+    """What both layers share: the parts of weights as parameters without gradient.
+
+    A weight `name` is held as `name_codes` and `name_scales` (uint8, layout nv) and `name_global_scale`
+    (float32).
+
+    Attributes:
+        settings: see `NVFP4Settings`.
+        layer_name: dotted name in the model, for messages.
+        shapes: {weight: its shape}.
+    """
+
+    settings: NVFP4Settings
+    layer_name: str
+    shapes: dict[str, tuple[int, ...]]
+
+    def _init_parts(
+        self, shapes: dict[str, tuple[int, ...]], settings: NVFP4Settings, device: Any, layer_name: str
+    ) -> None:
+        self.settings, self.layer_name, self.shapes = settings, layer_name, shapes
+        self._host_scales: dict[str, tuple[int, int, torch.Tensor]] = {}
+        for name, shape in shapes.items():
+            groups = layouts.round_up(shape[-1]) // layouts.SUB_BLOCK
+            codes = torch.zeros(layouts.codes_shape(shape, "nv"), dtype=torch.uint8, device=device)
+            scales = torch.zeros((*shape[:-1], groups), dtype=torch.uint8, device=device)
+            factor = torch.ones(shape[:-2], dtype=torch.float32, device=device)
+            for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
+                setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+
+    def parts(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters that hold quantized data."""
+        for name in self.shapes:
+            for part in ("codes", "scales", "global_scale"):
+                yield f"{name}_{part}", getattr(self, f"{name}_{part}")
+
+    def fill(self, name: str, t: NVFP4Tensor) -> None:
+        """Take over a quantized weight."""
+        codes, scales = t.nv()
+        factor = t.global_scale.to(codes.device)
+        for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
+            setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+
+    def quantized(self, name: str) -> NVFP4Tensor:
+        """A weight, sharing this layer's memory."""
+        codes, scales, factor = (getattr(self, f"{name}_{p}") for p in ("codes", "scales", "global_scale"))
+        if factor.dim() == 0:
+            factor = self._on_host(name, factor)
+        return NVFP4Tensor(codes.data, scales.data, factor.data, self.shapes[name])
+
+    def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:
+        """A matrix's factor on the CPU, fetched once: launches need its value, and each fetch waits."""
+        known = self._host_scales.get(name)
+        if known is None or known[:2] != (factor.data_ptr(), factor._version):
+            known = (factor.data_ptr(), factor._version, factor.detach().cpu())
+            self._host_scales[name] = known
+        return known[2]
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        shapes = ", ".join(f"{name}={shape}" for name, shape in self.shapes.items())
+        return f"{shapes}, activations={self.settings.activations}, accum={self.settings.accum}"
+
+
+def quantize_weight(weight: torch.Tensor, settings: NVFP4Settings, where: str) -> NVFP4Tensor:
+    """A 16-bit weight [N, K] or [E, N, K] in NVFP4, each matrix with global scale amax / 2688.
+
+    Raises:
+        NonFiniteError: it holds NaN or Inf.
+    """
+    if weight.dim() == 3:
+        return NVFP4Tensor.stack([quantize_weight(matrix, settings, where) for matrix in weight])
+    weight = weight if weight.dtype in FLOATS else weight.float()
+    factor = global_scale_for(weight)
+    return quantize_nvfp4(
+        weight, settings.search, settings.ties, global_scale=factor, check=True, where=where
+    )

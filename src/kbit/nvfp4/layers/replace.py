@@ -1,0 +1,65 @@
+"""Replace a model's linear layers and fused experts by NVFP4 ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from kbit.nn.experts import is_experts, unsupported_experts
+from kbit.nvfp4.layers.experts import NVFP4Experts
+from kbit.nvfp4.layers.linear import NVFP4Linear
+from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
+
+# Whether to quantize the module of this name.
+Chooser = Callable[[str], bool]
+
+
+def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules that `replace_layers` replaces: linear layers and fused experts that are chosen.
+
+    A linear layer whose weight is tied to another parameter stays as it is.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for name, module in list(model.named_modules()):
+        if not name or not choose(name):
+            continue
+        untied = type(module) is nn.Linear and owners[id(module.weight)] == 1
+        if untied or (is_experts(module) and unsupported_experts(module) is None):
+            yield name, module
+
+
+def replace_layers(
+    model: nn.Module, settings: NVFP4Settings, choose: Chooser, empty: bool = False
+) -> list[str]:
+    """Put NVFP4 layers in place of others.
+
+    Args:
+        model: any model; each 16-bit weight is freed as soon as its codes exist.
+        settings: of every new layer.
+        choose: which modules, by name.
+        empty: leave the weights to a checkpoint.
+
+    Returns:
+        Names of the replaced modules.
+
+    Raises:
+        NonFiniteError: a weight holds NaN or Inf; layers before it are replaced already.
+    """
+    names = []
+    for name, module in replaceable(model, choose):
+        layer: NVFP4Module
+        if isinstance(module, nn.Linear):
+            make = NVFP4Linear.empty_like if empty else NVFP4Linear.from_linear
+            layer = make(module, settings, name)
+        else:
+            make_experts = NVFP4Experts.empty_like if empty else NVFP4Experts.from_experts
+            layer = make_experts(module, settings, name)
+        layer.training = module.training
+        model.set_submodule(name, layer)
+        names.append(name)
+    return names

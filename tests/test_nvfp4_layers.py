@@ -1,0 +1,277 @@
+"""NVFP4 layers: W4A4 and W4A16, their settings, and the round trip through transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import kbit
+from kbit.integrations.nvfp4 import NVFP4Config
+from kbit.nvfp4 import NonFiniteError, dequantize_nvfp4, gemm_nvfp4, quantize_nvfp4
+from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Module, NVFP4Settings, replace_layers
+from tiny_models import build
+
+IDS = torch.tensor([[1, 5, 9, 3, 7], [2, 4, 8, 70, 71]])
+
+
+class Experts(nn.Module):
+    """Laid out and called as transformers' fused experts."""
+
+    def __init__(self, experts: int = 4, hidden: int = 48, width: int = 24) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, hidden, generator=draw) / 7)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, width, generator=draw) / 5)
+        self.act_fn = nn.SiLU()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for token, (ids, weights) in enumerate(zip(top_k_index.tolist(), top_k_weights, strict=True)):
+            for expert, weight in zip(ids, weights, strict=True):
+                if expert < len(self.gate_up_proj):
+                    gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2)
+                    out[token] += weight * F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+        return out
+
+
+def decoded_twin(experts: Experts, layer: NVFP4Experts) -> Experts:
+    """The unquantized module with the layer's decoded weights."""
+    twin = Experts()
+    for mine, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+        getattr(twin, theirs).data = dequantize_nvfp4(layer.quantized(mine))
+    return twin
+
+
+def inputs(tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, (tokens, 2), generator=draw)
+    return torch.randn(tokens, 48, generator=draw), ids, torch.rand(tokens, 2, generator=draw)
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_w4a4_is_the_product_of_quantized_operands(bias: bool) -> None:
+    linear = nn.Linear(72, 20, bias=bias)
+    linear.requires_grad_(False)
+    x = torch.randn(2, 3, 72)
+    layer = NVFP4Linear.from_linear(linear, NVFP4Settings(), "up")
+    a = quantize_nvfp4(x.view(6, 72), row_scale=True)
+    expected = gemm_nvfp4(a, layer.quantized("weight"), out_dtype=torch.float32).view(2, 3, 20)
+    assert torch.equal(layer(x), expected if linear.bias is None else expected + linear.bias)
+    assert float(F.cosine_similarity(layer(x).flatten(), linear(x).flatten(), dim=0)) > 0.97
+    assert layer(x.bfloat16()[:, :0]).shape == (2, 0, 20)
+
+
+def test_linear_w4a16_multiplies_the_decoded_weight_and_has_gradients() -> None:
+    linear = nn.Linear(72, 20)
+    layer = NVFP4Linear.from_linear(linear, NVFP4Settings(activations="16bit"))
+    x = torch.randn(3, 72, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, F.linear(x, dequantize_nvfp4(layer.quantized("weight")), linear.bias))
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_row_scales_keep_small_activations() -> None:
+    linear = nn.Linear(64, 16, bias=False).requires_grad_(False)
+    x = torch.randn(4, 64) * 1e-3
+    error = {}
+    for row_scale in (False, True):
+        layer = NVFP4Linear.from_linear(linear, NVFP4Settings(row_scale=row_scale))
+        error[row_scale] = float((layer(x) - linear(x)).norm() / linear(x).norm())
+    assert error[True] < 0.2 < error[False]
+
+
+@pytest.mark.parametrize("row_scale", [True, False])
+def test_experts_w4a4_in_every_way_with_the_same_bits(row_scale: bool) -> None:
+    experts = Experts()
+    x, ids, p = inputs()
+    results = []
+    for dedup in ("off", "gather", "indirect", "scatter"):
+        for fold in (False, True):
+            if row_scale and (fold or dedup == "scatter"):
+                continue
+            settings = NVFP4Settings(row_scale=row_scale, dedup=dedup, fold=fold)
+            layer = NVFP4Experts.from_experts(experts, settings)
+            results.append(layer(x, ids, p))
+    assert len(results) == (3 if row_scale else 8)
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+    expected = experts(x, ids, p)
+    assert float(F.cosine_similarity(results[0].flatten(), expected.flatten(), dim=0)) > 0.96
+
+
+def test_experts_w4a16_are_the_decoded_ones() -> None:
+    experts = Experts()
+    layer = NVFP4Experts.from_experts(experts, NVFP4Settings(activations="16bit"))
+    x, ids, p = inputs()
+    ids[0] = 4  # of another device
+    result = layer(x, ids, p)
+    assert torch.allclose(result, decoded_twin(experts, layer)(x, ids, p), atol=1e-5)
+    assert not result[0].any()
+
+
+def test_experts_with_another_activation() -> None:
+    experts = Experts()
+    experts.act_fn = nn.GELU()
+    layer = NVFP4Experts.from_experts(experts, NVFP4Settings(activations="16bit"))
+    twin = decoded_twin(experts, layer)
+    twin.act_fn = nn.GELU()
+    assert torch.allclose(layer(*inputs()), twin(*inputs()), atol=1e-5)
+
+
+def test_weights_with_nan_are_refused_by_name() -> None:
+    linear = nn.Linear(32, 4)
+    linear.weight.data[1, 2] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"1 NaN or Inf value .*\(layers.0.up\)"):
+        NVFP4Linear.from_linear(linear, NVFP4Settings(), "layers.0.up")
+
+
+def test_wrong_inputs_name_the_layer() -> None:
+    layer = NVFP4Linear.from_linear(nn.Linear(32, 4), NVFP4Settings(), "layers.0.up")
+    with pytest.raises(ValueError, match=r"a must be \[M, 32\].*\(layers.0.up\)"):
+        layer(torch.zeros(2, 48))
+
+
+def test_a_changed_factor_is_noticed() -> None:
+    layer = NVFP4Linear.from_linear(nn.Linear(32, 4, bias=False), NVFP4Settings())
+    x = torch.randn(2, 32)
+    y = layer(x)
+    layer.weight_global_scale.data.mul_(2)
+    with torch.no_grad():
+        layer.weight_global_scale.mul_(2)
+    assert torch.equal(layer(x), 4 * y)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": "8bit"}, "activations must be one of nvfp4, 16bit, got '8bit'"),
+        ({"accum": "fast"}, "accum must be one of"),
+        ({"ties": "up"}, "ties must be one of"),
+        ({"dedup": "on"}, "dedup must be one of"),
+        ({"fold": True}, "Set row_scale=False"),
+        ({"dedup": "scatter"}, "Set row_scale=False"),
+    ],
+)
+def test_settings_are_checked(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NVFP4Settings(**changes)
+
+
+def test_replacing_skips_what_is_tied_or_not_chosen() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "head": nn.Linear(32, 8, bias=False)})
+    model["up"], model["router"] = nn.Linear(32, 32), nn.Linear(32, 4)
+    model["head"].weight = model["embed"].weight
+    assert replace_layers(model, NVFP4Settings(), lambda name: name != "router") == ["up"]
+    assert type(model["head"]) is nn.Linear
+
+
+# -- transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next", "mixtral", "llama"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    build(request.param, torch.bfloat16, spread=False).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, config: NVFP4Config | None = None) -> nn.Module:
+    given = {} if config is None else {"quantization_config": config}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **given)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_quantize_on_load_save_and_reload(source: Path, tmp_path: Path, activations: str) -> None:
+    base = load(source)
+    model = load(source, kbit.NVFP4Config(activations=activations, accum="seq16"))
+    layers = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, NVFP4Module)}
+    assert layers
+    assert not any(name.endswith((".gate", "lm_head")) for name in layers)
+    with torch.no_grad():
+        logits, expected = model(IDS).logits, base(IDS).logits
+    assert float(F.cosine_similarity(logits.float().flatten(), expected.float().flatten(), dim=0)) > 0.9
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (stored["quant_method"], stored["activations"]) == ("kbit_nvfp4", activations)
+    again = load(tmp_path)
+    for name, tensor in model.state_dict().items():
+        other = again.state_dict()[name]
+        assert tensor.dtype == other.dtype
+        assert torch.equal(tensor, other), name
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, logits)
+    generated = [m.generate(IDS, max_new_tokens=3, do_sample=False) for m in (model, again)]
+    assert torch.equal(*generated)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
+    load(tmp_path / "source", NVFP4Config()).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+CODES = "model.layers.0.mlp.experts.gate_up_codes"
+DAMAGE = {
+    "missing": (CODES, None, "has no tensor"),
+    "shape": (CODES, lambda t: t[:2].contiguous(), "must be torch.uint8"),
+    "dtype": (CODES, lambda t: t.to(torch.int32), "got torch.int32"),
+    "scale": ("model.layers.0.mlp.experts.down_scales", lambda t: t.fill_(0xFF), "negative or NaN"),
+    "factor": ("model.layers.0.mlp.experts.down_global_scale", lambda t: t * 0, "positive normal float32"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_checkpoints_are_refused(saved: Path, case: str) -> None:
+    name, change, message = DAMAGE[case]
+    tensors = load_file(saved / "model.safetensors")
+    value = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(value)
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(saved)
+
+
+def test_modules_can_be_left_out(tmp_path: Path) -> None:
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path)
+    model = load(tmp_path, NVFP4Config(modules_to_not_convert=["self_attn", "layers.1"]))
+    names = [name for name, module in model.named_modules() if isinstance(module, NVFP4Module)]
+    assert names == ["model.layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"quant_method": "fp8"}, ValueError, "expected kbit_nvfp4"),
+        ({"version": 2}, ValueError, "version 2"),
+        ({"bits": 4}, ValueError, "unknown field 'bits'"),
+        ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
+    ],
+)
+def test_configs_are_checked(values: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        NVFP4Config.from_dict(values)
+
+
+def test_config_round_trip() -> None:
+    config = NVFP4Config(accum="tc", row_scale=False, fold=True, modules_to_not_convert=["a"])
+    assert NVFP4Config.from_dict(config.to_dict()) == config
+    changed, unused = NVFP4Config.from_dict(config.to_dict(), return_unused_kwargs=True, accum="exact", x=1)
+    assert (changed.accum, unused) == ("exact", {"x": 1})
