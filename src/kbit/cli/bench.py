@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kbit.cli import bench_kernels, bench_model, bench_report, bench_train, bench_workload
+from kbit.cli import bench_kernels, bench_model, bench_nvfp4, bench_report, bench_train, bench_workload
 
 if TYPE_CHECKING:
     from kbit.bench.cpu import LinearRow, QuantizeRow
@@ -20,6 +20,7 @@ app = typer.Typer(help="Measure kernels and models.", no_args_is_help=True)
 bench_kernels.register(app)
 bench_workload.register(app)
 bench_model.register(app)
+bench_nvfp4.register(app)
 bench_report.register(app)
 bench_train.register(app)
 console = Console()

@@ -1,0 +1,178 @@
+"""`kbit bench nvfp4`: the activation quantizer's bandwidth, and products against bf16 cuBLAS.
+
+The layer of experts, with the four ways to quantize for it, is in `kbit.bench.nvfp4_layer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kbit.bench import gpu_timing
+from kbit.bench.gpu_timing import Arm, Timer
+from kbit.bench.shapes import LayerShape
+from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, quantize_nvfp4
+
+DEVICE = "cuda"
+CUBLAS, DEQUANTIZE = "bf16 cuBLAS", "dequantize + cuBLAS"
+ACCUMULATIONS = ("tc", "seq16", "exact")
+QUANTIZE_COLUMNS = 2048
+# A benchmark of a wrong kernel is worth nothing: bfloat16 rounds by 0.002 of an output at most.
+_MAX_RELATIVE_ERROR = 0.01
+
+
+@dataclass(frozen=True)
+class NVFP4Row:
+    """One measurement.
+
+    Attributes:
+        part: "quantize", "gemm", "layer" or "kernels".
+        problem: shape or routing.
+        rows: M, or the tokens T of a layer.
+        arm: what was run.
+        us: median microseconds of a call.
+        spread: (max - min) / median.
+        nbytes: that a call has to read and write, each once.
+        quantized_rows, copied_rows: rows that the quantizer took, and that were copied or stored again.
+    """
+
+    part: str
+    problem: str
+    rows: int
+    arm: str
+    us: float
+    spread: float
+    nbytes: int
+    quantized_rows: int = 0
+    copied_rows: int = 0
+
+    @property
+    def gb_s(self) -> float:
+        """Bytes over time."""
+        return self.nbytes / self.us / 1e3 if self.us else 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An arm and what is known of it beforehand."""
+
+    arm: Arm
+    nbytes: int
+    quantized_rows: int = 0
+    copied_rows: int = 0
+
+
+def rows_of(
+    part: str, problem: str, count: int, arms: dict[str, Measured], repeats: int, timer: Timer
+) -> Iterator[NVFP4Row]:
+    """Measure arms against each other, in the order given."""
+    timings = timer({name: each.arm for name, each in arms.items()}, repeats)
+    for name, timing in timings.items():
+        known = arms[name]
+        numbers = (known.nbytes, known.quantized_rows, known.copied_rows)
+        yield NVFP4Row(part, problem, count, name, timing.us, timing.spread, *numbers)
+
+
+def copies_of(nbytes: int) -> int:
+    """Copies of an operand that are rotated so that it is cold."""
+    return gpu_timing.copies_needed(nbytes, gpu_timing.l2_bytes())
+
+
+def quantize_rows(
+    counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
+) -> Iterator[NVFP4Row]:
+    """The activation quantizer, bfloat16 to nv, with and without searching scales."""
+    columns = QUANTIZE_COLUMNS
+    for count in counts:
+        x = torch.randn(count, columns, device=DEVICE).bfloat16()
+        copies = [x.clone() for _ in range(copies_of(x.nbytes))]
+        nbytes = x.nbytes + count * columns * 9 // 16
+        arms = {}
+        for name, search in (("search", True), ("plain", False)):
+            calls = [functools.partial(quantize_nvfp4, each, search=search) for each in copies]
+            arms[name] = Measured(Arm(calls), nbytes, count)
+        yield from rows_of("quantize", f"{columns} columns", count, arms, repeats, timer)
+
+
+def gemm_rows(
+    shape: LayerShape, counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
+) -> Iterator[NVFP4Row]:
+    """Products of one shape: W4A4 under each contract, W4A16 by decoding, bfloat16.
+
+    Raises:
+        ValueError: a kernel computes something else.
+    """
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    size = (shape.out_features, shape.in_features)
+    dense = torch.randn(size, generator=generator, device=DEVICE).bfloat16()
+    packed = quantize_nvfp4(dense)
+    weights = [_clone(packed) for _ in range(copies_of(packed.nbytes))]
+    dense_copies = [dense.clone() for _ in range(copies_of(dense.nbytes))]
+    for count in counts:
+        x = torch.randn(count, shape.in_features, generator=generator, device=DEVICE).bfloat16()
+        arms = _gemm_arms(x, dense_copies, weights)
+        _check(shape, x, packed)
+        yield from rows_of("gemm", shape.name, count, arms, repeats, timer)
+    del weights, dense_copies
+    torch.cuda.empty_cache()
+
+
+def _clone(t: NVFP4Tensor) -> NVFP4Tensor:
+    codes, scales = t.nv()
+    return NVFP4Tensor(codes.clone(), scales.clone(), t.global_scale, t.shape)
+
+
+def _gemm_arms(x: torch.Tensor, dense: list[torch.Tensor], weights: list[NVFP4Tensor]) -> dict[str, Measured]:
+    a = quantize_nvfp4(x)
+    y_bytes = 2 * x.shape[0] * dense[0].shape[0]
+    w_bytes = weights[0].nbytes
+    cublas = Arm([functools.partial(F.linear, x, w) for w in dense])
+    arms = {
+        CUBLAS: Measured(cublas, dense[0].nbytes + x.nbytes + y_bytes),
+        DEQUANTIZE: Measured(Arm([_decoded(x, w) for w in weights]), w_bytes + x.nbytes + y_bytes),
+    }
+    for accum in ACCUMULATIONS:
+        calls = [functools.partial(gemm_nvfp4, a, w, accum) for w in weights]
+        arms[accum] = Measured(Arm(calls), w_bytes + a.nbytes + y_bytes)
+    both = Arm([_quantized(x, w) for w in weights])
+    arms["quantize + tc"] = Measured(both, w_bytes + x.nbytes + 2 * a.nbytes + y_bytes, x.shape[0])
+    return arms
+
+
+def _decoded(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: F.linear(x, dequantize_nvfp4(w, x.dtype))
+
+
+def _quantized(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: gemm_nvfp4(quantize_nvfp4(x), w, "tc")
+
+
+def _check(shape: LayerShape, x: torch.Tensor, w: NVFP4Tensor) -> None:
+    a = quantize_nvfp4(x)
+    expected = dequantize_nvfp4(a, torch.float32) @ dequantize_nvfp4(w, torch.float32).t()
+    for accum in ACCUMULATIONS:
+        y = gemm_nvfp4(a, w, accum).float()
+        error = float((y - expected).norm() / expected.norm())
+        if not error < _MAX_RELATIVE_ERROR:
+            raise ValueError(
+                f"bench nvfp4: {accum} is wrong on {shape.name} at M={x.shape[0]}: relative error "
+                f"{error:.3g}, at most {_MAX_RELATIVE_ERROR} expected. Not measured."
+            )
+
+
+def as_json(rows: Sequence[NVFP4Row]) -> list[dict[str, Any]]:
+    """Rows as JSON objects, with GB/s, and for products the speed-up over bf16 cuBLAS of the same run."""
+    base = {(row.part, row.problem, row.rows): row.us for row in rows if row.arm == CUBLAS}
+    result = []
+    for row in rows:
+        item = asdict(row) | {"us": round(row.us, 3), "spread": round(row.spread, 3)}
+        item["gb_s"] = round(row.gb_s, 1)
+        reference = base.get((row.part, row.problem, row.rows))
+        item["vs_bf16"] = round(reference / row.us, 3) if reference and row.us else None
+        result.append(item)
+    return result

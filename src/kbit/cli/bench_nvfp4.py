@@ -1,0 +1,127 @@
+"""`kbit bench nvfp4`: the quantizer, products under each contract, and the layer of experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kbit.cli.bench_moe import numbers
+
+if TYPE_CHECKING:
+    from kbit.bench.nvfp4 import NVFP4Row
+
+console = Console()
+
+
+class Part(str, Enum):
+    """What is measured."""
+
+    quantize = "quantize"
+    gemm = "gemm"
+    layer = "layer"
+    all = "all"
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not set(words) <= set(known):
+        raise ValueError(f"{option} takes {', '.join(known)}, joined by commas; got {text!r}.")
+    return words
+
+
+def _table(title: str, rows: Sequence[NVFP4Row], bandwidth: float) -> Table:
+    from kbit.bench.nvfp4 import CUBLAS
+
+    base = {row.rows: row.us for row in rows if row.arm == CUBLAS}
+    table = Table(title=title)
+    for header in ("rows", "arm", "us", "spread", "GB/s", "% read", "quantized", "copied", "vs bf16"):
+        table.add_column(header, justify="left" if header == "arm" else "right")
+    previous = rows[0].rows
+    for row in rows:
+        if row.rows != previous:
+            table.add_section()
+            previous = row.rows
+        ratio = base[row.rows] / row.us if row.rows in base else None
+        table.add_row(
+            str(row.rows),
+            row.arm,
+            f"{row.us:.2f}",
+            f"{100 * row.spread:.0f}%",
+            f"{row.gb_s:.0f}",
+            f"{100 * row.gb_s / bandwidth:.0f}",
+            str(row.quantized_rows or ""),
+            str(row.copied_rows or ""),
+            "" if ratio is None else f"{ratio:.2f}",
+            style="red" if ratio is not None and ratio < 1 else None,
+        )
+    return table
+
+
+def nvfp4(
+    part: Annotated[Part, typer.Option(help="What to measure.")] = Part.all,
+    shape: Annotated[str, typer.Option(help="Products: names of layer shapes.")] = "l8b,l70b,gateup,down",
+    rows: Annotated[str, typer.Option("--rows", "-m", help="Products: numbers of tokens M.")] = (
+        "1,2,4,8,16,32,64,256,4096"
+    ),
+    quantize_rows: Annotated[str, typer.Option(help="Quantizer: numbers of rows.")] = "1,32,512,2048,4096",
+    batch: Annotated[str, typer.Option(help="Layer: numbers of tokens T.")] = "1,8,32,128,512,2048",
+    routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
+    accum: Annotated[str, typer.Option(help="Layer: contracts.")] = "tc,exact",
+    repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """W4A4 in NVFP4 against bf16 cuBLAS, and ways to quantize for experts: cold weights, graph replays."""
+    from kbit.bench import gpu_timing, nvfp4_layer, shapes
+    from kbit.bench import nvfp4 as bench
+
+    chosen = shapes.select(_names("--shape", shape, [each.name for each in shapes.DENSE]))
+    counts, quantized = numbers("--rows", rows), numbers("--quantize-rows", quantize_rows)
+    batches = numbers("--batch", batch)
+    routings = _names("--routing", routing, nvfp4_layer.ROUTINGS)
+    accums = _names("--accum", accum, bench.ACCUMULATIONS)
+    gpu_timing.require_gpu("kbit bench nvfp4")
+    runs: list[Iterator[NVFP4Row]] = []
+    if part in (Part.quantize, Part.all):
+        runs.append(bench.quantize_rows(quantized, repeats))
+    if part in (Part.gemm, Part.all):
+        runs += [bench.gemm_rows(each, counts, repeats) for each in chosen]
+    if part in (Part.layer, Part.all):
+        runs.append(nvfp4_layer.layer_rows(batches, routings, accums, repeats))
+    _run(runs, repeats, json_file)
+
+
+def _run(runs: Sequence[Iterator[NVFP4Row]], repeats: int, file: Path | None) -> None:
+    from kbit.bench import gpu_timing
+    from kbit.bench import nvfp4 as bench
+
+    bandwidth = gpu_timing.read_bandwidth()
+    result: dict[str, Any] = {
+        "machine": gpu_timing.describe(),
+        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
+        "read_bandwidth_method": bandwidth.method,
+        "repeats": repeats,
+        "dtype": "bf16",
+    }
+    measured: list[NVFP4Row] = []
+    for run in runs:
+        for row in run:
+            measured.append(row)
+            console.print(f"{row.part}, {row.problem}, {row.rows}: {row.arm} {row.us:.2f} us", markup=False)
+            if file is not None:  # at once, so that an interruption loses one row
+                file.write_text(json.dumps(result | {"rows": bench.as_json(measured)}, indent=1) + "\n")
+    wide = Console(width=140)
+    for key in dict.fromkeys((row.part, row.problem) for row in measured):
+        chosen = [row for row in measured if (row.part, row.problem) == key]
+        wide.print(_table(": ".join(key), chosen, bandwidth.gb_s))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `kbit bench`."""
+    app.command()(nvfp4)

@@ -1,0 +1,60 @@
+"""`kbit bench nvfp4` without a GPU: its arms run on the CPU's reference, timed by nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kbit.bench import gpu_timing, nvfp4, nvfp4_layer
+from kbit.bench.gpu_timing import GpuTiming
+from kbit.bench.shapes import LayerShape
+from kbit.nvfp4.moe import DEDUP
+
+SIZE = nvfp4_layer.LayerSize(hidden=64, experts=6, chosen=2, width=32)
+
+
+def call_each(arms, repeats) -> dict[str, GpuTiming]:
+    for arm in arms.values():
+        for call in arm.calls:
+            call()
+    return {name: GpuTiming(float(i + 1), 0.0) for i, name in enumerate(arms)}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (nvfp4, nvfp4_layer):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_timing, "l2_bytes", lambda: 1)
+
+
+def test_quantize_and_gemm_rows() -> None:
+    rows = list(nvfp4.quantize_rows([3], 7, call_each))
+    assert [row.arm for row in rows] == ["search", "plain"]
+    assert rows[0].nbytes == 3 * 2048 * (2 * 16 + 9) // 16
+    rows = list(nvfp4.gemm_rows(LayerShape("tiny", "none", 128, 48, 1, "test"), [2], 7, call_each))
+    assert [row.arm for row in rows][:5] == [nvfp4.CUBLAS, nvfp4.DEQUANTIZE, *nvfp4.ACCUMULATIONS]
+    items = json.loads(json.dumps(nvfp4.as_json(rows)))
+    assert items[0]["vs_bf16"] == 1.0
+    assert items[1]["vs_bf16"] == 0.5
+
+
+@pytest.mark.parametrize("routing", nvfp4_layer.ROUTINGS)
+def test_layer_rows(routing: str) -> None:
+    rows = list(nvfp4_layer.layer_rows([3], [routing], ["exact"], 7, call_each, SIZE))
+    layer = {row.arm: row for row in rows if row.part == "layer"}
+    assert set(DEDUP) < set(layer)
+    assert layer["off"].quantized_rows == 9
+    assert layer["gather"].quantized_rows == layer["indirect"].quantized_rows == 3
+    assert layer["gather"].copied_rows == layer["scatter"].copied_rows == 6
+    assert all(row.nbytes > 0 for row in rows)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_all_arms_of_the_layer_compute_the_same(fold: bool) -> None:
+    layer = nvfp4_layer.make_layer(SIZE, 0)
+    batch = nvfp4_layer.make_batch(SIZE, 5, "zipf", 0)
+    expected = nvfp4_layer.run_layer(layer, batch, "off", "exact", False)
+    for dedup in DEDUP:
+        assert torch.equal(nvfp4_layer.run_layer(layer, batch, dedup, "exact", fold), expected)
