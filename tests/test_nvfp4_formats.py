@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -253,3 +254,11 @@ def test_exp_has_the_bits_of_the_golden_file() -> None:
     assert golden["constants"] == constants
     x = torch.tensor(golden["x_bits"], dtype=torch.int32).view(F32)
     assert exact.exp(x).view(torch.int32).tolist() == golden["exp_bits"]
+
+
+def test_the_documentation_has_the_constants_of_exp() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "nvfp4.md").read_text().replace("−", "-")
+    table = {name: float.fromhex(text) for name, text in re.findall(r"\| (\w+) \| (-?0x[\w.+-]+)", page)}
+    named = {f"C{i}": value for i, value in enumerate(exact.COEFFICIENTS)}
+    named |= {name: getattr(exact, name) for name in ("LOG2E", "LN2_HIGH", "LN2_LOW")}
+    assert table == named

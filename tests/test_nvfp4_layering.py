@@ -1,0 +1,31 @@
+"""Inside kbit.nvfp4 imports point one way too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kbit.nvfp4
+
+FOLDER = Path(kbit.nvfp4.__file__).parent
+ORDER = ("exact", "formats", "reference", "kernels", "quantize", "readers", "gemm", "moe", "folds", "layers")
+LAYERS = (*ORDER, "record", "model", "gate")
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(FOLDER).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))
+def test_imports_point_downwards(path: Path) -> None:
+    layer = layer_of(path)
+    text = path.read_text()
+    imported = re.findall(r"from kbit\.nvfp4\.(\w+)", text)
+    for names in re.findall(r"from kbit\.nvfp4 import (\w+(?:, \w+)*)", text):
+        imported += names.split(", ")
+    if layer == "__init__":
+        return
+    for target in imported:
+        assert LAYERS.index(target) <= LAYERS.index(layer), f"{path.name} of {layer} imports {target}"
