@@ -15,7 +15,7 @@ from kbit.nvfp4 import reference
 
 F32 = torch.float32
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-NIBBLES = (False, True)
+BOTH = (False, True)
 
 
 def assert_same(name: str, have: torch.Tensor, want: torch.Tensor, *context: object) -> None:
@@ -61,7 +61,7 @@ def compare_quantize(
     x: torch.Tensor,
     global_scale: float = 1.0,
     row_scale: torch.Tensor | None = None,
-    modes: tuple[tuple[bool, bool], ...] = tuple(itertools.product((True, False), NIBBLES)),
+    modes: tuple[tuple[bool, bool], ...] = tuple(itertools.product((True, False), BOTH)),
 ) -> None:
     for search, ties_even in modes:
         x_there, rows_there = to(device, x, row_scale)

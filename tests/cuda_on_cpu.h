@@ -1,0 +1,335 @@
+// CUDA as far as the NVFP4 kernels need it, on a CPU: every thread of a block is a thread, blocks run in
+// turn.
+//
+// Stands in for common.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products included, go
+// through memory between two barriers; misaligned accesses abort, as they fault on a GPU. fp-contract must be
+// off. What a GPU might do otherwise, and this cannot show: races, and how tensor cores add up (here exactly,
+// rounded once).
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE inline
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __restrict__
+using std::max;
+using std::min;
+
+struct uint2 {
+    u32 x, y;
+};
+struct uint4 {
+    u32 x, y, z, w;
+};
+inline uint2 make_uint2(u32 x, u32 y) {
+    return {x, y};
+}
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
+    return {x, y, z, w};
+}
+
+struct Index3 {
+    u32 x, y, z;
+};
+inline thread_local Index3 threadIdx, blockIdx;
+inline Index3 blockDim, gridDim;
+alignas(1024) inline u8 block_memory[1 << 20];
+
+constexpr u32 kAll = ~0u;
+constexpr int kBlock = 32;
+
+// ---- a warp and a block
+
+struct Warp {
+    pthread_barrier_t barrier;
+    u64 values[32];
+    u32 a[32][4], b[32][2];
+};
+inline Warp warps[32];
+inline pthread_barrier_t block_barrier;
+
+inline Warp& warp() {
+    return warps[threadIdx.x / 32];
+}
+inline int lane_id() {
+    return int(threadIdx.x % 32);
+}
+inline void __syncwarp() {
+    pthread_barrier_wait(&warp().barrier);
+}
+inline void __syncthreads() {
+    pthread_barrier_wait(&block_barrier);
+}
+
+template <class T>
+T exchange(T value, int source) {
+    std::memcpy(&warp().values[lane_id()], &value, sizeof(T));
+    __syncwarp();
+    std::memcpy(&value, &warp().values[source], sizeof(T));
+    __syncwarp();
+    return value;
+}
+template <class T>
+T __shfl_sync(u32, T value, int source) {
+    return exchange(value, source);
+}
+template <class T>
+T __shfl_xor_sync(u32, T value, int mask) {
+    return exchange(value, lane_id() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(u32, T value, int step) {
+    return exchange(value, lane_id() < step ? lane_id() : lane_id() - step);
+}
+inline u32 __ballot_sync(u32, bool predicate) {
+    warp().values[lane_id()] = predicate;
+    __syncwarp();
+    u32 mask = 0;
+    for (int i = 0; i < 32; ++i) {
+        mask |= u32(warp().values[i] & 1) << i;
+    }
+    __syncwarp();
+    return mask;
+}
+inline int uniform(int value) {
+    return value;
+}
+inline int __ffs(u32 value) {
+    return __builtin_ffs(int(value));
+}
+inline u64 atomicAdd(u64* to, u64 value) {
+    return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
+}
+
+// ---- arithmetic, each operation rounded once
+
+template <class TO, class FROM>
+TO bits_as(FROM from) {
+    TO to;
+    static_assert(sizeof(TO) == sizeof(FROM));
+    std::memcpy(&to, &from, sizeof(TO));
+    return to;
+}
+inline float __uint_as_float(u32 bits) {
+    return bits_as<float>(bits);
+}
+inline u32 __float_as_uint(float value) {
+    return bits_as<u32>(value);
+}
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+inline float __fdiv_rn(float a, float b) {
+    return a / b;
+}
+inline float __frcp_rn(float a) {
+    return 1.0f / a;
+}
+inline float __fsqrt_rn(float a) {
+    return sqrtf(a);
+}
+inline float __fmaf_rn(float a, float b, float c) {
+    return fmaf(a, b, c);
+}
+inline float __fmul_ru(float a, float b) {
+    const double exact = double(a) * double(b);
+    const float nearest = float(exact);
+    return double(nearest) < exact ? nextafterf(nearest, INFINITY) : nearest;
+}
+inline float __ll2float_rn(i64 value) {
+    return float(value);
+}
+inline float max_or_nan(float a, float b) {
+    return a != a || b != b ? NAN : max(a, b);
+}
+
+inline u32 permute(u32 a, u32 b, u32 selector) {
+    const u64 bytes = u64(b) << 32 | a;
+    u32 picked = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = selector >> (4 * i) & 15, byte = u32(bytes >> (8 * (nibble & 7))) & 255;
+        picked |= (nibble < 8 ? byte : byte & 128 ? 255 : 0) << (8 * i);
+    }
+    return picked;
+}
+
+template <bool BF16>
+struct Half {
+    static u16 narrow(float value) {
+        if constexpr (BF16) {
+            const u32 u = __float_as_uint(value);
+            return value != value ? 0x7fff : u16((u + 0x7fff + (u >> 16 & 1)) >> 16);
+        } else {
+            return bits_as<u16>(_Float16(value));
+        }
+    }
+    static float widen(u16 bits) {
+        return BF16 ? __uint_as_float(u32(bits) << 16) : float(bits_as<_Float16>(bits));
+    }
+    static u32 pack(float low, float high) { return narrow(low) | u32(narrow(high)) << 16; }
+    static u32 multiply(u32 a, u32 b) {
+        return pack(widen(u16(a)) * widen(u16(b)), widen(u16(a >> 16)) * widen(u16(b >> 16)));
+    }
+    static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+        Warp& w = warp();
+        std::copy(a, a + 4, w.a[lane_id()]);
+        w.b[lane_id()][0] = b0;
+        w.b[lane_id()][1] = b1;
+        __syncwarp();
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane_id() / 4 + i / 2 * 8, column = lane_id() % 4 * 2 + i % 2;
+            double sum = 0;
+            for (int k = 0; k < 16; ++k) {
+                const u32 left = w.a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+                const u32 right = w.b[column * 4 + k % 8 / 2][k / 8];
+                sum += double(widen(u16(left >> (k % 2 * 16)))) * widen(u16(right >> (k % 2 * 16)));
+            }
+            d[i] = float(d[i] + sum);
+        }
+        __syncwarp();
+    }
+};
+
+inline void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 b) {
+    Warp& w = warp();
+    w.a[lane_id()][0] = a0;
+    w.a[lane_id()][1] = a1;
+    w.b[lane_id()][0] = b;
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane_id() / 4, column = lane_id() % 4 * 2 + i % 2;
+        d[i] = 0;
+        for (int k = 0; k < 16; ++k) {
+            const u32 left = w.a[row * 4 + k / 4][i / 2], right = w.b[column * 4 + k / 4][0];
+            d[i] += int(char(left >> (k % 4 * 8))) * int(char(right >> (k % 4 * 8)));
+        }
+    }
+    __syncwarp();
+}
+
+// ---- memory
+
+inline void require_aligned(u64 address, u64 bytes) {
+    if (address % bytes != 0) {
+        std::abort();
+    }
+}
+inline u32 shared_address(const void* pointer) {
+    return u32(static_cast<const u8*>(pointer) - block_memory);
+}
+template <class T>
+T from_shared(u32 address) {
+    require_aligned(address, sizeof(T));
+    T value;
+    std::memcpy(&value, block_memory + address, sizeof(T));
+    return value;
+}
+template <class T>
+void into_shared(u32 address, T value) {
+    require_aligned(address, sizeof(T));
+    std::memcpy(block_memory + address, &value, sizeof(T));
+}
+inline u32 load_shared(u32 address) {
+    return from_shared<u32>(address);
+}
+inline uint2 load_shared2(u32 address) {
+    return from_shared<uint2>(address);
+}
+template <int BYTES>
+u32 load_shared_element(u32 address) {
+    return from_shared<u16>(address);
+}
+inline void put_shared(u32 address, u32 value) {
+    into_shared(address, value);
+}
+inline void store_shared4(u32 address, uint4 value) {
+    into_shared(address, value);
+}
+
+template <class T>
+void stage(u32 to, const void* from) {
+    require_aligned(u64(from), sizeof(T));
+    T value;
+    std::memcpy(&value, from, sizeof(T));
+    into_shared(to, value);
+}
+inline void stage4(u32 to, const void* from) {
+    stage<u32>(to, from);
+}
+inline void stage16(u32 to, const void* from) {
+    stage<uint4>(to, from);
+}
+inline void end_stage() {}
+
+template <class T>
+T __ldg(const T* from) {
+    require_aligned(u64(from), sizeof(T));
+    return *from;
+}
+template <int BYTES>
+u32 load_global(const u8* from) {
+    u32 value = 0;
+    std::memcpy(&value, from, BYTES);
+    return value;
+}
+inline void store16(void* to, uint4 value) {
+    require_aligned(u64(to), 16);
+    std::memcpy(to, &value, 16);
+}
+
+// ---- launches
+
+// Threads that wait for each other run at once, others in turn.
+template <class KERNEL>
+void launch(const int (&grid)[3], int threads, int shared_bytes, bool together, KERNEL kernel) {
+    const int x = grid[0], y = grid[1], z = grid[2];
+    if (shared_bytes > int(sizeof(block_memory))) {
+        std::abort();
+    }
+    blockDim = {u32(threads), 1, 1};
+    gridDim = {u32(x), u32(y), u32(z)};
+    pthread_barrier_init(&block_barrier, nullptr, threads);
+    for (int w = 0; w < threads / 32; ++w) {
+        pthread_barrier_init(&warps[w].barrier, nullptr, 32);
+    }
+    for (int block = 0; block < x * y * z; ++block) {
+        std::memset(block_memory, 0xa5, shared_bytes);
+        const auto run = [=](int thread) {
+            threadIdx = {u32(thread), 0, 0};
+            blockIdx = {u32(block % x), u32(block / x % y), u32(block / x / y)};
+            kernel();
+        };
+        std::vector<std::thread> all;
+        for (int thread = 0; thread < threads; ++thread) {
+            if (together) {
+                all.emplace_back(run, thread);
+            } else {
+                run(thread);
+            }
+        }
+        for (std::thread& each : all) {
+            each.join();
+        }
+    }
+}

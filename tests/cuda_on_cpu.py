@@ -1,0 +1,128 @@
+"""Run CUDA sources of NVFP4 on the CPU: compiled by g++ with cuda_on_cpu.h instead of PTX.
+
+The modules that launch are the real ones; `launcher.load` and `launcher.launch_on` are replaced, so that
+indices, sizes and argument lists are tested as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda.compiler import CSRC, KernelSpec
+
+HERE = Path(__file__).parent
+COMPILER = os.environ.get("CXX") or "g++"
+# Kernels whose threads wait for each other; those of the others run one after another.
+TOGETHER = ("nvfp4_gemm", "nvfp4_rmsnorm")
+ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
+
+# PTX statements and what stands for them.
+PTX = (
+    (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "amax = max_or_nan(amax, fabsf(v[i]));"),
+    (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
+    (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
+    (r"DEVICE void multiply_bytes.*?\n}\n", ""),
+    (r"extern __shared__ [^;]*;", "u8* memory = block_memory;"),
+    (r"__shared__", "static"),
+    (r"#pragma once", ""),
+)
+
+
+def unavailable_reason() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if not shutil.which(COMPILER):
+        return f"there is no C++ compiler ({COMPILER})"
+    probe = "#include <pthread.h>\n_Float16 h; pthread_barrier_t b; int main() {}"
+    command = [COMPILER, "-x", "c++", "-fsyntax-only", "-"]
+    known = subprocess.run(command, input=probe, text=True, capture_output=True).returncode == 0
+    return None if known else f"{COMPILER} knows no _Float16, or the system no pthread barriers"
+
+
+def translated(name: str, seen: set[str]) -> str:
+    """A source and what it includes, without PTX."""
+    if name in seen or name in ("common.cuh", "config.h"):
+        return ""
+    seen.add(name)
+    text = (CSRC / name).read_text()
+    if name == "rows.cuh":  # of which only the dense elements are used
+        text = text[text.index("template <int DTYPE>\nstruct Dense") : text.index("// ---- E4M4")]
+    for pattern, replacement in PTX:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL if "multiply_bytes" in pattern else 0)
+    text = re.sub(r'#include "([^"]+)"', lambda include: translated(include[1], seen), text)
+    assert "asm" not in text, (
+        f"{name} has PTX that cuda_on_cpu.py does not know: {re.findall('.*asm.*', text)}"
+    )
+    return text
+
+
+def host_source(spec: KernelSpec) -> str:
+    """C++ with a function `run` that takes grid, block, shared memory and the kernel's arguments."""
+    source = translated(spec.source, set())
+    found = re.search(rf"__global__ void[^{{]*?\b{spec.entry}\((.*?)\)\s*\{{", source, re.DOTALL)
+    assert found is not None, spec.entry
+    parameters = " ".join(found[1].replace("__restrict__", "").split())
+    names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
+    together = str(spec.entry in TOGETHER).lower()
+    config = spec.config_header.replace("#pragma once", "")
+    return (
+        f'#include "cuda_on_cpu.h"\n{config}\n{source}\n'
+        f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
+        f"{parameters}) {{\n"
+        f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
+        f"    launch(grid, threads, shared_bytes, {together}, [=] {{ {spec.entry}({names}); }});\n}}\n"
+    )
+
+
+class Kernels:
+    """Compiled kernels in a folder, in the place of the launcher."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.function = functools.cache(self._function)
+
+    def _function(self, spec: KernelSpec) -> object:
+        stem = re.sub(r"\W+", "_", spec.name)
+        source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
+        source.write_text(host_source(spec))
+        command = [COMPILER, *FLAGS, f"-I{HERE}", "-o", str(library), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(library)).run
+
+    def load(self, spec: KernelSpec, device_index: int, format: str) -> tuple[KernelSpec, str]:
+        return spec, format
+
+    def launch_on(
+        self,
+        device_index: int,
+        kernel: tuple[KernelSpec, str],
+        grid: tuple[int, int, int],
+        block: int,
+        args: tuple[int | float, ...],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: int = 1,
+    ) -> None:
+        spec, format = kernel
+        sizes = [ctypes.c_int(number) for number in (*grid, block, smem)]
+        packed = [ARGUMENTS[letter](value) for letter, value in zip(format, args, strict=True)]
+        self.function(spec)(*sizes, *packed)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """Let kernels of `kbit.backends.cuda.nvfp4` take CPU tensors, as on a device with an H200's limits."""
+    limits = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
+    monkeypatch.setattr(launcher, "load", kernels.load)
+    monkeypatch.setattr(launcher, "launch_on", kernels.launch_on)
+    monkeypatch.setattr(driver, "device_limits", lambda index: limits)

@@ -1,0 +1,92 @@
+"""The NVFP4 CUDA sources, run on the CPU, give the reference's bytes: indices, arithmetic, launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import nvfp4_cuda_cases as cases
+from kbit.backends.cuda import driver
+from kbit.backends.cuda.nvfp4 import moe, products
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+DEVICE = "cpu"
+H200 = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
+SMALL = driver.DeviceLimits(multiprocessors=128, shared_bytes=99 * 1024, arch="89")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_quantize(dtype: torch.dtype) -> None:
+    cases.check_quantize(DEVICE, dtype, [(5, 64), (3, 40), (7, 17)])
+
+
+def test_quantize_beside_every_threshold() -> None:
+    cases.check_thresholds(DEVICE)
+    cases.check_scales(DEVICE)
+
+
+def test_rows() -> None:
+    cases.check_dequantize(DEVICE)
+    cases.check_repack(DEVICE)
+    cases.check_copies(DEVICE)
+
+
+def test_silu() -> None:
+    cases.check_silu(DEVICE, torch.bfloat16, [32, 100])
+
+
+def test_norm() -> None:
+    cases.check_norm(DEVICE, torch.bfloat16, [100, 2072])
+
+
+@pytest.mark.parametrize("accum", ["exact", "seq16"])
+def test_products(accum: str) -> None:
+    """K of one step and of several, of several splits, padded; more rows than a block; several tiles."""
+    tiles = ("tokens8", "tokens64", *(["tokens8/split2"] if accum == "exact" else []))
+    cases.check_gemm(DEVICE, accum, [(3, 40, 320), (20, 70, 576), (9, 24, 272)], tiles)
+    cases.check_moe(DEVICE, accum, 40, 128, ("tokens8",))
+
+
+def test_chained_products() -> None:
+    cases.check_chained(DEVICE, [(3, 40, 320), (20, 70, 576)], ("tokens8",))
+
+
+def test_the_largest_exact_sum() -> None:
+    cases.check_largest_sum(DEVICE, 2**16)
+
+
+@pytest.mark.parametrize("device", [H200, SMALL])
+@pytest.mark.parametrize("accum", products.ACCUMULATIONS)
+def test_every_plan_fits_the_device(device: driver.DeviceLimits, accum: str) -> None:
+    for m in (1, 8, 9, 33, 4096):
+        for n, k in ((16, 64), (1024, 4096), (14336, 4096), (4096, 14336)):
+            for tokens in products.TOKENS:
+                plan = products.plan(m, n, k, accum, tokens, None, device)
+                assert plan.shared_bytes <= device.shared_bytes
+                assert 2 <= plan.warps <= 8
+                assert tokens == 8 or plan.warps >= 4  # which the pieces of a thread are made for
+                assert plan.split == 1 or accum == "exact"
+
+
+def test_tiles_of_experts_are_never_more_than_the_grid() -> None:
+    made = torch.Generator().manual_seed(0)
+    for experts in (1, 4, 40):
+        for count in (1, 7, 64, 500):
+            ids = torch.randint(0, experts + 1, (count,), generator=made)
+            sizes = torch.bincount(ids, minlength=experts + 1)
+            for tokens in products.TOKENS:
+                needed = int(((sizes + tokens - 1) // tokens).sum())
+                assert needed <= moe.most_tiles(count, experts, tokens)
