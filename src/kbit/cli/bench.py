@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kbit.cli import bench_kernels, bench_model, bench_nvfp4, bench_report, bench_train, bench_workload
+from kbit.cli import (
+    bench_kernels,
+    bench_model,
+    bench_nvfp4,
+    bench_report,
+    bench_serve,
+    bench_train,
+    bench_workload,
+)
 
 if TYPE_CHECKING:
     from kbit.bench.cpu import LinearRow, QuantizeRow
@@ -23,6 +31,7 @@ bench_model.register(app)
 bench_nvfp4.register(app)
 bench_report.register(app)
 bench_train.register(app)
+bench_serve.register(app)
 console = Console()
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]

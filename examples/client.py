@@ -1,0 +1,37 @@
+"""Talk to a served model with the openai package.
+
+    python -m kbit.cli.serve MODEL --continuous-batching --port 8000
+    python examples/client.py MODEL "What is a codebook?" [--url http://127.0.0.1:8000/v1] [--tokens 64]
+
+MODEL is the same path or name in both commands.
+"""
+
+import argparse
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Ask one question; print the answer as it comes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("question")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    client = OpenAI(base_url=args.url, api_key="unused")  # the server asks for none
+    answer = client.chat.completions.create(
+        model=args.model,
+        messages=[{"role": "user", "content": args.question}],
+        max_tokens=args.tokens,
+        temperature=0,
+        stream=True,
+    )
+    for chunk in answer:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Serving a quantized model: `transformers serve`, in a process that knows kbit's checkpoints.
+
+`transformers serve` by itself does not import kbit, and would load such a checkpoint with random projections.
+This imports it first and hands over everything else unchanged.
+
+    python -m kbit.cli.serve MODEL [options of transformers serve]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+# What transformers' server imports; `pip install "kbit[serve]"` brings them.
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run `transformers serve ARGUMENTS` until it is stopped.
+
+    Raises:
+        ImportError: a package that the server needs is missing.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"serving needs {', '.join(missing)}. Install them: pip install 'kbit[serve]'.")
+    from transformers.cli.transformers import main
+
+    import kbit  # noqa: F401  (registers the checkpoints)
+
+    sys.argv = ["transformers", "serve", *arguments]
+    main()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

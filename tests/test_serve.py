@@ -1,0 +1,122 @@
+"""A served k-bit checkpoint: `transformers serve` on loopback, concurrent clients, and generate_batch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import kbit
+from kbit.bench import serve as bench
+from kbit.cli import app
+from parallel_models import build_parallel
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+# A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
+BATCHED = ["--continuous-batching", "--cb-block-size=16", "--cb-num-blocks=64"]
+PLAN = bench.Plan(clients=(1, 8), requests=2, prompt_words=8, new_tokens=4, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{"bf16": unquantized, "kbit": quantized} folders with a tokenizer of whole words."""
+    root = tmp_path_factory.mktemp("served")
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(296))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
+    model = build_parallel("llama", spread=False, vocab_size=len(vocabulary), max_position_embeddings=512)
+    model.generation_config.eos_token_id = None  # so that every answer has the tokens asked for
+    model.save_pretrained(root / "bf16")
+    quantized = AutoModelForCausalLM.from_pretrained(
+        root / "bf16", quantization_config=kbit.KbitConfig(bits=4)
+    )
+    quantized.save_pretrained(root / "kbit")
+    for name in ("bf16", "kbit"):
+        fast.save_pretrained(root / name)
+    return {name: root / name for name in ("bf16", "kbit")}
+
+
+@pytest.fixture(scope="module", params=[[], BATCHED], ids=["one by one", "batched"])
+def served(request, folders):
+    """(port, process id) of a server of the quantized model."""
+    with bench.server(folders["kbit"], ["--device", "cpu", *request.param], start_timeout=120) as started:
+        yield started
+
+
+def expected(folder, prompt, tokens):
+    """What the model generates greedily in this process."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer(f"<s>{prompt}", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    generated = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def test_the_server_answers_as_the_model_does(served, folders):
+    answer = bench.chat(served[0], str(folders["kbit"]), "w1 w2 w3", 8)
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["choices"][0]["message"]["content"] == expected(folders["kbit"], "w1 w2 w3", 8)
+
+
+def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
+    levels = bench.load(*served, str(folders["kbit"]), PLAN)
+    for level in levels:
+        assert not level.errors
+        assert len(level.latencies) == level.requests == level.clients * PLAN.requests
+        assert level.tokens == level.requests * PLAN.new_tokens
+        assert level.percentile(95) >= level.percentile(50) > 0
+    again = bench.load(*served, str(folders["kbit"]), PLAN)
+    # After as many requests again; torch and the web server keep a few buffers of their own.
+    assert again[-1].resident_bytes - levels[-1].resident_bytes < 50e6
+
+
+def test_the_example_client(served, folders):
+    example = Path(__file__).parents[1] / "examples" / "client.py"
+    url = f"http://127.0.0.1:{served[0]}/v1"
+    program = [sys.executable, str(example), str(folders["kbit"]), "w1 w2 w3", "--url", url, "--tokens", "8"]
+    environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    result = subprocess.run(program, capture_output=True, timeout=60, env=environment)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.decode() == expected(folders["kbit"], "w1 w2 w3", 8) + "\n"
+
+
+def test_generate_batch_equals_generate(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders["kbit"]).eval()
+    prompts = [[1, 5, 9, 3], [2, 4, 8, 70, 71, 9], [7], list(range(10, 40))]
+    config = model.generation_config
+    config.do_sample, config.max_new_tokens = False, 6
+    batching = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=64)
+    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+    results = sorted(outputs.values(), key=lambda output: prompts.index(list(output.prompt_ids)))
+    for prompt, output in zip(prompts, results, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert list(output.generated_tokens) == alone[0, len(prompt) :].tolist()
+
+
+def test_bench_serve(folders, tmp_path):
+    out = tmp_path / "serve.json"
+    options = ["--clients", "1,2", "--requests", "1", "--new-tokens", "4", "--prompt-words", "8"]
+    options += [f"--option={option}" for option in BATCHED[1:]]
+    command = ["bench", "serve", str(folders["kbit"]), "--device", "cpu", *options]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["models"]
+    assert [level["clients"] for level in rows["kbit"]] == [1, 2]
+    assert all(level["tokens_per_second"] > 0 and not level["errors"] for level in rows["kbit"])
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="ended with code"),
+        bench.server(tmp_path / "nothing", ["--device", "cpu"]),
+    ):
+        pass
