@@ -28,6 +28,8 @@ FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread
 
 # PTX statements and what stands for them.
 PTX = (
+    # One unit in the last place off, as a GPU may be.
+    (r'asm\("rcp\.approx[^;]*;"[^;]*\);', "inverse = nextafterf(1.0f / scale, 0.0f);"),
     (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "amax = max_or_nan(amax, fabsf(v[i]));"),
     (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),

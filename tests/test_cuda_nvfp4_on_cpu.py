@@ -9,6 +9,7 @@ import cuda_on_cpu
 import nvfp4_cuda_cases as cases
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.nvfp4 import moe, products
+from kbit.nvfp4.exact import fma
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -66,6 +67,19 @@ def test_chained_products() -> None:
 
 def test_the_largest_exact_sum() -> None:
     cases.check_largest_sum(DEVICE, 2**16)
+
+
+def test_one_step_rounds_reciprocals_of_scales() -> None:
+    """What nvfp4.cuh says of them, for starts up to 4 units in the last place away."""
+    scales = torch.arange(1, 16, dtype=torch.float32)
+    want = 1 / scales
+    start = want
+    for _ in range(4):
+        start = torch.nextafter(start, torch.tensor(0.0))
+    for _ in range(9):
+        residual = fma(-scales, start, torch.ones_like(scales))
+        cases.assert_same("inverse", fma(start, residual, start), want)
+        start = torch.nextafter(start, torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("device", [H200, SMALL])

@@ -34,10 +34,12 @@ template <int BYTE>
 DEVICE u32 two_scales(u32 a, u32 b) {
     return permute(a, b, u32(BYTE | (4 + BYTE) << 8)) << 7;
 }
-// 512 times a scale, from a float16 of 2^-8 times it. The adder at 2^23 converts.
+// 512 times a scale, from a float16 of 2^-8 times it. The adder at 2^23 converts. Subtracting, not masking,
+// hides from the compiler that it is positive: it would then multiply by 64 bits in four instructions instead
+// of one.
 DEVICE int scale_integer(u16 half) {
     const float value = Half<false>::widen(half);
-    return int(__float_as_uint(__fmaf_rn(value, 131072.0f, 8388608.0f)) & 0x7fffffu);
+    return int(__float_as_uint(__fmaf_rn(value, 131072.0f, 8388608.0f))) - 0x4b000000;
 }
 
 // Twice the values of four codes in the low 16 bits, as bytes. PRMT with a selector of 8 or more repeats the
