@@ -79,31 +79,44 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
 
 
 @implement("grouped_linear_tiled")
-def _grouped(x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False):
-    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
-    tiled_checks.grouped_linear_tiled(*arguments)
-    out = x.new_empty((x.shape[0], out_features // 2 if silu_and_mul else out_features))
+def _grouped(
+    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False, source=None
+):
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source)
+    out = x.new_empty(tiled_checks.grouped_linear_tiled(*arguments))
     return _run_grouped(*arguments, out)
 
 
 @implement("grouped_linear_tiled.out")
 def _grouped_out(
-    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False, *, out
+    x,
+    tiled,
+    codebook,
+    scale,
+    expert_offsets,
+    out_features,
+    in_features,
+    silu_and_mul=False,
+    source=None,
+    *,
+    out,
 ):
-    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
-    tiled_checks.grouped_linear_tiled(*arguments)
-    columns = out_features // 2 if silu_and_mul else out_features
-    checks.output("grouped_linear", out, (x.shape[0], columns), x.dtype, x.device)
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source)
+    shape = tiled_checks.grouped_linear_tiled(*arguments)
+    checks.output("grouped_linear", out, shape, x.dtype, x.device)
     _run_grouped(*arguments, out)
 
 
-def _run_grouped(x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, out):
-    check_offsets(expert_offsets, x.shape[0])
+def _run_grouped(
+    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source, out
+):
+    check_offsets(expert_offsets, out.shape[0])
     if out.numel():
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
         weight = contiguous(tiled, codebook, scale)
         offsets = expert_offsets.contiguous()
-        run(x.contiguous(), *weight, offsets, out_features, in_features, silu_and_mul, out)
+        source = None if source is None else source.contiguous()
+        run(x.contiguous(), *weight, offsets, out_features, in_features, silu_and_mul, source, out)
     return out
 
 

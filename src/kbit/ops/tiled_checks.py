@@ -107,15 +107,31 @@ def grouped_linear_tiled(
     out_features: int,
     in_features: int,
     silu_and_mul: bool = False,
-) -> None:
+    source: torch.Tensor | None = None,
+) -> tuple[int, int]:
     """Check the arguments of `kbit::grouped_linear_tiled`.
 
+    Returns:
+        The result's shape.
+
     Raises:
-        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grouped_inputs`.
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grouped_inputs`; `source` is not int32 [R]
+            on x's device.
     """
     check_tiles(tiled, codebook, scale, out_features, in_features)
     shape = (*tiled.shape[:-3], out_features, in_features)
     checks.grouped_inputs(x, shape, tiled.device, expert_offsets, silu_and_mul)
+    columns = out_features // 2 if silu_and_mul else out_features
+    if source is None:
+        return x.shape[0], columns
+    if source.dtype != torch.int32:
+        raise TypeError(f"grouped_linear: source must be int32, got {source.dtype}. Use moe_align's.")
+    if source.dim() != 1 or source.device != x.device:
+        raise ValueError(
+            f"grouped_linear: source must be [rows] on {x.device}, got {tuple(source.shape)} on "
+            f"{source.device}. It names a row of x for every sorted row."
+        )
+    return source.shape[0], columns
 
 
 def grad_input(

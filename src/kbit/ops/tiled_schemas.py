@@ -2,7 +2,8 @@
 
 Tiles are int32 [E?, row tiles, column tiles, words], see `kbit.format.tiles`; their width is the codebook's.
 With silu_and_mul, W holds 2I rows, gate above up, and the result [..., I] is silu(gate) * up: gate and up are
-rounded to x's dtype first, then silu, then the product, as layers that are not fused do.
+rounded to x's dtype first, then silu, then the product, as layers that are not fused do. With `source`,
+int32 [R], the sorted rows are x[source], and x need not be sorted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES})", False),
     "linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, {_SIZES})", False),
     "grouped_linear_tiled": (
-        f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES}, bool silu_and_mul=False)",
+        f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES}, bool silu_and_mul=False, "
+        "Tensor? source=None)",
         True,
     ),
     "grouped_linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
@@ -76,11 +78,10 @@ def linear_tiled(  # noqa: D103
 
 @torch.library.register_fake("kbit::grouped_linear_tiled", lib=LIBRARY)
 def grouped_linear_tiled(  # noqa: D103
-    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False
+    x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False, source=None
 ):
-    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul)
-    tiled_checks.grouped_linear_tiled(*arguments)
-    return x.new_empty((x.shape[0], out_features // 2 if silu_and_mul else out_features))
+    arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source)
+    return x.new_empty(tiled_checks.grouped_linear_tiled(*arguments))
 
 
 @torch.library.register_fake("kbit::linear_tiled_grad_input", lib=LIBRARY)

@@ -11,7 +11,7 @@ import functools
 import torch
 
 from kbit.backends.cuda import compiler, driver
-from kbit.backends.cuda.products import linear, linear_tiled
+from kbit.backends.cuda.products import grouped_linear_tiled, linear, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine
 from kbit.backends.cuda.rows import (
     dequantize,
@@ -29,6 +29,7 @@ __all__ = [
     "dequantize_tiled",
     "embedding",
     "from_tiled",
+    "grouped_linear_tiled",
     "linear",
     "linear_tiled",
     "moe_align",

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kbit.backends.cuda import layout
 
 DTYPES = (torch.float16, torch.bfloat16)
+MOST_EXPERTS = 1024  # whose list has room in shared memory
 
 
 def table_bytes(bits: int, pairs: bool) -> int:
@@ -34,3 +35,10 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     if x.shape[1] % 8:
         return F.pad(x, (0, -x.shape[1] % 8))
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def grouped_refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool, experts: int) -> str | None:
+    """Why neither kernel may take a problem of several weights, or None."""
+    if experts > MOST_EXPERTS:
+        return f"it lists up to {MOST_EXPERTS} experts, got {experts}"
+    return refusal(dtype, out_features, silu_and_mul)

@@ -1,7 +1,8 @@
 """y = x @ W^T on the GPU: which kernel takes a problem, and decoding + cuBLAS for the rest.
 
 Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device.
-KBIT_KERNEL=stream, wgmma or cublas forces a kernel; where that may not take a problem, the error says why.
+KBIT_KERNEL=stream (one weight), grouped (experts), wgmma or cublas forces a kernel; where that may not take a
+problem, the error says why.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import driver, rows, stream, wgmma
+from kbit.backends.cuda import driver, grouped, operands, rows, stream, wgmma
 
-KERNELS = ("stream", "wgmma", "cublas")
+KERNELS = ("stream", "grouped", "wgmma", "cublas")
 # Weights decoded at a time for cuBLAS: 256 MB of 16-bit weights, more than a layer of most models.
 _CHUNK_WEIGHTS = 128 * 2**20
 # Off Hopper, so many tokens are taken 16 at a time: four readings of 4-bit weights are one of 16-bit ones.
@@ -31,17 +32,26 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
         ValueError: KBIT_KERNEL names none, or one that may not take this problem.
     """
     refusals = _refusals(m, dtype, out_features, gated, arch)
-    forced = os.environ.get("KBIT_KERNEL")
+    forced = _forced(refusals)
     if forced:
-        if forced not in KERNELS:
-            raise ValueError(f"KBIT_KERNEL is {forced!r}; known: {', '.join(KERNELS)}.")
-        if (reason := refusals[forced]) is not None:
-            raise ValueError(f"KBIT_KERNEL={forced} cannot run this: {reason}. Unset it, or set another.")
         return forced
     many = m >= _MANY_TOKENS and out_features * in_features <= _SMALL_WEIGHTS
     if refusals["stream"] is None and (m <= stream.TOKENS[-1] or refusals["wgmma"] is not None):
         return "stream"
     return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
+
+
+def _forced(refusals: dict[str, str | None]) -> str | None:
+    forced = os.environ.get("KBIT_KERNEL")
+    if not forced:
+        return None
+    if forced not in KERNELS:
+        raise ValueError(f"KBIT_KERNEL is {forced!r}; known: {', '.join(KERNELS)}.")
+    if forced not in refusals:  # stream is for one weight, grouped for experts
+        return None
+    if (reason := refusals[forced]) is not None:
+        raise ValueError(f"KBIT_KERNEL={forced} cannot run this: {reason}. Unset it, or set another.")
+    return forced
 
 
 def reasons(
@@ -79,7 +89,7 @@ def _refusals(m: int, dtype: torch.dtype, out_features: int, gated: bool, arch: 
     at_once = min(m, stream.TOKENS[-1]) if m <= _STREAM_TOKENS else m
     return {
         "stream": stream.refusal(at_once, dtype, out_features, gated),
-        "wgmma": wgmma.refusal(dtype, arch, out_features, gated),
+        "wgmma": wgmma.arch_refusal(arch) or operands.refusal(dtype, out_features, gated),
         "cublas": None,
     }
 
@@ -123,6 +133,21 @@ def linear_tiled(
     if kernel == "wgmma":
         wgmma.linear(x, *weight, out)
         return
+    _linear_cublas(x, *weight, out)
+
+
+def _linear_cublas(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> None:
+    """Decode + cuBLAS."""
     target = x.new_empty((x.shape[0], out_features)) if silu_and_mul else out
     bits = codebook.shape[0].bit_length() - 1
 
@@ -133,6 +158,89 @@ def linear_tiled(
     if silu_and_mul:
         gate, up = target.chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out)
+
+
+def grouped_linear_tiled(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    source: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Multiply rows sorted by expert, each by its expert's weight, in one launch; nothing waits for the device.
+
+    Args:
+        x: [T, K], float16 or bfloat16; float32 goes expert by expert on the host's word.
+        tiled: int32 [E, row tiles, column tiles, words].
+        codebook: float32 [2^bits].
+        scale: float32 [E].
+        offsets: int32 [E + 1]; rows offsets[e] to offsets[e + 1] are e's. Others become zero.
+        out_features: N.
+        in_features: K.
+        silu_and_mul: the rows of a W are gates and then as many ups; out is silu(gate) * up.
+        source: int32 [R], the row of x that a sorted row is; None if x is sorted.
+        out: [R, N], or [R, N / 2] with silu_and_mul.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: KBIT_KERNEL is wrong; see `choose`.
+    """
+    bits, limits = codebook.shape[0].bit_length() - 1, driver.device_limits(x.device.index)
+    shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
+    kernel = choose_grouped(out.shape[0], x.dtype, *shape, limits)
+    weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
+    if kernel == "grouped":
+        grouped.linear(x, *weight, source, *sizes, out)
+        return
+    if source is not None:
+        x = x.index_select(0, source)
+    if kernel == "wgmma":
+        wgmma.grouped_linear(x, *weight, *sizes, out)
+        return
+    out.zero_()
+    bounds = offsets.tolist()
+    for expert in range(tiled.shape[0]):
+        rows_now = slice(bounds[expert], bounds[expert + 1])
+        if bounds[expert] < bounds[expert + 1]:
+            matrix = (tiled[expert], codebook, scale[expert])
+            _linear_cublas(x[rows_now], *matrix, None, *sizes, out[rows_now])
+
+
+def choose_grouped(
+    m: int,
+    dtype: torch.dtype,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> str:
+    """The kernel for m rows dealt to experts in some way: see `choose`.
+
+    "cublas", one expert after the other, waits for the device and is only taken for float32 and if forced.
+
+    Raises:
+        ValueError: as `choose`.
+    """
+    refusals = {
+        "grouped": grouped.refusal(dtype, experts, out_features, in_features, bits, gated, device),
+        "wgmma": wgmma.arch_refusal(device.arch)
+        or operands.grouped_refusal(dtype, out_features, gated, experts),
+        "cublas": None,
+    }
+    forced = _forced(refusals)
+    if forced:
+        return forced
+    few = m <= grouped.TOKENS[-1] * experts
+    if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
+        return "grouped"
+    return "wgmma" if refusals["wgmma"] is None else "cublas"
 
 
 def linear(

@@ -17,7 +17,8 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 ARCH = "90a"
 TOKENS = (16, 32, 64, 96, 128, 176, 256)  # a block's, at compile time
-_FORMAT = "QQQQTTiiii"
+GROUPED_TOKENS = (16, 32, 64, 128, 256)
+_FORMAT = "QQQQQTTiiiii"
 _THREADS = 384
 _STEP_COLUMNS = 64
 _BLOCK_ROWS = 128
@@ -29,6 +30,7 @@ _MOST_STAGES = 10
 _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.875, 8: 0.75}
 _STAGING_BYTES = 256  # a token
 _BARRIER_BYTES = 16
+_LIST_BYTES = 256 + 16 * (operands.MOST_EXPERTS + 1)
 
 
 @dataclass(frozen=True)
@@ -40,48 +42,53 @@ class Plan:
     cluster: int
 
 
-def _fixed_bytes(bits: int, tokens: int) -> int:
-    return operands.table_bytes(bits, pairs=False) + min(tokens, 64) * _STAGING_BYTES
+def _fixed_bytes(bits: int, tokens: int, grouped: bool) -> int:
+    table = operands.table_bytes(bits, pairs=False)
+    return table + min(tokens, 64) * _STAGING_BYTES + (_LIST_BYTES if grouped else 0)
 
 
 def _stage_bytes(bits: int, tokens: int) -> int:
     return tokens * _STEP_COLUMNS * 2 + _ROW_TILES * 4 * layout.tile_words(bits) + _BARRIER_BYTES
 
 
-def stages(bits: int, tokens: int) -> int:
+def stages(bits: int, tokens: int, grouped: bool) -> int:
     """Steps in flight: as many as fit."""
-    return min(_MOST_STAGES, (_SHARED_BYTES - _fixed_bytes(bits, tokens)) // _stage_bytes(bits, tokens))
+    room = _SHARED_BYTES - _fixed_bytes(bits, tokens, grouped)
+    return min(_MOST_STAGES, room // _stage_bytes(bits, tokens))
 
 
-def shared_bytes(bits: int, tokens: int) -> int:
+def shared_bytes(bits: int, tokens: int, grouped: bool) -> int:
     """Shared memory of a block; as the constants of wgmma.cu add up."""
-    return _fixed_bytes(bits, tokens) + stages(bits, tokens) * _stage_bytes(bits, tokens)
+    return _fixed_bytes(bits, tokens, grouped) + stages(bits, tokens, grouped) * _stage_bytes(bits, tokens)
 
 
-def spec(bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+def spec(bits: int, dtype: torch.dtype, tokens: int, grouped: bool = False) -> KernelSpec:
     """The kernel of one configuration."""
     return KernelSpec.make(
         "wgmma.cu",
         bits=bits,
         bf16=dtype == torch.bfloat16,
         tokens=tokens,
-        stages=stages(bits, tokens),
+        stages=stages(bits, tokens, grouped),
+        experts=operands.MOST_EXPERTS if grouped else 0,
         table_bytes=operands.table_bytes(bits, pairs=False),
     )
 
 
 def specs() -> list[KernelSpec]:
-    """Every kernel that `plan` may choose."""
+    """Every kernel that `plan` and `grouped_plan` may choose."""
     return [
-        spec(bits, dtype, tokens) for bits in SUPPORTED_BITS for dtype in operands.DTYPES for tokens in TOKENS
+        spec(bits, dtype, tokens, grouped)
+        for bits in SUPPORTED_BITS
+        for dtype in operands.DTYPES
+        for grouped in (False, True)
+        for tokens in (GROUPED_TOKENS if grouped else TOKENS)
     ]
 
 
-def refusal(dtype: torch.dtype, arch: str, out_features: int, silu_and_mul: bool) -> str | None:
-    """Why the kernel may not take a problem, or None."""
-    if arch != ARCH:
-        return f"it needs a Hopper GPU (sm_90), this is sm_{arch}"
-    return operands.refusal(dtype, out_features, silu_and_mul)
+def arch_refusal(arch: str) -> str | None:
+    """Why the kernel cannot run on an architecture, or None."""
+    return None if arch == ARCH else f"it needs a Hopper GPU (sm_90), this is sm_{arch}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,9 +114,30 @@ def plan(
     return min(plans, key=lambda plan: plan[0])[1]
 
 
+@functools.lru_cache(maxsize=4096)
+def grouped_plan(
+    m: int,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> Plan:
+    """The launch for several weights, as if m rows were dealt to them evenly."""
+    rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
+    row_blocks, steps = -(-rows // block_rows), -(-in_features // _STEP_COLUMNS)
+    each = -(-m // experts)
+
+    def cost(tokens: int) -> float:
+        tiles = experts * row_blocks * -(-each // tokens)
+        return _clocks(tiles, steps, tokens, 1, device.multiprocessors)
+
+    return Plan(min(GROUPED_TOKENS, key=cost), device.multiprocessors, 1)
+
+
 def _sums_fit(tokens: int, bits: int) -> bool:
     """Whether a block's float32 sums have room where its activations were."""
-    return tokens * _BLOCK_ROWS * 4 <= stages(bits, tokens) * tokens * _STEP_COLUMNS * 2
+    return tokens * _BLOCK_ROWS * 4 <= stages(bits, tokens, False) * tokens * _STEP_COLUMNS * 2
 
 
 def _clocks(tiles: int, steps: int, tokens: int, cluster: int, multiprocessors: int) -> float:
@@ -136,28 +164,57 @@ def linear(
     chosen: Plan | None = None,
 ) -> None:
     """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`."""
-    index = x.device.index
     bits = codebook.shape[0].bit_length() - 1
     if chosen is None:
-        limits = driver.device_limits(index)
+        limits = driver.device_limits(x.device.index)
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
+    pointers = (codebook.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    sizes = (out_features, in_features, x.shape[0])
+    _launch(chosen, bits, x, tiled, (*pointers, 0), sizes, 0, silu_and_mul)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the kernel on a legal problem of several weights; see `kbit.backends.cuda.products`."""
+    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    limits = driver.device_limits(x.device.index)
+    chosen = grouped_plan(x.shape[0], experts, out_features, in_features, silu_and_mul, limits)
+    pointers = (codebook.data_ptr(), scale.data_ptr(), 0, out.data_ptr(), offsets.data_ptr())
+    sizes = (out_features, in_features, x.shape[0])
+    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
+
+
+def _launch(
+    chosen: Plan,
+    bits: int,
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    pointers: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int],
+    experts: int,
+    gated: bool,
+) -> None:
+    index, grouped = x.device.index, experts > 0
     x = operands.aligned(x)
-    pointers = (
-        codebook.data_ptr(),
-        scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-    )
-    weights = weight_map(tiled, _ROW_TILES // 2 if silu_and_mul else _ROW_TILES)
+    weights = weight_map(tiled, _ROW_TILES // 2 if gated else _ROW_TILES)
     activations = activation_map(x, chosen.tokens)
-    kernel = launcher.load(spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
+    kernel = launcher.load(spec(bits, x.dtype, chosen.tokens, grouped), index, _FORMAT)
     launcher.launch_on(
         index,
         kernel,
         (chosen.grid, 1, 1),
         _THREADS,
-        (*pointers, weights, activations, out_features, in_features, x.shape[0], int(silu_and_mul)),
-        smem=shared_bytes(bits, chosen.tokens),
+        (*pointers, weights, activations, *sizes, experts, int(gated)),
+        smem=shared_bytes(bits, chosen.tokens, grouped),
         pdl=True,
         cluster=chosen.cluster,
     )

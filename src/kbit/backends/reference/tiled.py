@@ -93,10 +93,13 @@ def grouped_linear_tiled(
     out_features: int,
     in_features: int,
     silu_and_mul: bool,
+    source: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`kbit::grouped_linear_tiled` into `out` [T, N or N / 2]. Reads the offsets on the host."""
     out.zero_()
+    if source is not None:
+        x = x[source.long()]
     sizes = (out_features, in_features, silu_and_mul)
     for expert, rows in common.groups(expert_offsets):
         linear_tiled(x[rows], tiled[expert], codebook, scale[expert], None, *sizes, out[rows])

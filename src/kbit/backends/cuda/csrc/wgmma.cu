@@ -4,11 +4,14 @@
 //
 // Taken from 17 tokens on; stream.cu takes fewer, dequantize + cuBLAS takes all on other GPUs.
 //
-//   weight_map  tensor map of the tiles (layout.py), 32-bit [ceil(N/16), ceil(K/64) * words]: boxes of one
-//               tile by 8 tiles, or by 4 if gated
-//   codebook    float32 [2^bits]; scale float32 [1]: the matrix's factor
+// Grouped: one W for every expert, and rows of x sorted by expert, as many as there are (groups.cuh).
+//
+//   weight_map  tensor map of the tiles (layout.py), 32-bit [experts * ceil(N/16), ceil(K/64) * words]: boxes
+//               of one tile by 8 tiles, or by 4 if gated
+//   codebook    float32 [2^bits]; scale float32 [experts]: the matrices' factors
 //   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
+//   offsets     grouped: int32 [experts + 1]
 //
 // A block computes tiles of 128 rows of W (gated: 64 gates and their 64 ups) by Config::tokens tokens in
 // steps of 64 columns. A producer warpgroup keeps kStages steps of packed weights and activations in flight;
@@ -24,6 +27,7 @@
 // barriers. Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "config.h"
 #include "decode.cuh"
+#include "groups.cuh"
 #include "hopper.cuh"
 #include "wgmma_instruction.h"
 
@@ -45,14 +49,33 @@ constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStagingBytes = kStagingTokens * 128;  // of a warpgroup: 64 rows of W
 constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
 constexpr int kConsumers = 256;  // threads
+constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
+constexpr int kScratchAt = kBarriersAt + 16 * kStages;
+constexpr int kListAt = kScratchAt + 256;
+
+// Of y: a block of rows of an expert's W, and rows of x from `token` on, of which the expert has those up to
+// `end`.
+struct Tile {
+    int expert, block, token, end;
+};
 
 struct Problem {
     int n, k, m;
     bool gated;
     int k_tiles, row_tiles, row_blocks, token_blocks, first_step, end_step;
 
-    DEVICE int tiles() const { return row_blocks * token_blocks; }
+    const Group* list;  // grouped: token_blocks are those of all experts
+    int groups;
 
+    DEVICE int tiles() const { return row_blocks * token_blocks; }
+    DEVICE Tile tile(int i) const {
+        if constexpr (!kGrouped) {
+            return {0, i / token_blocks, i % token_blocks * kTokens, m};
+        }
+        const int piece = i / row_blocks;
+        const Group g = list[find_group(list, groups, piece)];
+        return {g.expert, i % row_blocks, g.first + (piece - g.before) * kTokens, g.first + g.count};
+    }
     DEVICE int width() const { return gated ? n / 2 : n; }
     // Even, since registers of steps alternate; a step too many multiplies old weights by zeros.
     DEVICE int steps() const { return (end_step - first_step + 1) / 2 * 2; }
@@ -90,19 +113,19 @@ DEVICE void produce(const Problem& p, Ring ring, const TensorMap* map, int tile,
         wait_for_previous();
     }
     for (; tile < p.tiles(); tile += stride) {
-        const int block = tile / p.token_blocks, token = tile % p.token_blocks * kTokens;
+        const Tile at = p.tile(tile);
+        const int row_tile = at.expert * p.row_tiles + at.block * (p.gated ? kRowTiles / 2 : kRowTiles);
         for (int i = 0; i < p.steps(); ++i) {
             const int step = p.first_step + i < p.end_step ? p.first_step + i : p.k_tiles;
             barrier_wait(ring.empty(), ring.phase ^ 1);
             barrier_expect(ring.full(), weights ? kWeightBytes : kActivationBytes);
             if (!weights) {
-                copy_box(ring.activations(), map, step * kStepColumns, token, ring.full());
+                copy_box(ring.activations(), map, step * kStepColumns, at.token, ring.full());
             } else if (!p.gated) {
-                copy_box(ring.weights(), map, step * kWords, block * kRowTiles, ring.full());
+                copy_box(ring.weights(), map, step * kWords, row_tile, ring.full());
             } else {
-                const int gates = block * (kRowTiles / 2);
-                copy_box(ring.weights(), map, step * kWords, gates, ring.full());
-                copy_box(ring.weights() + kWeightBytes / 2, map, step * kWords, p.row_tiles / 2 + gates,
+                copy_box(ring.weights(), map, step * kWords, row_tile, ring.full());
+                copy_box(ring.weights() + kWeightBytes / 2, map, step * kWords, row_tile + p.row_tiles / 2,
                          ring.full());
             }
             ring.next();
@@ -129,25 +152,25 @@ DEVICE void decode_step(u32 (&a)[4][4], const D& decode, const Ring& ring, int s
 }
 
 struct Output {
+    const float* scale;  // of every expert's matrix
     const u16* bias;
     u16* y;
-    float unit;   // the matrix's factor
     u8* staging;  // of the warpgroup
 
     // A warpgroup stores the tokens in its staging buffer, 64 rows of W (or 32 pairs) each. Of a cluster,
     // every block has some of the groups of 16 tokens.
-    // token0: of the tile, first: of the buffer in it.
-    DEVICE void store(const Problem& p, int block, int token0, int first, int tokens, u32 blocks, u32 rank,
+    // first: the buffer's in the tile.
+    DEVICE void store(const Problem& p, const Tile& tile, int first, int tokens, u32 blocks, u32 rank,
                       int group, int thread) const {
         const int shift = p.gated ? 2 : 3, chunk = thread & ((1 << shift) - 1), at_once = 128 >> shift;
-        const int width = p.width(), row = ((block * 2 + group) << (shift + 3)) + chunk * 8;
+        const int width = p.width(), row = ((tile.block * 2 + group) << (shift + 3)) + chunk * 8;
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
-        token0 += first;
+        const int token0 = tile.token + first;
         u16* to = y + u64(token0) * width + row;
 #pragma unroll 4
         for (int token = thread >> shift; token < tokens; token += at_once) {
             const bool mine = (u32(first + token) / 16 & (blocks - 1)) == rank;
-            if (!mine || token0 + token >= p.m || row >= width) {
+            if (!mine || token0 + token >= tile.end || row >= width) {
                 continue;
             }
             uint4 v = *reinterpret_cast<const uint4*>(staging + staged(token, chunk));
@@ -176,12 +199,12 @@ struct Output {
 };
 
 // acc: [token / 2 ...] of this thread. Blocks of a cluster each finish their share of the tokens.
-DEVICE void finish(const Problem& p, float (&acc)[kTokens / 2], const Output& out, int tile, u32 base,
+DEVICE void finish(const Problem& p, float (&acc)[kTokens / 2], const Output& out, const Tile& tile, u32 base,
                    int thread) {
     const int warp = thread / 32, lane = thread % 32, g = lane / 4, group = thread / 128;
-    const int block = tile / p.token_blocks, token0 = tile % p.token_blocks * kTokens;
     const u32 blocks = cluster_size(), rank = cluster_rank();
-    const int row_tile = p.row_tile(block, warp);
+    const int row_tile = p.row_tile(tile.block, warp);
+    const float unit = __ldg(out.scale + tile.expert);
     float bias[2] = {};
     if (out.bias) {
 #pragma unroll
@@ -216,8 +239,8 @@ DEVICE void finish(const Problem& p, float (&acc)[kTokens / 2], const Output& ou
             u32 v[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                v[e] = H::pack(acc[8 * i + 2 * e] * out.unit + bias[e % 2],
-                               acc[8 * i + 2 * e + 1] * out.unit + bias[e % 2]);
+                v[e] = H::pack(acc[8 * i + 2 * e] * unit + bias[e % 2],
+                               acc[8 * i + 2 * e + 1] * unit + bias[e % 2]);
             }
             const int token = i % kGroups * 16 + lane % 8 + lane / 16 * 8;
             const int chunk = warp % 4 * 2 + lane / 8 % 2;
@@ -226,7 +249,7 @@ DEVICE void finish(const Problem& p, float (&acc)[kTokens / 2], const Output& ou
         if (i % kGroups == kGroups - 1 || i == kTokens / 16 - 1) {
             warpgroup_sync(group);
             const int first = i / kGroups * kStagingTokens, tokens = (i + 1) * 16 - first;
-            out.store(p, block, token0, first, tokens, blocks, rank, group, thread % 128);
+            out.store(p, tile, first, tokens, blocks, rank, group, thread % 128);
         }
     }
 }
@@ -281,14 +304,14 @@ DEVICE void consume(const Problem& p, Ring ring, const D& decode, const Output& 
             wait_for_previous();
             waited = true;
         }
-        finish(p, acc, out, tile, base, thread);
+        finish(p, acc, out, p.tile(tile), base, thread);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     wgmma(const float* __restrict__ codebook, const float* __restrict__ scale, const u16* bias, u16* y,
-          const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, int n, int k,
-          int m, int gated) {
+          const int* offsets, const __grid_constant__ TensorMap weight_map,
+          const __grid_constant__ TensorMap x_map, int n, int k, int m, int experts, int gated) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
@@ -316,8 +339,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
         barriers_visible();
     }
-    const float level = D::level(codebook, lane), unit = __ldg(scale);
+    const float level = D::level(codebook, lane);
     __syncthreads();
+    if constexpr (kGrouped) {
+        wait_for_previous();
+        Group* const list = reinterpret_cast<Group*>(memory + kListAt);
+        int* const scratch = reinterpret_cast<int*>(memory + kScratchAt);
+        const Listed all = list_groups(list, scratch, offsets, experts, m, kTokens);
+        clear_other_rows(y, offsets, experts, m, p.width());
+        p.list = list;
+        p.groups = all.groups;
+        p.token_blocks = all.pieces;
+    }
     if (warp < 4) {
         fewer_registers<40>();
         if (warp < 2 && lane == 0) {
@@ -333,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         consumers_sync();
         const D decode(memory, lane);
         u8* staging = memory + kStagingAt + (warp / 4 - 1) * kStagingBytes;
-        consume(p, ring, decode, {bias, y, unit, staging}, tile, stride, thread - 128);
+        consume(p, ring, decode, {scale, bias, y, staging}, tile, stride, thread - 128);
     }
     if (blocks > 1) {
         cluster_sync();  // no block leaves while others read its sums

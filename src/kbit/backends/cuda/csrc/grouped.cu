@@ -1,0 +1,262 @@
+// y[r, n] = sum_k x[r, k] * W[e, n, k] for rows r of experts e that have few of them each: decoding.
+//
+// Gated: W holds 2 * I rows, gates first; y[r, i] = silu(gate[r, i]) * up[r, i], shape [R, I], I % 16 == 0.
+//
+// Rows are sorted by expert (groups.cuh). An expert's are taken Config::tokens (8 or 16) at a time, and its
+// weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
+//
+//   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
+//   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
+//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
+//   offsets   int32 [experts + 1]; source int32 [R], the row of x that a sorted row is, or null: the same
+//   y         16-bit [R, N], or [R, N/2] if gated
+//
+// Memory-bound, as stream.cu, whose ring and look-ups it shares. There many warps split K, so that one matrix
+// keeps the machine busy, and a warp adds up. Here are matrices enough: a warp takes two row tiles over all of
+// K, and nothing is added up between warps. (stream.cu with teams of warps and lists of jobs needed 50 us for
+// 128 experts of 512 x 2048, this one X; and its dense case became slower by 15%.) Where matrices are few, a
+// team of `span` warps splits K.
+//
+// Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
+//
+// Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, list of
+// groups and later the sums of teams, x of some jobs (at 3 and 4 bits in the table's holes).
+#include "grouped.cuh"
+
+// sums[half] += one column tile of each half times x.
+DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
+                          const u32 (&scales)[2], const u32 (&b)[kColumns][8]) {
+    static_for<2>([&](auto block) {
+        constexpr int kBlock = block.value;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 a[2][4];
+            decode.template step<2 * kBlock>(w[half], a[0]);
+            decode.template step<2 * kBlock + 1>(w[half], a[1]);
+            float fresh[kColumns][4] = {};
+            if constexpr (kScaleWeights) {
+                const u32 upper = scale_pair<Config::bf16, kBlock>(scales[half]),
+                          lower = scale_pair<Config::bf16, 2 + kBlock>(scales[half]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    float(&d)[4] = kScaleWeights ? sums[half][n] : fresh[n];
+                    H::mma(d, a[j], b[n][4 * kBlock + 2 * j], b[n][4 * kBlock + 2 * j + 1]);
+                }
+            }
+            if constexpr (!kScaleWeights) {
+                const u32 both = scale_halves<kBlock>(scales[half]);
+                const float upper = low_half(both), lower = high_half(both);
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    sums[half][n][0] += fresh[n][0] * upper;
+                    sums[half][n][1] += fresh[n][1] * upper;
+                    sums[half][n][2] += fresh[n][2] * lower;
+                    sums[half][n][3] += fresh[n][3] * lower;
+                }
+            }
+        }
+    });
+}
+
+// A warp's columns of a unit. x: see Activations::load, x_tile: the job's first, x_bytes: of a column tile.
+DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const D& decode, Ring& ring, u32 x,
+                          u32 x_tile, u32 x_bytes, u32 zero, int lane) {
+    for (int tile = ring.first_tile; tile < ring.end_tile; tile += kTiles) {
+        const u32 stage = ring.wait();
+        u32 w[kTiles][2][Config::bits], scales[kTiles][2];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 at = stage + half * kHalfBytes + i * D::kTileBytes;
+                scales[i][half] = load_shared(at + 128 * Config::bits + lane / 4 * 4);
+                D::load(w[i][half], at, lane);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+            // The tile that the last stage may lack holds old codes and scales, all of them finite.
+            const bool there = i == 0 || tile + i < ring.end_tile;
+            u32 b[kColumns][8];
+            Activations::load(b, x, x_tile + (there ? tile + i : tile) * x_bytes);
+            if (i == kTiles - 1) {
+                ring.refill(p, w[i][1][Config::bits - 1], zero);
+            }
+            if (i > 0 && !there) {
+                break;
+            }
+            multiply_tile(sums, decode, w[i], scales[i], b);
+        }
+    }
+}
+
+struct Output {
+    const float* scale;  // of every expert's matrix
+    u16* y;
+
+    DEVICE void store(const Problem& p, const Job& job, int unit, const float (&sums)[2][kColumns][4],
+                      int lane) const {
+        const int g = lane >> 2, t = lane & 3, width = p.width();
+        const float factor = __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : kScaleUnit);
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = n * 8 + 2 * t + i % 2;
+                if (token >= job.tokens) {
+                    continue;
+                }
+                u16* const to = y + u64(job.row + token) * width;
+                const int row = p.upper(unit) * 16 + g + i / 2 * 8;
+                const float upper = sums[0][n][i] * factor, lower = sums[1][n][i] * factor;
+                if (p.gated) {
+                    to[row] = H::narrow(silu_and_mul<Config::bf16>(upper, lower));
+                    continue;
+                }
+                if (row < width) {
+                    to[row] = H::narrow(upper);
+                }
+                if (row + 16 < width) {
+                    to[row + 16] = H::narrow(lower);
+                }
+            }
+        }
+    }
+};
+
+DEVICE void team_sync(int team, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
+}
+
+// The sums of a team's warps, in their order, to its first. `parts`: of the team, [warp][sum] rows of 32.
+DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], float* parts, int team, int place,
+                   int lane) {
+    float* const mine = parts + lane;
+    if (place > 0) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+            mine[((place - 1) * kSums + i) * 32] = sums[i / (kSums / 2)][i % (kSums / 2) / 4][i % 4];
+        }
+    }
+    team_sync(team, p.span * 32);
+    if (place == 0) {
+        for (int other = 0; other < p.span - 1; ++other) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                sums[i / (kSums / 2)][i % (kSums / 2) / 4][i % 4] += mine[(other * kSums + i) * 32];
+            }
+        }
+    }
+    team_sync(team, p.span * 32);
+}
+
+// The block's jobs and an end; returns their units. All threads; ends with a block barrier.
+DEVICE int list_jobs(Job* jobs, int& count, const Group* list, const Listed& all, const Problem& p) {
+    const int units = all.pieces * p.units;
+    const int first = int(u64(units) * blockIdx.x / gridDim.x);
+    const int end = int(u64(units) * (blockIdx.x + 1) / gridDim.x);
+    const int first_piece = first / p.units;
+    count = end > first ? (end - 1) / p.units - first_piece + 1 : 0;
+    for (int i = threadIdx.x; i <= count; i += blockDim.x) {
+        const int piece = first_piece + i, begin = max(first, piece * p.units);
+        Job job{0, 0, 0, begin - piece * p.units, begin - first};
+        if (i < count) {
+            const Group g = list[find_group(list, all.groups, piece)];
+            const int row = (piece - g.before) * kTokens;
+            job.expert = g.expert;
+            job.row = g.first + row;
+            job.tokens = min(kTokens, g.count - row);
+        } else {
+            job.begin = end - first;
+        }
+        jobs[i] = job;
+    }
+    __syncthreads();
+    return end - first;
+}
+
+// Columns of B that a block's jobs need: 1, 2, 4 or 8.
+DEVICE int most_tokens(const Job* jobs, int count) {
+    int tokens = kTokens == 16 ? 8 : 1;
+    for (int i = 0; i < count; ++i) {
+        while (tokens < 8 && tokens < jobs[i].tokens) {
+            tokens *= 2;
+        }
+    }
+    return tokens;
+}
+
+extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
+    grouped(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
+            const u16* x, u16* y, const int* offsets, const int* source, int n, int k, int rows, int x_stride,
+            int x_rows, int experts, int gated, int span, int x_at, int x_room, int ring_at, int list_at,
+            int jobs_at) {
+    extern __shared__ __align__(1024) u8 memory[];
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
+    const float level = D::level(codebook, lane);
+    Problem p;
+    p.n = n;
+    p.k = k;
+    p.k_tiles = (k + 63) / 64;
+    p.row_tiles = (n + 15) / 16;
+    p.gated = gated != 0;
+    p.units = gated ? p.row_tiles / 2 : (p.row_tiles + 1) / 2;
+    p.span = span;
+    p.teams = kWarps / span;
+    const int team = warp / span, place = warp % span;
+
+    const u32 base = shared_address(memory);
+    Job* const jobs = reinterpret_cast<Job*>(memory + jobs_at);
+    Ring ring{tiled, base + ring_at + warp * kStages * kStageBytes,
+              base + D::kTableBytes + warp * kStages * 8, lane, p.k_tiles * place / span,
+              p.k_tiles * (place + 1) / span, {jobs, team}};
+    ring.init();
+    D::fill(memory, level, threadIdx.x, blockDim.x);
+    __syncthreads();
+    wait_for_previous();
+
+    Group* const list = reinterpret_cast<Group*>(memory + list_at);
+    int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
+    const Listed all = list_groups(list, scratch, offsets, experts, rows, kTokens);
+    clear_other_rows(y, offsets, experts, rows, p.width());
+    int count;
+    ring.count = list_jobs(jobs, count, list, all, p);
+    ring.start(p);
+
+    const D decode(memory, lane);
+    const Activations activations{x, source, x_stride, x_rows, most_tokens(jobs, count)};
+    const u32 x_lane = base + x_at + activations.lane_place(lane), x_bytes = activations.tile_bytes();
+    const int slots = x_room / int(p.k_tiles * x_bytes);
+    const Output out{scale, y};
+    const u32 zero = u32(n) >> 31;
+    float* const parts = reinterpret_cast<float*>(memory + list_at) + team * (span - 1) * kSums * 32;
+    Place at{jobs, team};
+    for (int first = 0; first < count; first += slots) {
+        const int last = min(first + slots, count);
+        if (first > 0) {
+            __syncthreads();  // all have read what will be overwritten
+        }
+        activations.stage(memory + x_at, p, jobs + first, last - first);
+        __syncthreads();
+        for (; at.unit < jobs[last].begin; at.unit += p.teams) {
+            at.settle();
+            const int slot = int(at.job - jobs) - first;
+            float sums[2][kColumns][4] = {};
+            multiply_unit(sums, p, decode, ring, x_lane, slot * p.k_tiles * x_bytes, x_bytes, zero, lane);
+            if (span > 1) {
+                add_up(p, sums, parts, team, place, lane);
+            }
+            if (place == 0) {
+                out.store(p, *at.job, at.weight_unit(), sums, lane);
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+// What the warps of grouped.cu hold: the problem, a block's jobs, the ring of packed weights, activations.
+#pragma once
+
+#include "config.h"
+#include "decode.cuh"
+#include "groups.cuh"
+
+using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
+using H = Half<Config::bf16>;
+
+constexpr int kTokens = Config::tokens;
+constexpr int kStages = Config::stages;
+constexpr int kWarps = Config::warps;
+constexpr int kColumns = kTokens == 16 ? 2 : 1;  // MMA columns / 8
+constexpr int kTiles = 2;                        // of a row tile, in a stage of the ring
+constexpr int kHalfBytes = kTiles * D::kTileBytes;
+constexpr int kStageBytes = 2 * kHalfBytes;
+constexpr int kSums = 8 * kColumns;  // of a lane and unit
+// As in stream.cu: scaled weights, or scaled products of a block.
+constexpr bool kScaleWeights = Config::tokens == 16;
+constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
+static_assert(!kInHoles || D::kHoles);
+static_assert(D::kTableBytes == Config::table_bytes);
+
+// A unit is two row tiles: neighbours, or if gated a gate's and its up's. Warps of a team share its columns.
+struct Problem {
+    int n, k, k_tiles, row_tiles, units;
+    bool gated;
+    int span, teams;
+
+    DEVICE int width() const { return gated ? n / 2 : n; }
+    // The row tile of each half. The last of an odd number stands in for the one that is missing.
+    DEVICE int upper(int unit) const { return gated ? unit : 2 * unit; }
+    DEVICE int lower(int unit) const {
+        return gated ? unit + row_tiles / 2 : min(2 * unit + 1, row_tiles - 1);
+    }
+};
+
+// Up to kTokens rows of an expert, and units of its weight. A block has a list of them, and an end.
+struct Job {
+    int expert, row, tokens;  // rows row .. row + tokens - 1, as sorted
+    int first, begin;         // its first unit: of the weight, and of the block
+};
+
+// Where a warp is among the block's units: every `teams`-th is its team's.
+struct Place {
+    const Job* job;
+    int unit;
+
+    DEVICE void settle() {
+        while (unit >= job[1].begin) {
+            ++job;
+        }
+    }
+    DEVICE int weight_unit() const { return job->first + unit - job->begin; }
+};
+
+// A warp's share of the weights of its units, in the order it needs them, kStages ahead.
+struct Ring {
+    const u8* tiled;
+    u32 base, barriers;  // kStages slots of kStageBytes, and as many mbarriers
+    int lane, first_tile, end_tile;
+    Place at;
+    int count;  // units of the block
+    int tile = 0;
+    const u8 *upper = nullptr, *lower = nullptr;
+    u32 taken = 0;  // stages
+
+    DEVICE void init() const {
+        if (lane == 0) {
+            for (int s = 0; s < kStages; ++s) {
+                barrier_init(barriers + 8 * s, 2 * kCopyArrivals);
+            }
+            barriers_visible();
+        }
+        __syncwarp();
+    }
+    DEVICE void start(const Problem& p) {
+        find(p);
+        for (int s = 0; s < kStages; ++s) {
+            fetch(p, s, 0);
+        }
+    }
+    DEVICE void find(const Problem& p) {
+        if (at.unit < count) {
+            at.settle();
+            const int unit = at.weight_unit();
+            const u64 row = u64(at.job->expert) * p.row_tiles;
+            upper = tiled + ((row + p.upper(unit)) * p.k_tiles + first_tile) * D::kTileBytes;
+            lower = tiled + ((row + p.lower(unit)) * p.k_tiles + first_tile) * D::kTileBytes;
+            tile = first_tile;
+        }
+    }
+    DEVICE void fetch(const Problem& p, int slot, u32 shift) {
+        if (at.unit < count) {
+            const u32 bytes = (end_tile - tile < kTiles ? end_tile - tile : kTiles) * D::kTileBytes;
+            const u32 to = base + slot * kStageBytes + shift;
+            copy(to, upper, bytes, barriers + 8 * slot, lane);
+            copy(to + kHalfBytes, lower, bytes, barriers + 8 * slot, lane);
+            upper += kHalfBytes;
+            lower += kHalfBytes;
+            tile += kTiles;
+            if (tile >= end_tile) {
+                at.unit += p.teams;
+                find(p);
+            }
+        }
+    }
+    // Address of the next stage, when it is there.
+    DEVICE u32 wait() const {
+        barrier_wait(barriers + 8 * (taken % kStages), taken / kStages & 1);
+        return base + taken % kStages * kStageBytes;
+    }
+    // As in stream.cuh: all lanes have read the stage, and `last & zero` says so to the copy engine.
+    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
+        __syncwarp();
+        fetch(p, taken % kStages, last & zero);
+        ++taken;
+    }
+};
+
+// x of jobs in shared memory, as B operands: [job][column tile][8-token set][token][4 lanes][8 words]. Of a set
+// there are only `tokens` (1, 2, 4 or 8); columns of B beyond them repeat these, and their results are dropped.
+struct Activations {
+    const u16* x;
+    const int* source;  // which row of x a sorted row is, or null if x is sorted
+    int stride, rows, tokens;
+
+    // Where byte `at` is, from the region's start; a table's holes are the upper 128 bytes of every 256.
+    static DEVICE u32 place(u32 at) { return kInHoles ? 2 * at - at % 128 + 128 : at; }
+    DEVICE u32 tile_bytes() const { return tokens * 128 * kColumns; }
+    // Of a lane, in every column tile.
+    DEVICE u32 lane_place(int lane) const { return place((lane & (4 * tokens - 1)) * 32); }
+
+    // All threads of the block: jobs first .. first + count - 1, one after the other.
+    DEVICE void stage(u8* region, const Problem& p, const Job* jobs, int count) const {
+        const int chunks = p.k_tiles * 8, each = chunks * tokens * kColumns;
+        for (int i = threadIdx.x; i < count * each; i += blockDim.x) {
+            const int at = i / each, token = i % each / chunks, chunk = i % chunks, column = chunk * 8;
+            const Job& job = jobs[at];
+            uint4 v = {};
+            if (token < job.tokens && column < p.k) {
+                int row = job.row + token;
+                if (source) {
+                    row = max(0, min(__ldg(source + row), rows - 1));
+                }
+                v = *reinterpret_cast<const uint4*>(x + u64(u32(row)) * u32(stride) + column);
+            }
+            const u32 tile = (at * p.k_tiles + chunk / 8) * tile_bytes();
+            u8* const to = region + place(tile + token * 128 + chunk % 8 * 4);
+            *reinterpret_cast<u32*>(to) = v.x;
+            *reinterpret_cast<u32*>(to + 32) = v.y;
+            *reinterpret_cast<u32*>(to + 64) = v.z;
+            *reinterpret_cast<u32*>(to + 96) = v.w;
+        }
+    }
+    // A lane's part of a column tile, its four steps. lane_at: the region's address + lane_place(lane); tile: a
+    // multiple of 128 from the region's start.
+    static DEVICE void load(u32 (&b)[kColumns][8], u32 lane_at, u32 tile) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            const u32 at = lane_at + (tile + n * 1024) * (kInHoles ? 2 : 1);
+            const uint4 v = load_shared4(at), w = load_shared4(at + 16);
+            b[n][0] = v.x;
+            b[n][1] = v.y;
+            b[n][2] = v.z;
+            b[n][3] = v.w;
+            b[n][4] = w.x;
+            b[n][5] = w.y;
+            b[n][6] = w.z;
+            b[n][7] = w.w;
+        }
+    }
+};

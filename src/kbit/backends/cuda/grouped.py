@@ -1,0 +1,239 @@
+"""Experts with few tokens each, csrc/grouped.cu: which configuration takes a problem, and its launch.
+
+`plan` knows how many rows there are, not how they are dealt to experts: that is read on the device. The choice
+changes speed and, between classes of tokens, the order of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format.codebook import SUPPORTED_BITS
+
+TOKENS = (8, 16)  # the kernel is compiled for at most so many of an expert at once
+_FORMAT = "QQQQQQQ" + "i" * 13
+_WARP = 32
+_STAGE_TILES = 4
+_SCRATCH_BYTES = 256
+_GROUP_BYTES, _JOB_BYTES = 16, 20
+_ROW_BYTES = 128  # of 32 sums
+_SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
+_PAIRS_MEMORY = 200 * 1024
+_RESERVED_BYTES = 1024
+_FEW_UNITS = 6  # a multiprocessor
+_HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose table leaves so much free
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices of grouped.cu.
+
+    Attributes:
+        warps: of a block.
+        blocks: of which so many run at once on a multiprocessor.
+        stages: groups of four tiles that a warp has in flight.
+        pairs: look two 5-bit codes up at once, in a table of 128 KB.
+        in_holes: activations are in what the table of 3 and 4 bits leaves free.
+    """
+
+    warps: int
+    blocks: int
+    stages: int
+    pairs: bool = True
+    in_holes: bool = False
+
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+        """The kernel for this configuration."""
+        return KernelSpec.make(
+            "grouped.cu",
+            bits=bits,
+            bf16=dtype == torch.bfloat16,
+            pairs=self.pairs,
+            tokens=tokens,
+            warps=self.warps,
+            blocks=self.blocks,
+            stages=self.stages,
+            in_holes=self.in_holes,
+            table_bytes=operands.table_bytes(bits, self.pairs),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch.
+
+    Attributes:
+        tokens: most tokens that a weight meets at once.
+        span: warps that split K.
+        x_room: bytes for activations in shared memory, 0 if an expert's do not fit.
+    """
+
+    config: Config
+    tokens: int
+    grid: int
+    span: int
+    x_at: int
+    x_room: int
+    ring_at: int
+    list_at: int
+    jobs_at: int
+    shared_bytes: int
+
+
+def configs(bits: int, shared_bytes: int) -> list[Config]:
+    """What a multiprocessor with so much shared memory a block is asked to run, the best first."""
+    if shared_bytes <= _SMALL_MEMORY:
+        return [Config(8, 1, 1, pairs=bits != 5, in_holes=bits in _HOLES)]
+    if bits == 5:
+        return [Config(16, 1, 1) if shared_bytes > _PAIRS_MEMORY else Config(16, 1, 2, pairs=False)]
+    # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
+    return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
+
+
+def specs(shared_bytes: int) -> list[KernelSpec]:
+    """Every kernel that `plan` may choose on such a multiprocessor."""
+    return [
+        config.spec(bits, dtype, tokens)
+        for bits in SUPPORTED_BITS
+        for tokens in TOKENS
+        for config in configs(bits, shared_bytes)
+        for dtype in operands.DTYPES
+    ]
+
+
+def refusal(
+    dtype: torch.dtype,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> str | None:
+    """Why the kernel may not take a problem, or None."""
+    reason = operands.grouped_refusal(dtype, out_features, gated, experts)
+    if reason is None and plan(1, experts, out_features, in_features, bits, device) is None:
+        reason = f"a row of {in_features} activations does not fit in {device.shared_bytes} bytes"
+    return reason
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    rows: int,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    device: driver.DeviceLimits,
+) -> Plan | None:
+    """The launch for so many rows, of which any expert may have any number; None if shared memory is short."""
+    wanted = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
+    for tokens in reversed([t for t in TOKENS if t <= wanted]):
+        for config in _preferred(rows, experts, out_features, bits, device):
+            chosen = _lay_out(config, rows, experts, tokens, out_features, in_features, bits, device)
+            if chosen.x_room:
+                return chosen
+    return None
+
+
+def _active(rows: int, experts: int) -> float:
+    """Experts that have rows, if these are dealt at random."""
+    return experts * (1 - (1 - 1 / experts) ** rows)
+
+
+def _preferred(
+    rows: int, experts: int, out_features: int, bits: int, device: driver.DeviceLimits
+) -> list[Config]:
+    """Configurations, the fastest first."""
+    available = configs(bits, device.shared_bytes)
+    units = -(-out_features // (2 * layout.TILE_ROWS))
+    # More units than half of all warps could take at once fill the larger blocks.
+    many = _active(rows, experts) * units > _FEW_UNITS * device.multiprocessors
+    return available[::-1] if many else available
+
+
+def _lay_out(
+    config: Config,
+    rows: int,
+    experts: int,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    device: driver.DeviceLimits,
+) -> Plan:
+    """Shared memory as the header of grouped.cu says; x may have too little, for no expert."""
+    row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
+    units = -(-row_tiles // 2)
+    pieces = min(rows, rows // tokens + experts)
+    grid = min(pieces * units, device.multiprocessors)
+    span = _span(rows, experts, units, k_tiles, grid, config.warps)
+    jobs = -(-pieces // grid) + 1
+    ring_at = operands.table_bytes(bits, config.pairs) + config.warps * config.stages * 8 + _SCRATCH_BYTES
+    jobs_at = ring_at + config.warps * config.stages * _STAGE_TILES * 4 * words
+    list_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
+    sums = tokens * _ROW_BYTES
+    end = list_at + max(_GROUP_BYTES * (experts + 1), config.warps // span * (span - 1) * sums)
+    # Of a multiprocessor's, each block takes 1 KB for itself, and so one fits that is 1 KB short of all.
+    room = (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES
+    x_at, x_room = (0, _HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
+    if x_room < k_tiles * layout.TILE_COLUMNS * 2 * tokens:
+        x_room = 0
+    if not config.in_holes:
+        end = min(room, end + jobs * k_tiles * layout.TILE_COLUMNS * 2 * tokens)
+        x_room = min(x_room, end - x_at)
+    return Plan(config, tokens, grid, span, x_at, x_room, ring_at, list_at, jobs_at, end)
+
+
+def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: int) -> int:
+    """Warps that split K: as few as keep a block's warps busy, if rows are dealt at random."""
+    each = _active(rows, experts) * units / grid
+    span = 1
+    while 2 * span <= warps and each * 2 * span <= warps and k_tiles >= 4 * span:
+        span *= 2
+    return span
+
+
+def linear(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    source: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`."""
+    index, rows = x.device.index, out.shape[0]
+    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    limits = driver.device_limits(index)
+    chosen = plan(rows, experts, out_features, in_features, bits, limits)
+    assert chosen is not None
+    x_rows, x = x.shape[0], operands.aligned(x)
+    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
+    pointers = (tiled, codebook, scale, x, out, offsets)
+    sizes = (out_features, in_features, rows, x.stride(0), x_rows, experts, int(silu_and_mul))
+    places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.list_at, chosen.jobs_at)
+    launcher.launch_on(
+        index,
+        kernel,
+        (chosen.grid, 1, 1),
+        chosen.config.warps * _WARP,
+        (
+            *(tensor.data_ptr() for tensor in pointers),
+            0 if source is None else source.data_ptr(),
+            *sizes,
+            chosen.span,
+            *places,
+        ),
+        smem=chosen.shared_bytes,
+        pdl=True,
+    )
