@@ -16,11 +16,11 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (8, 16)  # the kernel is compiled for at most so many of an expert at once
-_FORMAT = "QQQQQQQ" + "i" * 13
+_FORMAT = "QQQQQQQ" + "i" * 14
 _WARP = 32
 _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
-_GROUP_BYTES, _JOB_BYTES = 16, 20
+_JOB_BYTES = 20
 _ROW_BYTES = 128  # of 32 sums
 _SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
 _PAIRS_MEMORY = 200 * 1024
@@ -59,6 +59,7 @@ class Config:
             blocks=self.blocks,
             stages=self.stages,
             in_holes=self.in_holes,
+            experts=operands.MOST_EXPERTS,
             table_bytes=operands.table_bytes(bits, self.pairs),
         )
 
@@ -68,20 +69,22 @@ class Plan:
     """A launch.
 
     Attributes:
-        tokens: most tokens that a weight meets at once.
+        tokens: the kernel is compiled for so many of an expert at once.
+        most: of them that are taken, fewer where shared memory is short.
         span: warps that split K.
         x_room: bytes for activations in shared memory, 0 if an expert's do not fit.
     """
 
     config: Config
     tokens: int
+    most: int
     grid: int
     span: int
     x_at: int
     x_room: int
     ring_at: int
-    list_at: int
     jobs_at: int
+    parts_at: int
     shared_bytes: int
 
 
@@ -132,12 +135,13 @@ def plan(
     device: driver.DeviceLimits,
 ) -> Plan | None:
     """The launch for so many rows, of which any expert may have any number; None if shared memory is short."""
-    wanted = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
-    for tokens in reversed([t for t in TOKENS if t <= wanted]):
+    most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
+    while most:
         for config in _preferred(rows, experts, out_features, bits, device):
-            chosen = _lay_out(config, rows, experts, tokens, out_features, in_features, bits, device)
+            chosen = _lay_out(config, rows, experts, most, out_features, in_features, bits, device)
             if chosen.x_room:
                 return chosen
+        most //= 2
     return None
 
 
@@ -161,7 +165,7 @@ def _lay_out(
     config: Config,
     rows: int,
     experts: int,
-    tokens: int,
+    most: int,
     out_features: int,
     in_features: int,
     bits: int,
@@ -170,24 +174,22 @@ def _lay_out(
     """Shared memory as the header of grouped.cu says; x may have too little, for no expert."""
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
-    pieces = min(rows, rows // tokens + experts)
+    pieces = min(rows, rows // most + experts)
     grid = min(pieces * units, device.multiprocessors)
     span = _span(rows, experts, units, k_tiles, grid, config.warps)
     jobs = -(-pieces // grid) + 1
     ring_at = operands.table_bytes(bits, config.pairs) + config.warps * config.stages * 8 + _SCRATCH_BYTES
     jobs_at = ring_at + config.warps * config.stages * _STAGE_TILES * 4 * words
-    list_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
-    sums = tokens * _ROW_BYTES
-    end = list_at + max(_GROUP_BYTES * (experts + 1), config.warps // span * (span - 1) * sums)
+    tokens = max(most, TOKENS[0])
+    parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
+    end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
     # Of a multiprocessor's, each block takes 1 KB for itself, and so one fits that is 1 KB short of all.
     room = (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES
     x_at, x_room = (0, _HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
-    if x_room < k_tiles * layout.TILE_COLUMNS * 2 * tokens:
-        x_room = 0
-    if not config.in_holes:
-        end = min(room, end + jobs * k_tiles * layout.TILE_COLUMNS * 2 * tokens)
-        x_room = min(x_room, end - x_at)
-    return Plan(config, tokens, grid, span, x_at, x_room, ring_at, list_at, jobs_at, end)
+    job_bytes = k_tiles * layout.TILE_COLUMNS * 2 * most
+    x_room = min(x_room, jobs * job_bytes) if x_room >= job_bytes else 0
+    end += 0 if config.in_holes else x_room
+    return Plan(config, tokens, most, grid, span, x_at, x_room, ring_at, jobs_at, parts_at, end)
 
 
 def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: int) -> int:
@@ -221,7 +223,7 @@ def linear(
     kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
     pointers = (tiled, codebook, scale, x, out, offsets)
     sizes = (out_features, in_features, rows, x.stride(0), x_rows, experts, int(silu_and_mul))
-    places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.list_at, chosen.jobs_at)
+    places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.jobs_at, chosen.parts_at)
     launcher.launch_on(
         index,
         kernel,
@@ -231,6 +233,7 @@ def linear(
             *(tensor.data_ptr() for tensor in pointers),
             0 if source is None else source.data_ptr(),
             *sizes,
+            chosen.most,
             chosen.span,
             *places,
         ),

@@ -2,8 +2,8 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[r, i] = silu(gate[r, i]) * up[r, i], shape [R, I], I % 16 == 0.
 //
-// Rows are sorted by expert (groups.cuh). An expert's are taken Config::tokens (8 or 16) at a time, and its
-// weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
+// Rows are sorted by expert (groups.cuh). An expert's are taken `most` at a time, at most Config::tokens (8 or
+// 16), and its weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
 //
 //   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
@@ -19,8 +19,8 @@
 //
 // Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
 //
-// Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, list of
-// groups and later the sums of teams, x of some jobs (at 3 and 4 bits in the table's holes).
+// Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, sums of
+// teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
 #include "grouped.cuh"
 
 // sums[half] += one column tile of each half times x.
@@ -101,10 +101,12 @@ struct Output {
     const float* scale;  // of every expert's matrix
     u16* y;
 
-    DEVICE void store(const Problem& p, const Job& job, int unit, const float (&sums)[2][kColumns][4],
-                      int lane) const {
+    DEVICE float factor(const Job& job) const {
+        return __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : kScaleUnit);
+    }
+    DEVICE void store(const Problem& p, const Job& job, int unit, float factor,
+                      const float (&sums)[2][kColumns][4], int lane) const {
         const int g = lane >> 2, t = lane & 3, width = p.width();
-        const float factor = __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : kScaleUnit);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -158,28 +160,30 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], float* parts
 }
 
 // The block's jobs and an end; returns their units. All threads; ends with a block barrier.
-DEVICE int list_jobs(Job* jobs, int& count, const Group* list, const Listed& all, const Problem& p) {
-    const int units = all.pieces * p.units;
-    const int first = int(u64(units) * blockIdx.x / gridDim.x);
-    const int end = int(u64(units) * (blockIdx.x + 1) / gridDim.x);
-    const int first_piece = first / p.units;
-    count = end > first ? (end - 1) / p.units - first_piece + 1 : 0;
-    for (int i = threadIdx.x; i <= count; i += blockDim.x) {
-        const int piece = first_piece + i, begin = max(first, piece * p.units);
-        Job job{0, 0, 0, begin - piece * p.units, begin - first};
-        if (i < count) {
-            const Group g = list[find_group(list, all.groups, piece)];
-            const int row = (piece - g.before) * kTokens;
-            job.expert = g.expert;
-            job.row = g.first + row;
-            job.tokens = min(kTokens, g.count - row);
-        } else {
-            job.begin = end - first;
+DEVICE int list_jobs(Job* jobs, int& count, int* scratch, const int* offsets, int experts, int rows,
+                     const Problem& p, int most) {
+    Groups<kWarps, Config::experts> groups;
+    groups.find(scratch, offsets, experts, rows, most);
+    const u32 all = groups.all_pieces * p.units, each = all / gridDim.x, rest = all % gridDim.x;
+    const int first = each * blockIdx.x + min(blockIdx.x, rest), units = each + (blockIdx.x < rest);
+    const int first_piece = first / p.units, last_piece = (first + units - 1) / p.units;
+    count = units > 0 ? last_piece - first_piece + 1 : 0;
+    int piece = groups.pieces;
+#pragma unroll
+    for (int i = 0; i < groups.kShare; ++i) {
+        const int pieces = groups.pieces_of(i, most), expert = threadIdx.x * groups.kShare + i;
+        for (int j = max(0, first_piece - piece); j < min(pieces, first_piece + count - piece); ++j) {
+            const int row = groups.row[i] + j * most, begin = max(first, (piece + j) * p.units);
+            jobs[piece + j - first_piece] = {expert, row, min(most, groups.row[i + 1] - row),
+                                             begin - (piece + j) * p.units, begin - first};
         }
-        jobs[i] = job;
+        piece += pieces;
+    }
+    if (threadIdx.x == 0) {
+        jobs[count] = {0, 0, 0, 0, units};
     }
     __syncthreads();
-    return end - first;
+    return units;
 }
 
 // Columns of B that a block's jobs need: 1, 2, 4 or 8.
@@ -196,8 +200,8 @@ DEVICE int most_tokens(const Job* jobs, int count) {
 extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     grouped(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
             const u16* x, u16* y, const int* offsets, const int* source, int n, int k, int rows, int x_stride,
-            int x_rows, int experts, int gated, int span, int x_at, int x_room, int ring_at, int list_at,
-            int jobs_at) {
+            int x_rows, int experts, int gated, int most, int span, int x_at, int x_room, int ring_at, int jobs_at,
+            int parts_at) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
@@ -223,12 +227,9 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     __syncthreads();
     wait_for_previous();
 
-    Group* const list = reinterpret_cast<Group*>(memory + list_at);
     int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
-    const Listed all = list_groups(list, scratch, offsets, experts, rows, kTokens);
-    clear_other_rows(y, offsets, experts, rows, p.width());
     int count;
-    ring.count = list_jobs(jobs, count, list, all, p);
+    ring.count = list_jobs(jobs, count, scratch, offsets, experts, rows, p, most);
     ring.start(p);
 
     const D decode(memory, lane);
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     const int slots = x_room / int(p.k_tiles * x_bytes);
     const Output out{scale, y};
     const u32 zero = u32(n) >> 31;
-    float* const parts = reinterpret_cast<float*>(memory + list_at) + team * (span - 1) * kSums * 32;
+    float* const parts = reinterpret_cast<float*>(memory + parts_at) + team * (span - 1) * kSums * 32;
     Place at{jobs, team};
     for (int first = 0; first < count; first += slots) {
         const int last = min(first + slots, count);
@@ -249,14 +250,16 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
         for (; at.unit < jobs[last].begin; at.unit += p.teams) {
             at.settle();
             const int slot = int(at.job - jobs) - first;
+            const float factor = out.factor(*at.job);  // long before it is needed
             float sums[2][kColumns][4] = {};
             multiply_unit(sums, p, decode, ring, x_lane, slot * p.k_tiles * x_bytes, x_bytes, zero, lane);
             if (span > 1) {
                 add_up(p, sums, parts, team, place, lane);
             }
             if (place == 0) {
-                out.store(p, *at.job, at.weight_unit(), sums, lane);
+                out.store(p, *at.job, at.weight_unit(), factor, sums, lane);
             }
         }
     }
+    clear_other_rows(y, offsets, experts, rows, p.width(), threadIdx.x, blockDim.x);
 }
