@@ -190,8 +190,8 @@ def test_rows_of_other_devices_may_hold_anything(monkeypatch):
     expected = layer(x, ids, weights)
     grouped = KbitExperts._grouped
 
-    def poisoned(self, rows, name, bounds, silu_and_mul=False):
-        result = grouped(self, rows, name, bounds, silu_and_mul)
+    def poisoned(self, rows, name, bounds, **options):
+        result = grouped(self, rows, name, bounds, **options)
         result[int(bounds[-1]) :] = float("nan")
         return result
 

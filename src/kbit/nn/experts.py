@@ -57,7 +57,9 @@ def unsupported_experts(module: nn.Module) -> str | None:
 
 def _is_silu(function: Any) -> bool:
     """Whether an activation is the one that kernels fuse."""
-    return isinstance(function, nn.SiLU) or function is F.silu
+    # transformers' own class since 5.23; importing it here would import transformers.
+    named = type(function).__name__ == "SiLUActivation"
+    return named or isinstance(function, nn.SiLU) or function is F.silu
 
 
 def _combine(
@@ -177,18 +179,22 @@ class KbitExperts(QuantizedModule):
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         ops: Any = torch.ops.kbit
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
-        rows = hidden_states.index_select(0, source)
-        results = self._grouped(self._activated(rows, bounds), "down_proj", bounds)
+        results = self._grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
         if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
             return _combine(results, inverse, top_k_weights, bounds)
         return ops.moe_combine(results, inverse, top_k_weights, bounds)
 
-    def _activated(self, rows: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        """act(gate(x)) * up(x) of rows sorted by expert."""
+    def _activated(
+        self, rows: torch.Tensor, bounds: torch.Tensor, source: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """act(gate(x)) * up(x) of rows sorted by expert, or of rows[source]."""
+        fused = self.gate_up_proj_scale.dim() == 1 and _is_silu(self.act_fn)
+        if fused and not (torch.is_grad_enabled() and rows.requires_grad):
+            return self._grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
+        if source is not None:
+            rows = rows.index_select(0, source)
         if self.gate_up_proj_scale.dim() > 1:
             gate, up = self._gate_and_up(rows, bounds)
-        elif _is_silu(self.act_fn) and not (torch.is_grad_enabled() and rows.requires_grad):
-            return self._grouped(rows, "gate_up_proj", bounds, silu_and_mul=True)
         else:
             gate, up = self._grouped(rows, "gate_up_proj", bounds).chunk(2, dim=-1)
         return self.act_fn(gate) * up
@@ -208,7 +214,12 @@ class KbitExperts(QuantizedModule):
         return results[at_gate], results[at_up]
 
     def _grouped(
-        self, x: torch.Tensor, name: str, offsets: torch.Tensor, silu_and_mul: bool = False
+        self,
+        x: torch.Tensor,
+        name: str,
+        offsets: torch.Tensor,
+        silu_and_mul: bool = False,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tiled = self._tiles(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
@@ -219,7 +230,9 @@ class KbitExperts(QuantizedModule):
             arguments = (x, tiled, self.codebook, scale, offsets, rows[-1], columns)
             if needs_grad:
                 return ops.grouped_linear_tiled_train(*arguments)
-            return ops.grouped_linear_tiled(*arguments, silu_and_mul)
+            return ops.grouped_linear_tiled(*arguments, silu_and_mul, source)
+        if source is not None:
+            x = x.index_select(0, source)
         packed, absmax = (getattr(self, f"{name}_{part}").view(*rows, -1) for part in ("packed", "absmax"))
         op = ops.grouped_linear_train if needs_grad else ops.grouped_linear
         results = op(x, packed, absmax, self.codebook, scale, offsets, columns)

@@ -2,8 +2,8 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[r, i] = silu(gate[r, i]) * up[r, i], shape [R, I], I % 16 == 0.
 //
-// Rows are sorted by expert (groups.cuh). An expert's are taken `most` at a time, at most Config::tokens (8 or
-// 16), and its weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
+// Rows are sorted by expert (groups.cuh). An expert's are taken 1 << most_log at a time, at most Config::tokens
+// (8 or 16), and its weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
 //
 //   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
@@ -161,20 +161,20 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], float* parts
 
 // The block's jobs and an end; returns their units. All threads; ends with a block barrier.
 DEVICE int list_jobs(Job* jobs, int& count, int* scratch, const int* offsets, int experts, int rows,
-                     const Problem& p, int most) {
+                     const Problem& p, int most_log, const Divider& by_grid, const Divider& by_units) {
     Groups<kWarps, Config::experts> groups;
-    groups.find(scratch, offsets, experts, rows, most);
-    const u32 all = groups.all_pieces * p.units, each = all / gridDim.x, rest = all % gridDim.x;
-    const int first = each * blockIdx.x + min(blockIdx.x, rest), units = each + (blockIdx.x < rest);
-    const int first_piece = first / p.units, last_piece = (first + units - 1) / p.units;
-    count = units > 0 ? last_piece - first_piece + 1 : 0;
+    groups.find(scratch, offsets, experts, rows, most_log);
+    const int all = groups.all_pieces * p.units, each = by_grid(all), rest = all - each * by_grid.divisor;
+    const int block = blockIdx.x, first = each * block + min(block, rest), units = each + (block < rest);
+    const int first_piece = by_units(first);
+    count = units > 0 ? by_units(first + units - 1) - first_piece + 1 : 0;
     int piece = groups.pieces;
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        const int pieces = groups.pieces_of(i, most), expert = threadIdx.x * groups.kShare + i;
+        const int pieces = groups.pieces_of(i, most_log), expert = threadIdx.x * groups.kShare + i;
         for (int j = max(0, first_piece - piece); j < min(pieces, first_piece + count - piece); ++j) {
-            const int row = groups.row[i] + j * most, begin = max(first, (piece + j) * p.units);
-            jobs[piece + j - first_piece] = {expert, row, min(most, groups.row[i + 1] - row),
+            const int row = groups.row[i] + (j << most_log), begin = max(first, (piece + j) * p.units);
+            jobs[piece + j - first_piece] = {expert, row, min(1 << most_log, groups.row[i + 1] - row),
                                              begin - (piece + j) * p.units, begin - first};
         }
         piece += pieces;
@@ -200,7 +200,7 @@ DEVICE int most_tokens(const Job* jobs, int count) {
 extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     grouped(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
             const u16* x, u16* y, const int* offsets, const int* source, int n, int k, int rows, int x_stride,
-            int x_rows, int experts, int gated, int most, int span, int x_at, int x_room, int ring_at, int jobs_at,
+            int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_room, int ring_at, int jobs_at,
             int parts_at) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
@@ -225,12 +225,12 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     ring.init();
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
+    const Divider by_grid(gridDim.x), by_units(p.units);
     wait_for_previous();
 
     int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
     int count;
-    ring.count = list_jobs(jobs, count, scratch, offsets, experts, rows, p, most);
-    ring.start(p);
+    ring.count = list_jobs(jobs, count, scratch, offsets, experts, rows, p, most_log, by_grid, by_units);
 
     const D decode(memory, lane);
     const Activations activations{x, source, x_stride, x_rows, most_tokens(jobs, count)};
@@ -245,7 +245,11 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
         if (first > 0) {
             __syncthreads();  // all have read what will be overwritten
         }
-        activations.stage(memory + x_at, p, jobs + first, last - first);
+        activations.stage(memory + x_at, p, jobs + first, last - first, [&] {
+            if (first == 0) {
+                ring.start(p);
+            }
+        });
         __syncthreads();
         for (; at.unit < jobs[last].begin; at.unit += p.teams) {
             at.settle();

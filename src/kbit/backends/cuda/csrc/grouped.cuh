@@ -133,11 +133,14 @@ struct Activations {
     DEVICE u32 lane_place(int lane) const { return place((lane & (4 * tokens - 1)) * 32); }
 
     // All threads of the block: `count` jobs from `jobs` on, one after the other. A warp takes a token at a
-    // time, eight chunks of 8 columns a lane at once.
-    DEVICE void stage(u8* region, const Problem& p, const Job* jobs, int count) const {
+    // time, eight chunks of 8 columns a lane at once. `then` runs in every warp when its first loads are on
+    // their way: behind the weights of the whole machine they took 1.5 us longer.
+    template <class THEN>
+    DEVICE void stage(u8* region, const Problem& p, const Job* jobs, int count, THEN then) const {
         constexpr int kAtOnce = 8;
         const int lane = threadIdx.x & 31, chunks = p.k_tiles * 8, all = tokens * kColumns;
         int job = 0, token = threadIdx.x >> 5;
+        bool first_loads = true;
         while (true) {
             for (; token >= all; token -= all) {
                 ++job;
@@ -162,6 +165,10 @@ struct Activations {
                     const bool there = from && chunk * 8 < p.k;
                     v[i] = there ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{};
                 }
+                if (first == lane && first_loads) {
+                    then();
+                    first_loads = false;
+                }
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int chunk = first + i * 32;
@@ -175,6 +182,9 @@ struct Activations {
                 }
             }
             token += kWarps;
+        }
+        if (first_loads) {
+            then();
         }
     }
     // A lane's part of a column tile, its four steps. lane_at: the region's address + lane_place(lane); tile: a

@@ -12,6 +12,18 @@ DEVICE int row_offset(const int* offsets, int expert, int rows) {
     return at < 0 ? 0 : at < rows ? at : rows;
 }
 
+// n / divisor for 0 <= n with a quotient below 2^21, by a reciprocal that is there before n is.
+struct Divider {
+    int divisor;
+    float inverse;
+
+    DEVICE Divider(int by) : divisor(by), inverse(1.0f / float(by)) {}
+    DEVICE int operator()(int n) const {
+        const int q = int(float(n) * inverse), rest = n - q * divisor;
+        return rest < 0 ? q - 1 : rest >= divisor ? q + 1 : q;
+    }
+};
+
 // Experts of a thread, for all threads of a block to have a part of the list. Their rows are cut in pieces of
 // as many tokens as a kernel takes at once.
 template <int WARPS, int EXPERTS>
@@ -22,8 +34,9 @@ struct Groups {
     int active, pieces;   // experts with rows and pieces in front of this thread's
     int all_active, all_pieces;
 
+    // tokens: of a piece, a power of two, as its logarithm.
     DEVICE int pieces_of(int i, int tokens) const {
-        return row[i + 1] > row[i] ? (row[i + 1] - row[i] + tokens - 1) / tokens : 0;
+        return row[i + 1] > row[i] ? (row[i + 1] - row[i] + (1 << tokens) - 1) >> tokens : 0;
     }
 
     // scratch: 2 * WARPS numbers in shared memory. Has one block barrier.

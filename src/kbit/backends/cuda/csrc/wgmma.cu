@@ -222,8 +222,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Group* const list = reinterpret_cast<Group*>(memory + kListAt);
         int* const scratch = reinterpret_cast<int*>(memory + kScratchAt);
         Groups<(128 + kConsumers) / 32, Config::experts> groups;
-        groups.find(scratch, offsets, experts, m, kTokens);
-        write_list(list, groups, kTokens);
+        groups.find(scratch, offsets, experts, m, kTokensLog);
+        write_list(list, groups, kTokensLog);
         p.list = list;
         p.groups = groups.all_active;
         p.token_blocks = groups.all_pieces;

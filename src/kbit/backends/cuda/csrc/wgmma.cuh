@@ -13,6 +13,8 @@ using H = Half<Config::bf16>;
 static_assert(D::kTableBytes == Config::table_bytes);
 
 constexpr int kTokens = Config::tokens;
+constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
+static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
 constexpr int kStages = Config::stages;
 constexpr int kRowTiles = 8;
 constexpr int kStepColumns = 64;
