@@ -47,7 +47,24 @@ def run_cases(bits: int) -> None:
         assert torch.equal(rows, decoded[ids])
         for gated in (False, True) if n % 32 == 0 else (False,):
             _multiply((tiled, codebook, scale, None, n, k, gated), dtype)
+            _multiply_experts(tiled.expand(5, -1, -1, -1).contiguous(), codebook, (n, k, gated), dtype)
     torch.cuda.synchronize()
+
+
+def sort_many() -> None:
+    """Enough ids that sorting them takes several launches, and the NVFP4 kernels."""
+    import torch
+
+    from kbit.nvfp4 import gate
+
+    ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
+    source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
+    assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)
+    assert int(bounds[-1]) == 5000
+    for accum in ("exact", "seq16"):
+        for toggle in ("dedup", "fold"):
+            for verdict in gate.run_gate(toggle, [3], accum, device="cuda", steps=1):
+                assert verdict.failure is None, verdict
 
 
 def _multiply(weight, dtype) -> None:
@@ -76,6 +93,26 @@ def _multiply(weight, dtype) -> None:
         assert torch.isfinite(out).all()
 
 
+def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
+    """Rows sorted by expert: found by moe_align, multiplied by both kernels, summed by moe_combine."""
+    import torch
+
+    from kbit.backends.cuda import grouped, wgmma
+
+    n, k, gated = sizes
+    ops, scale = torch.ops.kbit, torch.ones(5, device="cuda")
+    for tokens, choices in ((1, 2), (9, 3), (70, 2)):
+        ids = torch.randint(0, 6, (tokens, choices), device="cuda", dtype=torch.int32)  # 5: not mine
+        source, bounds, inverse = ops.moe_align(ids, 5)
+        x = torch.randn(tokens, k, device="cuda", dtype=dtype)
+        out = torch.empty(tokens * choices, n // 2 if gated else n, device="cuda", dtype=dtype)
+        grouped.linear(x, tiled, codebook, scale, bounds, source, *sizes, out)
+        assert torch.isfinite(out).all()
+        wgmma.grouped_linear(x[source.long()], tiled, codebook, scale, bounds, *sizes, out)
+        weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
+        assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
+
+
 def summary(tool: str) -> dict[str, object]:
     """Run all widths under one tool."""
     flags = os.environ.get("KBIT_CUDA_FLAGS", "")
@@ -100,6 +137,7 @@ def main() -> None:
     if sys.argv[1:] == ["--cases"]:
         for bits in (2, 3, 4, 5):
             run_cases(bits)
+        sort_many()
         return
     from kbit.bench.gpu_timing import describe
 

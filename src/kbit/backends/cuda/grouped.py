@@ -1,7 +1,7 @@
 """Experts with few tokens each, csrc/grouped.cu: which configuration takes a problem, and its launch.
 
-`plan` knows how many rows there are, not how they are dealt to experts: that is read on the device. The choice
-changes speed and, between classes of tokens, the order of sums.
+`plan` knows how many rows there are, not how they are dealt to experts: that is read on the device. Its
+choice changes speed and the order of sums.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ROW_BYTES = 128  # of 32 sums
 _SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
 _PAIRS_MEMORY = 200 * 1024
 _RESERVED_BYTES = 1024
-# Of a multiprocessor; more need the larger blocks' warps: 10 experts of 1024 x 2048 (155 tiles) take 9.2 us with
-# them and 10.6 without, 8 of 2048 x 512 (62) 5.5 and 5.0.
+# Of a multiprocessor; more need the larger blocks' warps: 10 experts of 1024 x 2048 (155 tiles) take 9.2 us
+# with them and 10.6 without, 8 of 2048 x 512 (62) 5.5 and 5.0.
 _FEW_TILES = 96
 _HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose table leaves so much free
 
@@ -136,7 +136,7 @@ def plan(
     bits: int,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch for so many rows, of which any expert may have any number; None if shared memory is short."""
+    """The launch for so many rows, dealt to experts in any way; None if shared memory is short."""
     most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     while most:
         for config in _preferred(rows, experts, out_features, in_features, bits, device):

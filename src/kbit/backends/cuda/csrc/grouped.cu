@@ -2,25 +2,26 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[r, i] = silu(gate[r, i]) * up[r, i], shape [R, I], I % 16 == 0.
 //
-// Rows are sorted by expert (groups.cuh). An expert's are taken 1 << most_log at a time, at most Config::tokens
-// (8 or 16), and its weight is read again for every such piece. wgmma.cu takes over where experts have more rows.
+// Rows are sorted by expert (groups.cuh). An expert's are taken 1 << most_log at a time, at most
+// Config::tokens (8 or 16), and its weight is read again for every such piece. wgmma.cu takes over where
+// experts have more rows.
 //
 //   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
-//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
-//   offsets   int32 [experts + 1]; source int32 [R], the row of x that a sorted row is, or null: the same
+//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of
+//   8 offsets   int32 [experts + 1]; source int32 [R], the row of x that a sorted row is, or null: the same
 //   y         16-bit [R, N], or [R, N/2] if gated
 //
 // Memory-bound, as stream.cu, whose ring and look-ups it shares. There many warps split K, so that one matrix
-// keeps the machine busy, and a warp adds up. Here are matrices enough: a warp takes two row tiles over all of
-// K, and nothing is added up between warps. (stream.cu with teams of warps and lists of jobs needed 50 us for
-// 128 experts of 512 x 2048, this one X; and its dense case became slower by 15%.) Where matrices are few, a
-// team of `span` warps splits K.
+// keeps the machine busy, and a warp adds up. Here are matrices enough: a warp takes two row tiles over all
+// of K, and nothing is added up between warps. (stream.cu with teams of warps and lists of jobs took 50 us
+// for 128 experts of 2048 x 512 on an H200, this takes 24; and its dense case became slower by 15%.) Where
+// matrices are few, a team of `span` warps splits K.
 //
 // Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
 //
-// Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, sums of
-// teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
+// Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, sums
+// of teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
 #include "grouped.cuh"
 
 // sums[half] += one column tile of each half times x.
@@ -46,7 +47,7 @@ DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const 
             for (int j = 0; j < 2; ++j) {
 #pragma unroll
                 for (int n = 0; n < kColumns; ++n) {
-                    float(&d)[4] = kScaleWeights ? sums[half][n] : fresh[n];
+                    float (&d)[4] = kScaleWeights ? sums[half][n] : fresh[n];
                     H::mma(d, a[j], b[n][4 * kBlock + 2 * j], b[n][4 * kBlock + 2 * j + 1]);
                 }
             }
@@ -200,8 +201,8 @@ DEVICE int most_tokens(const Job* jobs, int count) {
 extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     grouped(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
             const u16* x, u16* y, const int* offsets, const int* source, int n, int k, int rows, int x_stride,
-            int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_room, int ring_at, int jobs_at,
-            int parts_at) {
+            int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_room, int ring_at,
+            int jobs_at, int parts_at) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
@@ -219,9 +220,13 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
 
     const u32 base = shared_address(memory);
     Job* const jobs = reinterpret_cast<Job*>(memory + jobs_at);
-    Ring ring{tiled, base + ring_at + warp * kStages * kStageBytes,
-              base + D::kTableBytes + warp * kStages * 8, lane, p.k_tiles * place / span,
-              p.k_tiles * (place + 1) / span, {jobs, team}};
+    Ring ring{tiled,
+              base + ring_at + warp * kStages * kStageBytes,
+              base + D::kTableBytes + warp * kStages * 8,
+              lane,
+              p.k_tiles * place / span,
+              p.k_tiles * (place + 1) / span,
+              {jobs, team}};
     ring.init();
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();

@@ -119,8 +119,9 @@ struct Ring {
     }
 };
 
-// x of jobs in shared memory, as B operands: [job][column tile][8-token set][token][4 lanes][8 words]. Of a set
-// there are only `tokens` (1, 2, 4 or 8); columns of B beyond them repeat these, and their results are dropped.
+// x of jobs in shared memory, as B operands: [job][column tile][8-token set][token][4 lanes][8 words]. Of a
+// set there are only `tokens` (1, 2, 4 or 8); columns of B beyond them repeat these, and their results are
+// dropped.
 struct Activations {
     const u16* x;
     const int* source;  // which row of x a sorted row is, or null if x is sorted
@@ -152,7 +153,7 @@ struct Activations {
             if (token < jobs[job].tokens) {
                 int row = jobs[job].row + token;
                 if (source) {
-                    row = max(0, min(__ldg(source + row), rows - 1));
+                    row = max(0, min(source[row], rows - 1));
                 }
                 from = x + u64(u32(row)) * u32(stride);
             }
@@ -187,8 +188,8 @@ struct Activations {
             then();
         }
     }
-    // A lane's part of a column tile, its four steps. lane_at: the region's address + lane_place(lane); tile: a
-    // multiple of 128 from the region's start.
+    // A lane's part of a column tile, its four steps. lane_at: the region's address + lane_place(lane); tile:
+    // a multiple of 128 from the region's start.
     static DEVICE void load(u32 (&b)[kColumns][8], u32 lane_at, u32 tile) {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {

@@ -1,5 +1,5 @@
-// What the warps of wgmma.cu share: the problem and its tiles, the ring of packed weights and activations, and
-// the way of results to memory.
+// What the warps of wgmma.cu share: the problem and its tiles, the ring of packed weights and activations,
+// and the way of results to memory.
 #pragma once
 
 #include "config.h"
@@ -26,7 +26,7 @@ constexpr int kStagingAt = kWeightsAt + kStages * kWeightBytes;
 constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStagingBytes = kStagingTokens * 128;  // of a warpgroup: 64 rows of W
 constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
-constexpr int kConsumers = 256;  // threads
+constexpr int kConsumers = 256;                 // threads
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 constexpr int kScratchAt = kBarriersAt + 16 * kStages;
 constexpr int kListAt = kScratchAt + 256;
