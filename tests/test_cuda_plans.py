@@ -9,7 +9,7 @@ import torch
 
 import kbit
 from kbit.backends import cpu
-from kbit.backends.cuda import products, stream, wgmma
+from kbit.backends.cuda import operands, preference, stream, wgmma
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.format import SUPPORTED_BITS
 
@@ -43,11 +43,11 @@ def test_every_wgmma_plan_fits() -> None:
     for bits, m, (n, k), gated in itertools.product(
         SUPPORTED_BITS, (1, 17, 64, 300, 8192), SHAPES, (False, True)
     ):
-        if wgmma.refusal(torch.bfloat16, device.arch, n, gated):
+        if operands.refusal(torch.bfloat16, n, gated):
             continue
         plan = wgmma.plan(m, n, k, bits, gated, device)
-        assert wgmma.shared_bytes(bits, plan.tokens) <= device.shared_bytes
-        assert wgmma.stages(bits, plan.tokens) >= 2
+        assert wgmma.shared_bytes(bits, plan.tokens, False) <= device.shared_bytes
+        assert wgmma.stages(bits, plan.tokens, False) >= 2
         assert plan.grid % plan.cluster == 0
         assert plan.cluster == 1 or -(-k // 64) >= 2 * plan.cluster
 
@@ -67,31 +67,31 @@ def test_every_wgmma_plan_fits() -> None:
 )
 def test_who_takes_what(m, dtype, arch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
-    assert products.choose(m, dtype, 4096, 4096, False, arch) == kernel
+    assert preference.choose(m, dtype, 4096, 4096, False, arch) == kernel
 
 
 def test_small_weights_for_many_tokens_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
-    assert products.choose(4096, torch.float16, 512, 2048, False, "90a") == "cublas"
+    assert preference.choose(4096, torch.float16, 512, 2048, False, "90a") == "cublas"
 
 
 def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KBIT_KERNEL", "wgmma")
-    assert products.choose(1, torch.float16, 4096, 4096, False, "90a") == "wgmma"
+    assert preference.choose(1, torch.float16, 4096, 4096, False, "90a") == "wgmma"
     with pytest.raises(ValueError, match=r"KBIT_KERNEL=wgmma cannot run this: it needs a Hopper GPU"):
-        products.choose(1, torch.float16, 4096, 4096, False, "80")
+        preference.choose(1, torch.float16, 4096, 4096, False, "80")
     monkeypatch.setenv("KBIT_KERNEL", "marlin")
-    with pytest.raises(ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, wgmma, cublas"):
-        products.choose(1, torch.float16, 4096, 4096, False, "90a")
+    with pytest.raises(ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, grouped, wgmma, cublas"):
+        preference.choose(1, torch.float16, 4096, 4096, False, "90a")
 
 
 def test_reasons_name_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
-    words = products.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[0])
-    assert words["stream"].startswith("taken, 3 x ")
+    words = preference.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[0])
+    assert words["stream"].startswith("taken by estimate: 3 x ")
     assert words["wgmma"] == "it needs a Hopper GPU (sm_90), this is sm_80"
-    assert words["cublas"].startswith("could take it")
-    words = products.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[2])
+    assert words["cublas"] == "could take it"
+    words = preference.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[2])
     assert "tokens in clusters of" in words["wgmma"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kbit.backends import cpu
-from kbit.backends.cuda import products
+from kbit.backends.cuda import driver, preference, tables
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
@@ -63,9 +63,8 @@ def explain(
 
 
 def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, activation: str | None) -> list[str]:
-    from kbit.backends.cuda import driver
-
     n, k = q.shape[-2:]
-    limits = driver.device_limits(q.device.index or 0)
-    reasons = products.reasons(m, dtype, n, k, q.bits, activation == "silu_and_mul", limits)
+    index = q.device.index or 0
+    shape = (n, k, q.bits, activation == "silu_and_mul", driver.device_limits(index))
+    reasons = preference.reasons(m, dtype, *shape, tables.for_device(index))
     return [f"  {kernel}: {reason}" for kernel, reason in reasons.items()]

@@ -1,6 +1,7 @@
 """The prefill kernel for Hopper, csrc/wgmma.cu: which configuration takes a problem, and its launch.
 
-Legality is `refusal`; `plan` chooses among what is legal. The choice follows measurements on an H200.
+Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where
+no table of measurements says so (`kbit.backends.cuda.tables`).
 """
 
 from __future__ import annotations
@@ -96,9 +97,17 @@ def plan(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> Plan:
     """The launch for a legal problem: the cheapest by `_clocks`."""
+    costs = candidates(m, out_features, in_features, bits, gated, device)
+    return min(costs, key=lambda plan: costs[plan])
+
+
+def candidates(
+    m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
+) -> dict[Plan, float]:
+    """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
     rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
     row_blocks, steps = -(-rows // block_rows), -(-in_features // _STEP_COLUMNS)
-    plans = []
+    plans = {}
     for tokens in TOKENS:
         tiles = row_blocks * -(-m // tokens)
         for cluster, share in _CLUSTERS.items():
@@ -110,8 +119,23 @@ def plan(
                 continue
             blocks = min(tiles, device.multiprocessors) if cluster == 1 else tiles * cluster
             cost = _clocks(tiles, steps, tokens, cluster, device.multiprocessors)
-            plans.append((cost, Plan(tokens, blocks, cluster)))
-    return min(plans, key=lambda plan: plan[0])[1]
+            plans[Plan(tokens, blocks, cluster)] = cost
+    return plans
+
+
+def plan_of(
+    tokens: int,
+    cluster: int,
+    m: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> Plan | None:
+    """The launch with so many tokens a block and blocks a cluster; None if it may not take the problem."""
+    found = candidates(m, out_features, in_features, bits, gated, device)
+    return next((plan for plan in found if (plan.tokens, plan.cluster) == (tokens, cluster)), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,176 @@
+"""Which kernel takes a product of one weight: legality, measurements, estimates.
+
+`decide` takes the fastest by measurement where a table has the problem (`kbit.backends.cuda.tables`), else by
+estimate. KBIT_KERNEL=stream (one weight), grouped (experts), wgmma or cublas forces a kernel; where that may
+not take a problem, the error says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kbit.backends.cuda import driver, operands, stream, tables, wgmma
+
+KERNELS = ("stream", "grouped", "wgmma", "cublas")
+# Off Hopper, so many tokens are taken 16 at a time: four readings of 4-bit weights are one of 16-bit ones.
+_STREAM_TOKENS = 64
+# On Hopper, small weights for many tokens: decoding costs little and cuBLAS fills the machine better. 2048 x
+# 512 by 4096 tokens on an H200: wgmma 19.7 us, cuBLAS alone 13.2.
+_SMALL_WEIGHTS, _MANY_TOKENS = 2**21, 2048
+_SHORT, _TILE_ROWS = 1024, 128
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel for a problem, `tiles` its launch if it is wgmma, and why: a row of a table, or None.
+
+    Attributes:
+        file: of the row.
+        forced: by KBIT_KERNEL.
+    """
+
+    kernel: str
+    tiles: wgmma.Plan | None = None
+    row: tables.Row | None = None
+    file: str = ""
+    forced: bool = False
+
+    @property
+    def why(self) -> str:
+        """ "by estimate", say, in words for `kbit.explain`."""
+        if self.forced:
+            return "forced by KBIT_KERNEL"
+        if self.row is None:
+            return "by estimate"
+        words = f"by table {Path(self.file).name}, measured {self.row.us:g} us"
+        if self.row.runner_up is not None:
+            words += f" ({self.row.runner_up} {self.row.runner_up_us:g} us)"
+        return f"{words} at M={self.row.m}"
+
+
+def decide(
+    m: int,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+    known: tuple[tables.Table, ...] = (),
+) -> Choice:
+    """The kernel for a problem: what KBIT_KERNEL forces, or the fastest by the first table that has it.
+
+    Raises:
+        ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
+    """
+    forced = forced_kernel(refusals_of(m, dtype, out_features, gated, device.arch))
+    return _decided(forced, m, dtype, out_features, in_features, bits, gated, device, known)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decided(
+    forced: str | None,
+    m: int,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+    known: tuple[tables.Table, ...],
+) -> Choice:
+    shape = (out_features, in_features, bits, gated, device)
+    refusals = refusals_of(m, dtype, out_features, gated, device.arch)
+    name = next((name for name, one in tables.DTYPES.items() if one == dtype), None)
+    for table in known if name else ():
+        row = table.row(m, tables.Problem(out_features, in_features, bits, gated, str(name)))
+        if row is None or refusals[row.kernel] is not None or forced not in (None, row.kernel):
+            continue
+        tiles = wgmma.plan_of(row.tokens, row.cluster, m, *shape) if row.kernel == "wgmma" else None
+        if row.kernel != "wgmma" or tiles is not None:
+            return Choice(row.kernel, tiles, row, table.file, bool(forced))
+    kernel = forced or _estimated(refusals, m, out_features, in_features)
+    return Choice(kernel, wgmma.plan(m, *shape) if kernel == "wgmma" else None, forced=bool(forced))
+
+
+def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gated: bool, arch: str) -> str:
+    """The kernel for a problem that no table has: the one that KBIT_KERNEL names, or the fastest by estimate.
+
+    Raises:
+        ValueError: see `decide`.
+    """
+    refusals = refusals_of(m, dtype, out_features, gated, arch)
+    return forced_kernel(refusals) or _estimated(refusals, m, out_features, in_features)
+
+
+def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_features: int) -> str:
+    many = m >= _MANY_TOKENS and out_features * in_features <= _SMALL_WEIGHTS
+    if refusals["stream"] is None and (m <= stream.TOKENS[-1] or refusals["wgmma"] is not None):
+        return "stream"
+    return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
+
+
+def forced_kernel(refusals: dict[str, str | None]) -> str | None:
+    """The kernel that KBIT_KERNEL names, if it is among those that a problem may have, else None.
+
+    Raises:
+        ValueError: it names no kernel, or one that is refused.
+    """
+    forced = os.environ.get("KBIT_KERNEL")
+    if not forced:
+        return None
+    if forced not in KERNELS:
+        raise ValueError(f"KBIT_KERNEL is {forced!r}; known: {', '.join(KERNELS)}.")
+    if forced not in refusals:  # stream is for one weight, grouped for experts
+        return None
+    if (reason := refusals[forced]) is not None:
+        raise ValueError(f"KBIT_KERNEL={forced} cannot run this: {reason}. Unset it, or set another.")
+    return forced
+
+
+def reasons(
+    m: int,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+    known: tuple[tables.Table, ...] = (),
+) -> dict[str, str]:
+    """For every kernel in words whether it is taken, could be, or may not, why, and the taken one's launch.
+
+    Raises:
+        ValueError: see `decide`.
+    """
+    shape = (out_features, in_features, bits, gated, device)
+    choice = decide(m, dtype, *shape, known)
+    words = {}
+    for kernel, refusal in refusals_of(m, dtype, out_features, gated, device.arch).items():
+        words[kernel] = f"taken {choice.why}" if kernel == choice.kernel else refusal or "could take it"
+    if choice.kernel == "stream":
+        plan = stream.plan(min(m, stream.TOKENS[-1]), *shape)
+        launches = -(-m // stream.TOKENS[-1])
+        words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
+    elif choice.tiles is not None:
+        tiles = choice.tiles
+        words["wgmma"] += f": {tiles.grid} blocks of {tiles.tokens} tokens in clusters of {tiles.cluster}"
+    return words
+
+
+@functools.lru_cache(maxsize=4096)
+def refusals_of(
+    m: int, dtype: torch.dtype, out_features: int, gated: bool, arch: str
+) -> dict[str, str | None]:
+    """Why each kernel may not take a problem, or None."""
+    at_once = min(m, stream.TOKENS[-1]) if m <= _STREAM_TOKENS else m
+    return {
+        "stream": stream.refusal(at_once, dtype, out_features, gated),
+        "wgmma": wgmma.arch_refusal(arch) or operands.refusal(dtype, out_features, gated),
+        "cublas": None,
+    }
