@@ -10,21 +10,22 @@ DEMO_ARGS ?=
 OLDEST_TRANSFORMERS ?= 5.17.0
 
 bin := $(VENV)/bin
-sources := src tests tools
+sources := src tests tools examples
 cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
 # Compiled where they run, so that an installation does not depend on them.
 cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cuda/csrc/*.cuh)
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: help demo test test-oldest lint format readme report report-check reinstall clean
+.PHONY: help demo test test-oldest lint format readme docs report report-check reinstall clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      install, then quantize a real model to 4, 3 and 2 bits and talk to it"
 	@echo "make test      install, then run every test that needs no GPU"
 	@echo "make lint      formatting, style and types;  make format  repairs the first two"
-	@echo "make readme    put the figures of benchmarks/results/ into README.md"
+	@echo "make readme    put the figures of benchmarks/results/ and the command line's options into README.md and docs/"
+	@echo "make docs      build docs/ into build/site; warnings are errors"
 	@echo "make report    draw benchmarks/results/ into build/report.html;  make report-check  opens it in Chromium"
 	@echo "make reinstall build the CPU kernels after installing a compiler"
 	@echo "make clean     remove .venv, build/ and demo/"
@@ -59,6 +60,10 @@ format: $(VENV)/.lint-installed
 
 readme: $(VENV)/.installed
 	@$(bin)/python tools/render_readme.py
+	@$(bin)/python tools/render_docs.py
+
+docs: $(VENV)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 report: $(VENV)/.installed
 	@mkdir -p build

@@ -196,9 +196,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-def render(text: str) -> str:
+def render(text: str, sections: dict[str, Callable[[], str]] = SECTIONS) -> str:
     """Text with every marked section filled."""
-    for name, function in SECTIONS.items():
+    for name, function in sections.items():
         pattern = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.S)
         if pattern.search(text):
             content = function()

@@ -54,7 +54,7 @@ def normal_float(bits: int) -> torch.Tensor:
     Dettmers et al., "QLoRA" (2023), without its asymmetric zero.
 
     >>> normal_float(2).tolist()
-    [-1.0, -0.27699700..., 0.27699700..., 1.0]
+    [-1.0, -0.27699354..., 0.27699354..., 1.0]
     """
     return torch.tensor(_normal_float_levels(check_bits(bits)), dtype=torch.float32)
 

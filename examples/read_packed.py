@@ -1,0 +1,54 @@
+"""Decode one weight of a k-bit checkpoint with numpy alone, as docs/format.md describes it.
+
+    python examples/read_packed.py FOLDER model.layers.0.mlp.down_proj.weight [IN_FEATURES]
+
+Without IN_FEATURES, columns are those of whole blocks of 32.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from safetensors import safe_open
+
+
+def levels_of(codebook, bits: int) -> np.ndarray:
+    """float32 [2^bits]: the codebook that a config names or lists."""
+    if codebook != "nf":
+        return np.array(codebook[str(bits)] if isinstance(codebook, dict) else codebook, np.float32)
+    upper = np.array([NormalDist().inv_cdf((i + 0.5) / 2**bits) for i in range(2**bits // 2, 2**bits)])
+    upper /= upper[-1]
+    return np.concatenate([-upper[::-1], upper]).astype(np.float32)
+
+
+def read_packed(folder: Path, name: str, in_features: int | None = None) -> np.ndarray:
+    """float32 [N, K], or [E, N, K]: the parameter `name`, decoded."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    parts = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            wanted = filter(lambda key: key.startswith(name + "_"), tensors.keys())
+            parts |= {key: tensors.get_tensor(key) for key in wanted}
+    packed, absmax = parts[name + "_packed"], parts[name + "_absmax"]
+    scale = parts.get(name + "_scale", np.ones(packed.shape[:-2], np.float32))
+
+    bits = packed.shape[-1] // absmax.shape[-1]
+    words = packed.view(np.uint32).reshape(*absmax.shape, bits, 1)
+    planes = words >> np.arange(32, dtype=np.uint32) & 1  # [..., blocks, bits, 32]
+    codes = (planes << np.arange(bits, dtype=np.uint32)[:, None]).sum(-2)
+    if absmax.dtype == np.uint8:  # E4M4
+        absmax = (absmax.astype(np.uint16) << 6).view(np.float16).astype(np.float32) * 16
+    w = levels_of(config["codebook"], bits)[codes] * absmax.astype(np.float32)[..., None]
+    w *= scale[..., None, None, None]
+    return w.reshape(*w.shape[:-2], -1)[..., :in_features]
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    if len(arguments) not in (2, 3):
+        sys.exit(__doc__)
+    weight = read_packed(Path(arguments[0]), arguments[1], int(arguments[2]) if arguments[2:] else None)
+    print(f"{arguments[1]}: {weight.shape}, from {weight.min():.4f} to {weight.max():.4f}")
+    print(weight)

@@ -1,0 +1,211 @@
+"""Put into docs/*.md what is known elsewhere: measured figures, options of the command line, codebooks.
+
+As tools/render_readme.py, whose sections are known here too. `<!-- options NAME -->` is filled with the
+options of `kbit NAME`. `make readme` runs both; `--check` only says which pages are out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from render_readme import GPU_BITS, ROOT, load, load_if_there, markdown
+from render_readme import SECTIONS as README_SECTIONS
+from render_readme import render as render_sections
+
+from kbit.cli import app
+from kbit.format import SUPPORTED_BITS, normal_float
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
+WIDTHS_TOKENS = (1, 8, 64)
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def about(result: dict[str, Any]) -> str:
+    """The machine, its software and the commit of a GPU's result file."""
+    machine = result["machine"]
+    return (
+        f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, "
+        f"kbit at {machine['commit'][:7]}."
+    )
+
+
+def widths() -> str:
+    """Every width on a GPU: the product that kbit.linear chose, 4 bits from the file of all shapes."""
+    results = [load_if_there(name) for name in (WIDTHS_FILE, "h200-kernels.json")]
+    if not all(results):
+        return ""
+    cells = {
+        (row["shape"], row["bits"], row["rows"]): row
+        for result in results
+        for row in result["rows"]
+        if row["kernel"] == "kbit" and row["dtype"] == "fp16"
+    }
+    body = []
+    for shape in dict.fromkeys(row["shape"] for row in results[0]["rows"]):
+        for bits in SUPPORTED_BITS:
+            rows = [cells[shape, bits, tokens] for tokens in WIDTHS_TOKENS]
+            name = f"{rows[0]['in_features']} → {rows[0]['out_features']}, k={bits}"
+            body.append([name, *(f"{row['us']:.1f} ({row['vs_fp16']:.2f})" for row in rows)])
+    text = "Microseconds (in brackets: times as fast as float16 cuBLAS in the same run), float16. "
+    header = ["layer, width", *(f"M={tokens}" for tokens in WIDTHS_TOKENS)]
+    return f"{text}{about(results[0])}\n\n{markdown(header, body)}"
+
+
+def peers() -> str:
+    """Other people's kernels beside ours, one token."""
+    rows = load_if_there("h200-kernels.json").get("rows", [])
+    names = [
+        f"kbit, k={GPU_BITS}",
+        "cuBLAS",
+        *dict.fromkeys(r["kernel"] for r in rows if r["kind"] == "peer"),
+    ]
+    body: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["dtype"] == "bf16" and row["rows"] == 1:
+            name = {"kbit": names[0], "cublas": names[1]}.get(row["kernel"], row["kernel"])
+            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
+            body.setdefault(layer, {})[name] = f"{row['us']:.1f}"
+    table = [[layer, *(cells.get(name, "") for name in names)] for layer, cells in body.items()]
+    return (
+        f"Microseconds, one token, bfloat16 activations.\n\n{markdown(['layer', *names], table)}"
+        if rows
+        else ""
+    )
+
+
+def experts() -> str:
+    """Products with many experts, against the fastest 16-bit path."""
+    result = load_if_there(MOE_FILE)
+    ours = [row for row in result.get("rows", []) if row["kernel"] == "kbit" and row["vs_best_16_bit"]]
+    if not ours:
+        return "Not measured yet: `kbit bench moe` does."
+    tokens = sorted({row["rows"] for row in ours})
+    cells = {(f"{r['problem']}, k={r['bits']}", r["rows"]): r for r in ours}
+    body = []
+    for name in dict.fromkeys(name for name, _ in cells):
+        here = [cells.get((name, count)) for count in tokens]
+        body.append(
+            [name, *(f"{row['us']:.1f} ({row['vs_best_16_bit']:.2f})" if row else "" for row in here)]
+        )
+    text = "Microseconds (in brackets: times as fast as the fastest 16-bit path in the same run). "
+    return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
+
+
+def sanitizer() -> str:
+    """What compute-sanitizer found."""
+    result = load_if_there(SANITIZER_FILE)
+    runs = [f"{run['tool']}: {'; '.join(run['summary'])}" for run in result.get("runs", [])]
+    return "\n".join([about(result), "", *(f"* {run}" for run in runs)]) if runs else ""
+
+
+def provenance() -> str:
+    """Every result file: machine, commit, date."""
+    body = []
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        machine = load(file.name).get("machine", {})
+        hardware = str(machine.get("gpu") or machine.get("cpu", ""))
+        rest = (machine.get("torch", ""), machine.get("commit", "")[:7], machine.get("date", ""))
+        body.append([f"`{file.name}`", hardware, *rest])
+    return markdown(["file", "machine", "torch", "commit", "date"], body)
+
+
+# -- the format --------------------------------------------------------------------------------------------
+
+
+def codebooks() -> str:
+    """The positive half of every normal-float codebook."""
+    body = [
+        [str(bits), ", ".join(f"`{level.hex()}`" for level in normal_float(bits)[2 ** (bits - 1) :].tolist())]
+        for bits in SUPPORTED_BITS
+    ]
+    return markdown(["bits", "positive levels as float32, ascending"], body)
+
+
+# -- the command line --------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, Any]:
+    """Every command by its words after `kbit`."""
+
+    def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for name, child in getattr(command, "commands", {}).items():
+            yield from walk(child, (*words, name))
+        if not hasattr(command, "commands"):
+            yield " ".join(words), command
+
+    return dict(walk(typer.main.get_command(app), ()))
+
+
+def options(command: Any) -> str:
+    """The arguments and options of a command."""
+    hints = typing.get_type_hints(command.callback)
+    body = []
+    for parameter in command.params:
+        names = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
+        metavar, many = _metavar(parameter, hints.get(parameter.name))
+        if parameter.param_type_name == "argument":
+            names = [f"`{parameter.metavar or parameter.name.upper()}`"]
+        elif metavar:
+            names[-1] = f"{names[-1][:-1]} {metavar}`"
+        many = many and "repeatable" not in (parameter.help or "")
+        meaning = " ".join(filter(None, [parameter.help, "Repeatable." if many else ""]))
+        body.append([", ".join(names), _default(parameter), meaning.replace("|", "\\|")])
+    rows = [" | ".join(cells) for cells in (["option", "default", "meaning"], ["---"] * 3, *body)]
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def _default(parameter: Any) -> str:
+    default = parameter.default
+    if isinstance(default, bool):
+        return ("`on`" if default else "`off`") if parameter.secondary_opts else ""
+    if parameter.required or default is None or default in ("", (), []):
+        return ""
+    return f"`{getattr(default, 'value', default)}`"
+
+
+def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
+    """What stands for the value of an option, and whether it may be given several times."""
+    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = arms[0]
+    many = typing.get_origin(hint) is list
+    if many:
+        hint = typing.get_args(hint)[0]
+    if hint is bool:
+        return "", False
+    values = [choice.value for choice in hint] if hasattr(hint, "__members__") else []
+    return parameter.metavar or "/".join(values) or _METAVARS.get(hint, "VALUE"), many
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    **README_SECTIONS,
+    **{f.__name__: f for f in (widths, peers, experts, sanitizer, provenance, codebooks)},
+    **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
+}
+
+
+def main() -> int:
+    """Write the pages, or compare with `--check`."""
+    old = {page: page.read_text() for page in PAGES}
+    stale = {page: new for page, text in old.items() if (new := render_sections(text, SECTIONS)) != text}
+    if "--check" in sys.argv:
+        for page in stale:
+            print(f"{page.relative_to(ROOT)} is out of date. Run: make readme")
+        return int(bool(stale))
+    for page, text in stale.items():
+        page.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
