@@ -71,7 +71,11 @@ class QuantizationPolicy:
             raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
 
     def widths(self) -> list[int]:
-        """Every width this policy can assign, ascending."""
+        """Every width this policy can assign, ascending.
+
+        Raises:
+            ValueError: one of them is not in 2..5.
+        """
         named = [self.bits, *self.overrides.values()]
         if self.embedding_bits is not None:
             named.append(self.embedding_bits)

@@ -68,6 +68,9 @@ def rmsnorm_quantize_nvfp4(
         write_norm: return the unquantized norm too.
         search, ties, global_scale: as in `quantize_nvfp4`.
 
+    Returns:
+        `Normed`: the norm in NVFP4, [M, K] in layout nv, codes and scales uint8; itself too if asked for.
+
     Raises:
         TypeError, ValueError: the arguments do not fit.
 
@@ -109,7 +112,7 @@ def silu_mul_quantize_nvfp4(
         search, ties, global_scale: as in `quantize_nvfp4`.
 
     Returns:
-        [R, I] in layout nv.
+        [R, I] in layout nv, codes and scales uint8.
 
     Raises:
         TypeError, ValueError: the arguments do not fit.

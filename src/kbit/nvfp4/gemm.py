@@ -58,7 +58,15 @@ def gemm_nvfp4(
 
 
 def tiles_nvfp4(accum: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
-    """Names of the tile and split choices that a device's products can be forced to under a contract."""
+    """Names of the tile and split choices that a device's products can be forced to under a contract.
+
+    Args:
+        accum: name of the contract, "exact", "seq16" or "tc".
+        device: where products would run.
+
+    Raises:
+        ValueError: there is no such contract.
+    """
     check_accumulation(accum, "tiles_nvfp4")
     return kernels_for(torch.empty(0, device=device)).tiles(accum)
 

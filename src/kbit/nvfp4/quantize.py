@@ -96,7 +96,11 @@ def is_normal(scale: float) -> bool:
 def global_scale_for(x: torch.Tensor) -> float:
     """amax / 2688 in float32, as ModelOpt chooses a weight's `weight_scale_2`; 1 where that is not normal.
 
-    Waits for the device.
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+
+    Returns:
+        A Python float that float32 holds exactly. Waits for the device.
     """
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
@@ -131,11 +135,11 @@ def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
     """The same codes and scales in another layout; lossless both ways.
 
     Args:
-        t: any NVFP4 tensor.
+        t: any NVFP4 tensor, [N, K] or [E, N, K].
         layout: "nv", "ggml" or "mmq".
 
     Returns:
-        `t` itself if it has that layout already.
+        A tensor of t's shape, its codes and scales uint8 as before; `t` itself if it has that layout already.
 
     Raises:
         ValueError: there is no such layout.

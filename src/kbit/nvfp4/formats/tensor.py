@@ -108,7 +108,11 @@ class NVFP4Tensor:
         )
 
     def expert(self, index: int) -> NVFP4Tensor:
-        """One matrix of a stack, sharing its memory."""
+        """One matrix of a stack, sharing its memory.
+
+        Raises:
+            ValueError: this is a single matrix.
+        """
         if len(self.shape) != 3:
             raise ValueError(f"NVFP4 tensor: only a stack [E, N, K] has experts, got shape {self.shape}.")
         scales = None if self.scales is None else self.scales[index]

@@ -47,7 +47,7 @@ def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
         layout: "nv", or "ggml" for the file's own bytes.
 
     Returns:
-        [N, K] or [E, N, K], on the CPU.
+        [N, K] or [E, N, K], on the CPU; codes and scales uint8.
 
     Raises:
         ValueError: the file is damaged, or the tensor is missing or not NVFP4.

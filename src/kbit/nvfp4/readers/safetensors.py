@@ -27,7 +27,7 @@ def from_modelopt(path: str | Path, name: str) -> NVFP4Tensor:
         name: the module's name, such as "model.layers.0.mlp.down_proj".
 
     Returns:
-        [N, K] in layout nv, on the CPU.
+        [N, K] in layout nv, on the CPU; codes and scales uint8.
 
     Raises:
         ValueError: the file is damaged, or the tensors are missing or not what the format says.
@@ -45,7 +45,7 @@ def from_compressed_tensors(path: str | Path, name: str) -> NVFP4Tensor:
         name: the module's name, such as "model.layers.0.mlp.down_proj".
 
     Returns:
-        [N, K] in layout nv, on the CPU.
+        [N, K] in layout nv, on the CPU; codes and scales uint8.
 
     Raises:
         ValueError: the file is damaged, or the tensors are missing or not what the format says.
