@@ -20,6 +20,7 @@ from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
 from kbit.cli.profile import profile
 from kbit.cli.quantize import quantize
+from kbit.cli.tune import tune
 
 app = typer.Typer(
     help="LLM weights in 2 to 5 bits: quantize, look inside, talk, measure.",
@@ -35,6 +36,7 @@ app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
 app.command()(profile)
 app.command("compile")(compile_kernels)
+app.command()(tune)
 app.command()(doctor)
 app.command()(demo)
 

@@ -14,7 +14,8 @@ from kbit.bench.report.sections import Section
 from kbit.bench.report.svg import Axis, Chart, Series
 
 TABLES_COMMAND = (
-    "kbit bench kernels --rows 1,2,4,8,16,32,64,256,1024,4096 --dtype fp16,bf16 --json {folder}/kernels.json"
+    "kbit bench kernels --rows 1,2,4,8,16,32,64,256,1024,4096,8192 --dtype fp16,bf16 "
+    "--json {folder}/kernels.json"
 )
 
 

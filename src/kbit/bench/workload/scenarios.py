@@ -180,5 +180,5 @@ def nothing_measured(model: ModelLayers, times: Times) -> str:
     return (
         f"workload: the table has no width for all layers of {model.name} ({names}), {times.dtype}. Measure "
         f"them: kbit bench kernels --model {model.name} --dtype {times.dtype} "
-        "--rows 1,2,4,8,16,32,64,256,1024,4096 --json FILE"
+        "--rows 1,2,4,8,16,32,64,256,1024,4096,8192 --json FILE"
     )

@@ -153,7 +153,7 @@ def from_result(result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str
     if not times:
         raise NotMeasured(
             f"workload: the table has no {dtype} rows beside 16-bit cuBLAS. Measure them: "
-            f"kbit bench kernels --dtype {dtype} --rows 1,2,4,8,16,32,64,256,1024,4096 --json FILE"
+            f"kbit bench kernels --dtype {dtype} --rows 1,2,4,8,16,32,64,256,1024,4096,8192 --json FILE"
         )
     return Times(
         dtype,

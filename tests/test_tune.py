@@ -1,0 +1,410 @@
+"""Tables of measured kernels: reading them, choosing by them, and `kbit tune`, here with made-up times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kbit
+from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma
+from kbit.backends.cuda.driver import DeviceLimits
+from kbit.backends.cuda.tables import Problem, TableError
+from kbit.bench import shapes, tune
+from kbit.bench.tune_record import Record
+from kbit.cli import app
+
+H200 = DeviceLimits(132, 227 * 1024, "90a")
+A100 = DeviceLimits(108, 163 * 1024, "80")
+PROVENANCE = {"gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "torch": "2", "sources": "ab", "date": "d"}
+PROBLEM = Problem(4096, 4096, 4, False, "fp16")
+SIZE = (4096, 4096, 4, False, H200)
+
+
+@pytest.fixture(autouse=True)
+def _no_forcing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KBIT_KERNEL", raising=False)
+    monkeypatch.setenv("KBIT_CACHE", str(tmp_path / "cache"))
+
+
+def item(m: int = 64, kernel: str = "wgmma", tokens: int = 32, cluster: int = 2, **changes) -> dict:
+    plan = {"tokens": tokens, "cluster": cluster} if kernel == "wgmma" else {}
+    row = asdict(PROBLEM) | {"m": m, "kernel": kernel, "plan": plan, "us": 5.0}
+    return row | {"runner_up": "cublas", "runner_up_us": 9.0} | changes
+
+
+def content(*rows: object, **changes) -> bytes:
+    head = {"version": 1, "device": asdict(H200), "provenance": PROVENANCE, "rows": list(rows)}
+    return json.dumps(head | changes).encode()
+
+
+def table(*rows: dict, file: str = "nvidia-h200.json", device: DeviceLimits = H200) -> tables.Table:
+    return tables.parse(content(*rows, device=asdict(device)), file)
+
+
+# -- what the package has ------------------------------------------------------------------------------------
+
+
+def assert_all_legal(found: tables.Table) -> None:
+    for problem, rows in found.rows.items():
+        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, found.device)
+        for row in rows:
+            choice = preference.decide(row.m, tables.DTYPES[problem.dtype], *size, (found,))
+            assert choice.row == row, (problem, row)
+            assert row.kernel == choice.kernel
+            assert row.runner_up_us is None or row.us <= row.runner_up_us, (problem, row)
+
+
+def test_every_shipped_row_is_legal_and_no_loser() -> None:
+    for file in tables.SHIPPED.glob("*.json"):
+        found = tables.load(file)
+        assert found is not None
+        assert found.rows
+        assert_all_legal(found)
+        provenance = json.loads(file.read_text())["provenance"]
+        assert file.stem == tables.slug(provenance["gpu"])
+        assert {"commit", "driver", "cuda", "torch", "date", "sources"} <= set(provenance)
+
+
+def test_tables_are_in_the_folder_that_wheels_take() -> None:
+    assert tables.SHIPPED.parent == Path(kbit.__file__).parent / "backends" / "cuda"
+
+
+# -- lookup --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_serves_its_tokens_and_down_to_half() -> None:
+    known = (table(item(64, tokens=32), item(256, tokens=128, cluster=1)),)
+    plans = {}
+    for m in (31, 32, 33, 64, 65, 127, 128, 200, 256, 257):
+        choice = preference.decide(m, torch.float16, *SIZE, known)
+        assert choice == preference.decide(m, torch.float16, *SIZE, known)
+        plans[m] = choice.row.m if choice.row else None
+        if choice.row:
+            assert choice.tiles == wgmma.plan_of(choice.row.tokens, choice.row.cluster, m, *SIZE)
+        else:
+            assert choice.tiles == wgmma.plan(m, *SIZE)
+    none = dict.fromkeys((31, 65, 127, 257))
+    assert plans == none | dict.fromkeys((32, 33, 64), 64) | dict.fromkeys((128, 200, 256), 256)
+
+
+def test_a_plan_is_laid_out_for_the_tokens_at_hand() -> None:
+    known = (table(item(512, tokens=128, cluster=1)),)
+    few, many = (preference.decide(m, torch.float16, *SIZE, known).tiles for m in (257, 512))
+    assert few is not None and many is not None  # noqa: PT018
+    assert (few.tokens, many.tokens, few.cluster, many.cluster) == (128, 128, 1, 1)
+    assert few.grid < many.grid
+
+
+def test_the_other_dtype_and_nothing_else_shares_a_row() -> None:
+    known = (table(item()),)
+    assert preference.decide(64, torch.bfloat16, *SIZE, known).row is not None
+    assert preference.decide(64, torch.float32, *SIZE, known).kernel == "cublas"
+    for size in (
+        (4096, 4096, 3, False),
+        (4096, 2048, 4, False),
+        (2048, 4096, 4, False),
+        (4096, 4096, 4, True),
+    ):
+        assert preference.decide(64, torch.float16, *size, H200, known).row is None
+    both = (table(item(), item(dtype="bf16", kernel="cublas")),)
+    assert preference.decide(64, torch.bfloat16, *SIZE, both).kernel == "cublas"
+
+
+def test_the_first_table_that_has_a_problem_counts() -> None:
+    mine, shipped = table(item(kernel="cublas")), table(item(), item(8, kernel="cublas"))
+    assert preference.decide(64, torch.float16, *SIZE, (mine, shipped)).kernel == "cublas"
+    assert preference.decide(64, torch.float16, *SIZE, (shipped, mine)).kernel == "wgmma"
+    assert preference.decide(8, torch.float16, *SIZE, (mine, shipped)).kernel == "cublas"
+
+
+@pytest.mark.parametrize(
+    ("row", "m", "kernel"),
+    [
+        (item(128, kernel="stream"), 128, "wgmma"),  # stream takes 64 at most
+        (item(64, tokens=48), 64, "wgmma"),  # no such launch
+        (item(8192, tokens=256, cluster=8), 8192, "wgmma"),  # more blocks than run at once
+    ],
+)
+def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
+    choice = preference.decide(m, torch.float16, *SIZE, (table(row),))
+    assert (choice.row, choice.kernel) == (None, kernel)
+    assert choice.tiles == wgmma.plan(m, *SIZE)
+
+
+def test_wgmma_of_a_table_is_not_taken_where_there_is_none() -> None:
+    choice = preference.decide(64, torch.float16, *SIZE[:-1], A100, (table(item(), device=A100),))
+    assert (choice.kernel, choice.row) == ("stream", None)
+
+
+def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (table(item(tokens=64, cluster=1)),)
+    monkeypatch.setenv("KBIT_KERNEL", "wgmma")
+    choice = preference.decide(64, torch.float16, *SIZE, known)
+    assert choice.forced
+    assert choice.tiles == wgmma.plan_of(64, 1, 64, *SIZE)
+    monkeypatch.setenv("KBIT_KERNEL", "cublas")
+    choice = preference.decide(64, torch.float16, *SIZE, known)
+    assert (choice.kernel, choice.row, choice.why) == ("cublas", None, "forced by KBIT_KERNEL")
+
+
+def test_without_tables_the_estimate_decides() -> None:
+    for m in (1, 17, 64, 300, 8192):
+        choice = preference.decide(m, torch.float16, *SIZE)
+        assert choice.kernel == preference.choose(m, torch.float16, 4096, 4096, False, "90a")
+        assert choice.why == "by estimate"
+
+
+def test_reasons_name_the_table() -> None:
+    words = preference.reasons(60, torch.float16, *SIZE, (table(item(), file="/x/nvidia-h200.json"),))
+    start = "taken by table nvidia-h200.json, measured 5 us (cublas 9 us) at M=64: "
+    assert words["wgmma"].startswith(start), words
+    assert words["cublas"] == "could take it"
+    assert "taken by estimate: " in preference.reasons(60, torch.float16, *SIZE)["wgmma"]
+
+
+def test_explain_names_the_table_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("kbit.dispatch.explain")
+    monkeypatch.setattr(driver, "device_limits", lambda index: H200)
+    q = kbit.quantize(torch.randn(64, 4096), 4, search=False)
+    for known, words in (((table(item(out_features=64)),), "by table nvidia-h200.json"), ((), "by estimate")):
+        monkeypatch.setattr(tables, "for_device", lambda index, known=known: known)
+        lines = module._cuda_lines(64, torch.float16, q, None)
+        assert any(line.startswith(f"  wgmma: taken {words}") for line in lines), lines
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def test_names_of_files() -> None:
+    assert tables.slug("NVIDIA H200") == "nvidia-h200"
+    assert tables.slug("NVIDIA GeForce RTX 4090 D") == "nvidia-geforce-rtx-4090-d"
+    assert tables.slug("../../etc/passwd") == "etc-passwd"
+    assert tables.slug("///") == "gpu"
+
+
+def test_the_users_table_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(driver, "device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(driver, "device_limits", lambda index: H200)
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    uncached = tables.for_device.__wrapped__
+    assert uncached(0) == ()
+    for folder in (tmp_path / "shipped", tmp_path / "cache" / "tables"):
+        folder.mkdir(parents=True)
+        (folder / "nvidia-h200.json").write_bytes(content(item()))
+    assert [Path(found.file).parent.name for found in uncached(0)] == ["tables", "shipped"]
+    monkeypatch.setattr(driver, "device_name", lambda index: "NVIDIA H100 PCIe")
+    assert uncached(0) == ()
+
+
+DAMAGED = [
+    (b"", "it is not JSON"),
+    (b"\xff\xfe\x00", "it is not JSON"),
+    (b"[" * 100_000, "it is not JSON"),
+    (b"[]", "the file must be an object, got list"),
+    (content(item(us=float("nan"))), "NaN is no number"),
+    (content(version=2), "version must be 1, got 2"),
+    (content(device=None), "device must be an object"),
+    (content(device={"multiprocessors": "132"}), "multiprocessors must be a whole number"),
+    (content(rows={}), "rows must be a list, got dict"),
+    (content(7), "row 0: it must be an object, got int"),
+    (content(item(), item()), "row 1: there is one of"),
+    (content(item(bits=6)), "row 0: bits must be one of 2, 3, 4, 5, got 6"),
+    (content(item(bits=True)), "row 0: bits must be a whole number"),
+    (content(item(dtype="fp8")), "dtype must be one of fp16, bf16, got 'fp8'"),
+    (content(item(kernel="rm -rf")), "kernel must be one of stream, wgmma, cublas"),
+    (content(item(gated=1)), "gated must be true or false"),
+    (content(item(m=0)), "m must be a whole number"),
+    (content(item(m=2**80)), "m must be a whole number"),
+    (content(item(tokens="64")), "tokens must be a whole number"),
+    (content(item(us=0)), "us must be a positive number"),
+    (content(item(us=10.0)), "wgmma with 10.0 us is slower than its runner-up with 9.0"),
+    (content(item(runner_up=3)), "runner_up must be a string"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_one_warning(damage: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "nvidia-h200.json"
+    file.write_bytes(damage)
+    with pytest.warns(UserWarning, match="kbit estimates which CUDA kernel is fastest") as caught:
+        assert tables.load_all((file,), H200) == ()
+    assert len(caught) == 1
+    assert message in str(caught[0].message)
+    assert str(file) in str(caught[0].message)
+
+
+def test_a_folder_another_gpu_and_too_large_a_file_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tmp_path / "good.json"
+    good.write_bytes(content(item()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tables.load_all((good, tmp_path / "absent.json"), H200)) == 1
+    with pytest.warns(UserWarning, match="it was made on DeviceLimits"):
+        assert tables.load_all((good,), A100) == ()
+    with pytest.warns(UserWarning, match="not a file of at most"):
+        assert tables.load_all((tmp_path,), H200) == ()
+    monkeypatch.setattr(tables, "_MOST_BYTES", 10)
+    with pytest.raises(TableError, match="not a file of at most"):
+        tables.load(good)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+class MadeUpTimer:
+    """Times by the label's hash; counts, and may stop like a user's Ctrl-C."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.calls, self.stop_after = [], stop_after
+
+    def __call__(self, problem, m, found):
+        if len(self.calls) == self.stop_after:
+            raise KeyboardInterrupt
+        self.calls.append((problem, m))
+        return {label: 1.0 + sum(map(ord, f"{label} {m}")) % 17 for label in found}
+
+
+def tasks() -> list[tuple[Problem, int]]:
+    chosen = tune.problems(shapes.select(["q", "kv"]), (3, 4), ("fp16",), gated=False)
+    return [(problem, m) for problem in chosen for m in (1, 64, 4096)]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file, whole = tmp_path / "t" / "a.json", tmp_path / "b.json"
+    first = MadeUpTimer(stop_after=5)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(tasks(), Record(file, H200, PROVENANCE), first)
+    assert len(first.calls) == 5
+    record = Record(file, H200, PROVENANCE | {"date": "later"})
+    assert len(record) == 5
+    second, seen = MadeUpTimer(), []
+    assert tune.tune(tasks(), record, second, on_done=lambda *task: seen.append(task))
+    assert first.calls + second.calls == tasks() == seen
+    tune.tune(tasks(), Record(whole, H200, PROVENANCE | {"date": "later"}), MadeUpTimer())
+    assert file.read_bytes() == whole.read_bytes()
+    assert [path.name for path in file.parent.iterdir()] == ["a.json"]
+    found = tables.load(file)
+    assert found is not None
+    assert_all_legal(found)
+    third = MadeUpTimer()
+    assert tune.tune(tasks(), Record(file, H200, PROVENANCE), third)
+    assert not third.calls
+
+
+def test_a_budget_stops_before_a_problem_and_keeps_what_is_done(tmp_path: Path) -> None:
+    file, timer = tmp_path / "a.json", MadeUpTimer()
+    record = Record(file, H200, PROVENANCE)
+    assert not tune.tune(tasks(), record, timer, seconds=3, clock=lambda: float(len(timer.calls)))
+    assert len(timer.calls) == 3
+    assert len(Record(file, H200, PROVENANCE)) == 3
+
+
+def test_a_record_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    tune.tune(tasks(), Record(file, H200, PROVENANCE), MadeUpTimer())
+    written = json.loads(file.read_text())
+    assert written["provenance"] == PROVENANCE
+    assert written["device"] == asdict(H200)
+    assert set(written["rows"][0]) == {
+        *asdict(PROBLEM),
+        "m",
+        "kernel",
+        "plan",
+        "us",
+        "runner_up",
+        "runner_up_us",
+    }
+    with pytest.raises(ValueError, match="measured with driver 1, this is 2. --fresh starts over"):
+        Record(file, H200, PROVENANCE | {"driver": "2"})
+    with pytest.raises(ValueError, match="measured with device"):
+        Record(file, A100, PROVENANCE)
+    assert len(Record(file, H200, PROVENANCE | {"driver": "2"}, fresh=True)) == 0
+    file.write_text("{")
+    with pytest.raises(ValueError, match="cannot be gone on with: it is not JSON"):
+        Record(file, H200, PROVENANCE)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.arch)
+def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits) -> None:
+    chosen = tune.problems(shapes.DENSE, (2, 5), ("bf16",), gated=True)
+    assert any(problem.gated for problem in chosen)
+    for problem in chosen:
+        dtype = tables.DTYPES[problem.dtype]
+        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, device)
+        for m in tune.ROWS:
+            found = tune.candidates(m, problem, device)
+            refusals = preference.refusals_of(m, dtype, problem.out_features, problem.gated, device.arch)
+            assert all(refusals[choice.kernel] is None for choice in found.values())
+            kernels = {choice.kernel for choice in found.values()}
+            assert preference.decide(m, dtype, *size).kernel in kernels
+            assert "cublas" in kernels
+            plans = [choice.tiles for choice in found.values() if choice.tiles]
+            assert len(plans) <= tune.MOST_PLANS
+            assert all(wgmma.plan_of(plan.tokens, plan.cluster, m, *size) == plan for plan in plans)
+            assert not plans or wgmma.plan(m, *size) in plans
+
+
+def test_what_is_compiled_beforehand_is_what_candidates_launch() -> None:
+    (problem,) = tune.problems(shapes.select(["kv"]), (4,), ("fp16",), gated=False)
+    names = {spec.name for spec, _ in tune.specs([(problem, 1), (problem, 24)], H200)}
+    size = (problem.out_features, problem.in_features, 4, False, H200)
+    for m in (1, 16, 8):
+        plan = stream.plan(m, *size)
+        assert plan.config.spec(4, torch.float16, plan.tokens).name in names
+    assert any(name.startswith("wgmma[") for name in names)
+    assert set(operands.DTYPES) == set(tables.DTYPES.values())
+
+
+def test_the_digest_is_of_the_sources() -> None:
+    assert tune.sources_digest() == tune.sources_digest()
+    assert len(tune.sources_digest()) == 16
+
+
+def test_the_command_asks_for_a_gpu_and_for_known_shapes() -> None:
+    if not torch.cuda.is_available():
+        result = CliRunner().invoke(app, ["tune"])
+        assert isinstance(result.exception, ValueError)
+        assert "kbit tune needs an NVIDIA GPU" in str(result.exception)
+    result = CliRunner().invoke(app, ["tune", "--shape", "nothing"])
+    assert "unknown shape nothing" in str(result.exception)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_command_measures_and_its_table_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    arguments = ["tune", "--shape", "kv", "--bits", "4", "-m", "1,64,256", "--gated", "--out", str(file)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    limits = driver.device_limits(torch.cuda.current_device())
+    (found,) = tables.load_all((file,), limits)
+    assert_all_legal(found)
+    assert sum(len(rows) for rows in found.rows.values()) == 3
+    before = file.read_bytes()
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.gpu
+def test_every_candidate_computes_the_product() -> None:
+    (problem,) = tune.problems(shapes.select(["kv"]), (4,), ("bf16",), gated=False)
+    limits = driver.device_limits(torch.cuda.current_device())
+    q = kbit.quantize(torch.randn(512, 2048, device="cuda"), bits=4, search=False).tile()
+    for m in (1, 24, 64, 300):
+        x = torch.randn(m, 2048, device="cuda", dtype=torch.bfloat16)
+        expected = x.double() @ kbit.dequantize(q, torch.bfloat16).double().T
+        for label, choice in tune.candidates(m, problem, limits).items():
+            out = torch.full((m, 512), torch.nan, device="cuda", dtype=torch.bfloat16)
+            products.launch(choice, x, q.tiled, q.codebook, q.scale, None, 512, 2048, False, out)
+            assert (out.double() - expected).norm() <= 0.005 * expected.norm(), (label, m)
