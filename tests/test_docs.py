@@ -1,5 +1,6 @@
 """Every block of code in README.md and docs/ is executed or parsed; pages build without a warning."""
 
+import importlib
 import json
 import os
 import re
@@ -158,12 +159,14 @@ def test_wrong_commands_are_found(wrong):
 # -- pages ---------------------------------------------------------------------------------------------------
 
 
-def test_every_command_has_a_section_and_its_options():
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import render_docs
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def render_docs(monkeypatch):
+    """tools/render_docs.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("render_docs")
+
+
+def test_every_command_has_a_section_and_its_options(render_docs):
     text = (ROOT / "docs" / "cli.md").read_text()
     for name in render_docs.commands():
         heading = f"{'###' if ' ' in name else '##'} {name}\n"
@@ -177,6 +180,19 @@ def test_pages_show_the_results_and_the_command_line():
     command = [sys.executable, str(ROOT / "tools" / "render_docs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_experts_show_their_file_once_there_is_one(render_docs, monkeypatch):
+    monkeypatch.setattr(render_docs, "load_if_there", lambda name: {})
+    assert "Not measured yet" in render_docs.experts()
+    assert render_docs.widths() == render_docs.peers() == render_docs.sanitizer() == ""
+    row = {"problem": "gu, 8 experts", "bits": 4, "kernel": "kbit", "us": 5.04, "vs_best_16_bit": 1.456}
+    rows = [row | {"rows": 1}, row | {"rows": 8, "us": 7.0}, row | {"rows": 8, "kernel": "bmm"}]
+    machine = {"gpu": "A GPU", "driver": "1", "cuda": "2", "torch": "3", "commit": "0123456789"}
+    monkeypatch.setattr(render_docs, "load_if_there", lambda name: {"machine": machine, "rows": rows})
+    text = render_docs.experts()
+    assert "A GPU, driver 1, CUDA 2, torch 3, kbit at 0123456." in text
+    assert "| gu, 8 experts, k=4 | 5.0 (1.46) | 7.0 (1.46) |" in text
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
@@ -193,12 +209,7 @@ def test_the_changelog_has_this_version():
     assert f"## {kbit.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_markers_are_known_and_closed():
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import render_docs
-    finally:
-        sys.path.pop(0)
+def test_markers_are_known_and_closed(render_docs):
     for page in PAGES:
         opened = re.findall(r"<!-- (?!not run)([^/][^>]*?) -->", page.read_text())
         assert set(opened) <= set(render_docs.SECTIONS), Path(page).name
