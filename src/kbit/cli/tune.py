@@ -70,6 +70,8 @@ def _compile(tasks: list[tuple[Problem, int]], record: Record) -> None:
     from kbit.bench import tune as bench
 
     wanted = bench.specs(tasks, record.device)
+    if not wanted:
+        return
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
         compile_many(wanted, on_done=lambda *_: progress.advance(bar))
