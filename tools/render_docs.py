@@ -98,8 +98,8 @@ def experts() -> str:
             [name, *(f"{row['us']:.1f} ({row['vs_best_16_bit']:.2f})" if row else "" for row in here)]
         )
     text = (
-        "Microseconds (in brackets: times as fast as the fastest 16-bit path in the same run); M rows of each "
-        "expert, or M tokens of a whole layer. "
+        "Microseconds (in brackets: times as fast as the fastest 16-bit path in the same run); M rows of "
+        "each expert, or M tokens of a whole layer. "
     )
     return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
 
