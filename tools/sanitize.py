@@ -52,19 +52,35 @@ def run_cases(bits: int) -> None:
 
 
 def sort_many() -> None:
-    """Enough ids that sorting them takes several launches, and the NVFP4 kernels."""
+    """Enough ids that sorting them takes several launches."""
     import torch
-
-    from kbit.nvfp4 import gate
 
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)
     assert int(bounds[-1]) == 5000
-    for accum in ("exact", "seq16"):
-        for toggle in ("dedup", "fold"):
-            for verdict in gate.run_gate(toggle, [3], accum, device="cuda", steps=1):
-                assert verdict.failure is None, verdict
+
+
+def run_nvfp4() -> None:
+    """Every NVFP4 kernel: quantizers, layouts, folds, products of one weight and of experts."""
+    import torch
+
+    from kbit import nvfp4
+
+    x = torch.randn(9, 144, device="cuda", dtype=torch.float16)
+    weights = torch.randn(4, 40, 144, device="cuda", dtype=torch.float16)
+    one, experts = nvfp4.quantize_nvfp4(weights[0]), nvfp4.quantize_nvfp4(weights)
+    for layout in ("ggml", "mmq"):
+        nvfp4.repack_nvfp4(nvfp4.repack_nvfp4(one, layout), "nv")
+    nvfp4.dequantize_nvfp4(one, torch.float16)
+    nvfp4.rmsnorm_quantize_nvfp4(x, x[0], 1e-6, residual=x)
+    nvfp4.silu_mul_quantize_nvfp4(x[:, :128].contiguous())
+    ids = torch.randint(0, 4, (9, 2), device="cuda", dtype=torch.int32)
+    for accum in ("exact", "seq16", "tc"):
+        nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x), one, accum)
+        for dedup in ("off", "gather", "scatter", "indirect"):
+            nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup=dedup, accum=accum)
+    torch.cuda.synchronize()
 
 
 def _multiply(weight, dtype) -> None:
@@ -138,6 +154,7 @@ def main() -> None:
         for bits in (2, 3, 4, 5):
             run_cases(bits)
         sort_many()
+        run_nvfp4()
         return
     from kbit.bench.gpu_timing import describe
 

@@ -13,7 +13,7 @@ import torch
 REPLAYS = 8
 # The first pattern found in a kernel's name decides; the last takes the rest.
 _KINDS = (
-    ("kbit", r"^(stream|wgmma|dequantize(_tiled)?|repack|quantize)$"),
+    ("kbit", r"^(stream|grouped|wgmma|dequantize(_tiled)?|repack|quantize)$"),
     ("kbit routing", r"^moe_(align|combine)$"),
     ("attention", r"fmha|flash|attention|softmax_warp|softmax.*attn"),
     ("16-bit products", r"gemm|gemv|cutlass|nvjet|cublas|_mm_|sm\d+_xmma|splitK"),

@@ -44,7 +44,8 @@ def gate(
             else:
                 console.print(f"       {verdict.failure}", markup=False)
     if json_file is not None:
-        about = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
+        contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
+        about = {"machine": _machine(device), **contract}
         rows = [vars(verdict) for verdict in verdicts]
         json_file.write_text(json.dumps({**about, "verdicts": rows}, indent=1) + "\n")
     if any(verdict.failure for verdict in verdicts):
@@ -65,6 +66,13 @@ def _toggles(toggle: str, accum: str, device: str, known: tuple[str, ...]) -> tu
     if toggle != "all":
         return (toggle,)
     return tuple(name for name in known if name != "tile" or tiles_nvfp4(accum, device))
+
+
+def _machine(device: str) -> dict[str, object]:
+    """What the verdicts hold for: versions, commit and, if it ran there, the GPU."""
+    from kbit.bench import gpu_timing, machine
+
+    return gpu_timing.describe() if device.startswith("cuda") else machine.describe()
 
 
 def _device_name(device: str) -> str:
