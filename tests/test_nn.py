@@ -438,3 +438,15 @@ def test_a_quantized_model_compiles_whole():
     ids = torch.arange(6)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_follow_autocast():
+    x, ids, weights = routed()
+    linear = KbitLinear.from_linear(nn.Linear(x.shape[1], 40), bits=4)
+    experts = KbitExperts.from_experts(Experts(), 4, kbit.QuantizationPolicy())
+    with torch.autocast("cpu", torch.bfloat16):
+        results = linear(x), experts(x, ids, weights)
+    low = x.bfloat16()
+    for result, expected in zip(results, (linear(low), experts(low, ids, weights)), strict=True):
+        assert result.dtype == torch.bfloat16
+        assert torch.equal(result, expected)

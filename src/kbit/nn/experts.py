@@ -13,7 +13,7 @@ from kbit.format.codebook import check_bits
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.parts import QuantizedModule, autocast
 from kbit.ops import api, checks
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -170,12 +170,12 @@ class KbitExperts(QuantizedModule):
             top_k_weights: [T, k].
 
         Returns:
-            [T, hidden_dim] of hidden_states' dtype.
+            [T, hidden_dim] of hidden_states' dtype, or of autocast's where that is on.
 
         Raises:
             TypeError, ValueError: hidden_states do not fit; the message names this layer.
         """
-        device = self.codebook.device
+        device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         ops: Any = torch.ops.kbit
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)

@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.format.codebook import check_bits, get_codebook
 from kbit.nn.fuse import parts_of
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.parts import QuantizedModule, autocast
 from kbit.ops import api, checks
 
 
@@ -118,12 +118,12 @@ class KbitLinear(QuantizedModule, nn.Linear):
         return api.dequantize(self.quantized(), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features] of x's dtype.
+        """[..., in_features] -> [..., out_features] of x's dtype, or of autocast's where that is on.
 
         Raises:
             TypeError, ValueError: x does not fit; the message names this layer.
         """
-        tiled = self._tiles("weight")
+        x, tiled = autocast(x), self._tiles("weight")
         device = (self.weight_packed if tiled is None else tiled).device
         bias: torch.Tensor | None = self.bias
         checks.activation("linear", x, self.in_features, device, self.layer_name)

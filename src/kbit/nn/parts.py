@@ -23,6 +23,13 @@ from kbit.ops import forms
 PARTS = ("packed", "absmax", "scale")
 
 
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 class QuantizedModule(TileableModule):
     """Base of KbitLinear, KbitEmbedding and KbitExperts.
 

@@ -115,8 +115,8 @@ def grouped_linear_tiled(
         The result's shape.
 
     Raises:
-        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grouped_inputs`; `source` is not int32 [R]
-            on x's device.
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grouped_inputs`; `source` is not int32
+            [R] on x's device.
     """
     check_tiles(tiled, codebook, scale, out_features, in_features)
     shape = (*tiled.shape[:-3], out_features, in_features)

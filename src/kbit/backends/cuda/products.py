@@ -159,8 +159,8 @@ def choose_grouped(
     forced = forced_kernel(refusals)
     if forced:
         return forced
-    # Between 8 and 16 rows each, wgmma wins where K is long and its tiles fill the machine: 128 experts of 512
-    # x 2048 take 37 us and 43, of 2048 x 512 48 and 35.
+    # Between 8 and 16 rows each, wgmma wins where K is long and its tiles fill the machine: 128 experts of
+    # 512 x 2048 take 37 us and 43, of 2048 x 512 48 and 35.
     short = in_features <= _SHORT or experts * out_features < _TILE_ROWS * device.multiprocessors
     few = m <= grouped.TOKENS[1 if short else 0] * experts
     if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):

@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Embedding, Linear
 
 from kbit.integrations.peft.experts import LoraExperts
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.parts import QuantizedModule, autocast
 
 MERGE_REMEDY = (
     "Keep the adapter beside the model, or call kbit.integrations.peft.merge(model): it adds the adapter to "
@@ -38,13 +38,6 @@ def check_config(layer: QuantizedModule, config: Any) -> None:
             raise ValueError(f"{where}: {option} is not possible on a quantized weight. Use plain LoRA.")
     if hasattr(layer, "split"):
         raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
-
-
-def autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
-    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 class _Unmergeable:

@@ -22,8 +22,8 @@ def rmsnorm(
     values = h.float()
     columns = torch.tensor(float(x.shape[1]), dtype=torch.float32, device=x.device)
     mean = sum_of_squares(values) / columns + torch.tensor(eps, dtype=torch.float32, device=x.device)
-    # Through float64: torch's float32 root on a CPU is one unit off now and then, and twice as many digits make
-    # the second rounding harmless (Figueroa 1995).
+    # Through float64: torch's float32 root on a CPU is one unit off now and then, and twice as many digits
+    # make the second rounding harmless (Figueroa 1995).
     root = torch.sqrt(mean.double()).float()
     factor = torch.ones_like(mean) / root
     normed = (values * factor[:, None]).to(x.dtype)
