@@ -1,6 +1,6 @@
 """Talk to a served model with the openai package.
 
-    python -m kbit.cli.serve MODEL --continuous-batching --port 8000
+    kbit serve MODEL --continuous-batching --port 8000
     python examples/client.py MODEL "What is a codebook?" [--url http://127.0.0.1:8000/v1] [--tokens 64]
 
 MODEL is the same path or name in both commands.

@@ -3,7 +3,7 @@
     python examples/quantize_llama.py [MODEL] [--out OUT] [--bits 4] [--prompt "What is a lighthouse?"]
 
 MODEL is an unquantized folder, Llama or another. Without one, a tiny random Llama is made, which says nothing
-of interest, but runs in seconds. OUT can be served afterwards: python -m kbit.cli.serve OUT
+of interest, but runs in seconds. OUT can be served afterwards: kbit serve OUT
 """
 
 import argparse

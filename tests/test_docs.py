@@ -111,11 +111,12 @@ def check_serve(words: list[str]) -> None:
 
 def check(words: list[str]) -> None:
     program, *rest = words
+    if program == "python" and rest[:2] == ["-m", "kbit"]:
+        program, rest = "kbit", rest[2:]
     if program == "kbit":
         parse_kbit(rest)
-    elif program == "python" and rest[:1] == ["-m"]:
-        runners = {"kbit": parse_kbit, "kbit.cli.serve": check_serve}
-        runners[rest[1]](rest[2:])
+        if rest[:1] == ["serve"]:  # which knows its own options alone
+            check_serve(rest[1:])
     elif program == "python":
         check_script(rest[0], rest[1:])
     elif program == "torchrun":

@@ -120,3 +120,11 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         bench.server(tmp_path / "nothing", ["--device", "cpu"]),
     ):
         pass
+
+
+def test_the_command_hands_every_option_over(monkeypatch):
+    taken = []
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", taken.extend)
+    result = CliRunner().invoke(app, ["serve", "folder", "--port", "8000", "--continuous-batching"])
+    assert result.exit_code == 0, result.output
+    assert taken == ["folder", "--port", "8000", "--continuous-batching"]

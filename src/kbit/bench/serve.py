@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # Started by name, for the command line stands above this layer.
-SERVER = ("-m", "kbit.cli.serve")
+SERVER = ("-m", "kbit", "serve")
 _LOG_LINES = 30
 
 

@@ -20,6 +20,7 @@ from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
 from kbit.cli.profile import profile
 from kbit.cli.quantize import quantize
+from kbit.cli.serve import command as serve
 from kbit.cli.tune import tune
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(quantize)
 app.command()(inspect)
 app.command()(generate)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(gate)
 app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")

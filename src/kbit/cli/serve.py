@@ -3,7 +3,7 @@
 `transformers serve` by itself does not import kbit, and would load such a checkpoint with random projections.
 This imports it first and hands over everything else unchanged.
 
-    python -m kbit.cli.serve MODEL [options of transformers serve]
+    kbit serve MODEL [options of transformers serve]
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 # What transformers' server imports; `pip install "kbit[serve]"` brings them.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
@@ -33,5 +36,9 @@ def serve(arguments: Sequence[str]) -> None:
     main()
 
 
-if __name__ == "__main__":
-    serve(sys.argv[1:])
+def command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model's folder; before the options.")],
+) -> None:
+    """Serve a model by an OpenAI-compatible API; all other options are those of `transformers serve`."""
+    serve([model, *context.args])
