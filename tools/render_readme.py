@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_FILE = "h200-kernels.json"
+MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 256, 1024, 4096)
 GPU_BITS = 4
@@ -137,6 +138,40 @@ def gpu_losses() -> str:
     )
 
 
+def models() -> str:
+    """Whole models on a GPU: weights, memory and tokens a second at 4 bits and in bfloat16."""
+    results = [load(path.name) for path in sorted(RESULTS.glob(MODEL_FILES))]
+    if not results:
+        return "Not measured yet: `kbit bench model` does."
+    batches = sorted({row["batch"] for r in results for arm in r["arms"] for row in arm["decode"]})
+    body = []
+    for result in results:
+        for arm in result["arms"]:
+            best = {b: _fastest(arm, b) for b in batches}
+            decoded = [f"{row['tokens_s']:.0f}{_ratio(row)}" if row else "" for row in best.values()]
+            sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
+            prefill = f"{arm['prefill_tokens_s']:.0f}"
+            body.append(
+                [f"{result['model']}, {arm['name'].removeprefix('kbit ')}", *sizes, *decoded, prefill]
+            )
+    headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
+    text = (
+        "`kbit bench model`: tokens a second of greedy decoding, all layers, random weights, a CUDA graph of "
+        "each step for both arms (in brackets: times as fast as bfloat16, the faster of transformers' two "
+        f"ways with experts), and of a prefill of 2048 tokens. NVIDIA {_gpu_name(results[0])}."
+    )
+    return f"{text}\n\n{markdown(headers, body)}"
+
+
+def _fastest(arm: dict[str, Any], batch: int) -> dict[str, Any] | None:
+    rows = [row for row in arm["decode"] if row["batch"] == batch]
+    return max(rows, key=lambda row: row["tokens_s"]) if rows else None
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f" ({row['vs_bf16']:.2f})" if row["vs_bf16"] and row["arm"].startswith("kbit") else ""
+
+
 def _gpu_name(result: dict[str, Any]) -> str:
     return result["machine"]["gpu"].removeprefix("NVIDIA ")
 
@@ -192,7 +227,7 @@ def demo() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (claim, gpu_claim, gpu, gpu_losses, cpu, quantizers, quality, demo)
+    for function in (claim, gpu_claim, gpu, gpu_losses, models, cpu, quantizers, quality, demo)
 }
 
 
