@@ -1,4 +1,7 @@
-"""Tests marked `gpu` are left out without a GPU; torch.compile stops at the graph without a C++ compiler."""
+"""Tests marked `gpu` are left out without a GPU; torch.compile stops at the graph without a C++ compiler.
+
+Random numbers begin at the same seed in every test: what fails once fails again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 
 # Inductor builds C++ with these. Without them a whole graph is still asked for, and run.
@@ -15,6 +19,11 @@ COMPILER = os.environ.get("CXX") or "g++"
 INDUCTOR_BUILDS = shutil.which(COMPILER) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 if not INDUCTOR_BUILDS:
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def pytest_report_header() -> str | None:
