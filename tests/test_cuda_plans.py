@@ -9,7 +9,7 @@ import torch
 
 import kbit
 from kbit.backends import cpu
-from kbit.backends.cuda import operands, preference, stream, wgmma
+from kbit.backends.cuda import grouped, operands, preference, stream, wgmma
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.format import SUPPORTED_BITS
 
@@ -36,6 +36,41 @@ def test_every_small_batch_plan_fits_and_covers(device: DeviceLimits) -> None:
         assert 1 <= plan.workers <= plan.config.workers, case
         assert plan.config in stream.configs(bits, plan.tokens, device.shared_bytes, device.arch), case
         assert plan.ring_at % 128 == 0, case
+
+
+def dealings(rows: int, experts: int) -> list[torch.Tensor]:
+    """Ways to deal rows to experts: one has all, evenly, at random, with a preference."""
+    one = torch.zeros(experts, dtype=torch.long)
+    one[experts // 2] = rows
+    evenly = torch.arange(rows).bincount(minlength=experts) if rows <= experts else None
+    even = torch.full((experts,), rows // experts)
+    even[: rows % experts] += 1
+    favoured = 1.0 / torch.arange(1, experts + 1)
+    drawn = [
+        torch.multinomial(weights, rows, replacement=True).bincount(minlength=experts)
+        for weights in (torch.ones(experts), favoured)
+    ]
+    return [one, even if evenly is None else evenly, *drawn]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits) -> None:
+    sizes = [(8, 512, 2048), (8, 2048, 512), (128, 512, 2048), (512, 1024, 2048), (60, 96, 5120)]
+    for bits, (experts, n, k), rows in itertools.product(SUPPORTED_BITS, sizes, (1, 10, 64, 333, 2048)):
+        plan = grouped.plan(rows, experts, n, k, bits, device)
+        case = (bits, experts, n, k, rows, plan)
+        assert plan is not None, case
+        assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
+        assert plan.config in grouped.configs(bits, device.shared_bytes), case
+        assert plan.x_room >= -(-k // 64) * 128 * plan.most, case
+        room, units = (plan.parts_at - plan.jobs_at) // 20 - 1, -(-n // 32)
+        for counts in dealings(rows, experts):
+            every = int((-(-counts // plan.most)).sum()) * units
+            shares = torch.full((plan.grid,), every // plan.grid)
+            shares[: every % plan.grid] += 1
+            ends = shares.cumsum(0)
+            pieces = (ends - 1) // units - (ends - shares) // units + 1
+            assert int(pieces[shares > 0].max()) <= room, case
 
 
 def test_every_wgmma_plan_fits() -> None:

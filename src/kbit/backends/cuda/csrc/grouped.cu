@@ -8,8 +8,9 @@
 //
 //   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
-//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of
-//   8 offsets   int32 [experts + 1]; source int32 [R], the row of x that a sorted row is, or null: the same
+//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros behind K up to a multiple of 8
+//   offsets   int32 [experts + 1]
+//   source    int32 [R], the row of x that a sorted row is; or null: the same
 //   y         16-bit [R, N], or [R, N/2] if gated
 //
 // Memory-bound, as stream.cu, whose ring and look-ups it shares. There many warps split K, so that one matrix
@@ -160,15 +161,21 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], float* parts
     team_sync(team, p.span * 32);
 }
 
-// The block's jobs and an end; returns their units. All threads; ends with a block barrier.
-DEVICE int list_jobs(Job* jobs, int& count, int* scratch, const int* offsets, int experts, int rows,
+// The block's jobs, `room` at most (only offsets that decrease could ask for more), and an end; returns their
+// units. All threads; ends with a block barrier.
+DEVICE int list_jobs(Job* jobs, int room, int& count, int* scratch, const int* offsets, int experts, int rows,
                      const Problem& p, int most_log, const Divider& by_grid, const Divider& by_units) {
     Groups<kWarps, Config::experts> groups;
     groups.find(scratch, offsets, experts, rows, most_log);
     const int all = groups.all_pieces * p.units, each = by_grid(all), rest = all - each * by_grid.divisor;
-    const int block = blockIdx.x, first = each * block + min(block, rest), units = each + (block < rest);
+    const int block = blockIdx.x, first = each * block + min(block, rest);
+    int units = each + (block < rest);
     const int first_piece = by_units(first);
     count = units > 0 ? by_units(first + units - 1) - first_piece + 1 : 0;
+    if (count > room) {
+        count = room;
+        units = (first_piece + room) * p.units - first;
+    }
     int piece = groups.pieces;
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
@@ -235,7 +242,9 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
 
     int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
     int count;
-    ring.count = list_jobs(jobs, count, scratch, offsets, experts, rows, p, most_log, by_grid, by_units);
+    const int room = (parts_at - jobs_at) / int(sizeof(Job)) - 1;
+    ring.count =
+        list_jobs(jobs, room, count, scratch, offsets, experts, rows, p, most_log, by_grid, by_units);
 
     const D decode(memory, lane);
     const Activations activations{x, source, x_stride, x_rows, most_tokens(jobs, count)};
