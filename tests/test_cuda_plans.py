@@ -9,7 +9,7 @@ import torch
 
 import kbit
 from kbit.backends import cpu
-from kbit.backends.cuda import grouped, operands, preference, stream, wgmma
+from kbit.backends.cuda import grouped, grouped_preference, operands, preference, stream, wgmma
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.format import SUPPORTED_BITS
 
@@ -143,3 +143,37 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         kbit.explain((3, 255), q)
     monkeypatch.setenv("KBIT_BACKEND", "reference")
     assert kbit.explain((256,), q).splitlines()[-1] == "backend reference: taken"
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "n", "k", "dtype", "arch", "kernel"),
+    [
+        (10, 512, 1024, 2048, torch.float16, "90a", "grouped"),
+        (1024, 128, 512, 2048, torch.bfloat16, "90a", "grouped"),
+        (2048, 128, 512, 2048, torch.float16, "90a", "wgmma"),  # 16 each, long rows
+        (2048, 128, 2048, 512, torch.float16, "90a", "grouped"),  # short ones
+        (128, 8, 512, 2048, torch.float16, "90a", "grouped"),  # too few tiles for wgmma
+        (2049, 128, 2048, 512, torch.float16, "90a", "wgmma"),
+        (4096, 128, 512, 2048, torch.float16, "80", "grouped"),
+        (10, 512, 1024, 2048, torch.float32, "90a", "cublas"),
+        (10, 1025, 64, 64, torch.float16, "90a", "cublas"),
+    ],
+)
+def test_who_takes_experts(rows, experts, n, k, dtype, arch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_KERNEL", raising=False)
+    device = next(device for device in DEVICES if device.arch == arch)
+    shape = (rows, dtype, experts, n, k, 4, False, device)
+    assert grouped_preference.choose(*shape) == kernel
+    words = grouped_preference.reasons(*shape)
+    assert words[kernel].startswith("taken by estimate")
+    monkeypatch.setenv("KBIT_KERNEL", "cublas")
+    assert grouped_preference.choose(*shape) == "cublas"
+    monkeypatch.setenv("KBIT_KERNEL", "stream")  # which is for one weight: experts are as they were
+    assert grouped_preference.choose(*shape) == kernel
+
+
+def test_explain_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KBIT_BACKEND", raising=False)
+    q = kbit.quantize(torch.randn(4, 64, 96), bits=4)
+    words = kbit.explain((10, 96), q)
+    assert words.startswith("10 tokens of 96 -> 64 in each of 4 experts, 4 bits, bfloat16")

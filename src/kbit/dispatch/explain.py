@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from kbit.backends import cpu
-from kbit.backends.cuda import driver, preference, tables
+from kbit.backends.cuda import driver, grouped_preference, preference, tables
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
-
-_OP = "linear_tiled"
 
 
 def explain(
@@ -22,11 +20,11 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     activation: str | None = None,
 ) -> str:
-    """Say which kernel `kbit.linear` uses for activations of a shape; nothing is computed.
+    """Say which kernel `kbit.linear` or `kbit.grouped_linear` uses for a shape; nothing is computed.
 
     Args:
-        x_shape: [..., K].
-        q: weight [N, K].
+        x_shape: [..., K]; for experts [T, K], rows sorted by expert.
+        q: weight [N, K], or of experts [E, N, K].
         dtype: of the activations.
         activation: None or "silu_and_mul".
 
@@ -46,14 +44,16 @@ def explain(
     m = math.prod(x_shape[:-1])
     stored = absmax_format(q.absmax_format).dtype
     tiled = q.device.type == "cuda" and stored == torch.uint8
-    chosen = backend_for(_OP if tiled else "linear", q.device, stored)
-    name = str(dtype).removeprefix("torch.")
-    lines = [f"{m} token{'s' * (m != 1)} of {k} -> {n}, {q.bits} bits, {name} on {q.device}"]
+    experts = len(q.shape) == 3
+    op = ("grouped_linear" if experts else "linear") + ("_tiled" if tiled else "")
+    chosen = backend_for(op, q.device, stored)
+    name, each = str(dtype).removeprefix("torch."), f" in each of {q.shape[0]} experts" * experts
+    lines = [f"{m} token{'s' * (m != 1)} of {k} -> {n}{each}, {q.bits} bits, {name} on {q.device}"]
     for backend in backends:
         if backend is chosen:
             lines.append(f"backend {backend.name}: taken")
             break
-        reason = backend.legal(_OP if tiled else "linear", q.device, stored)
+        reason = backend.legal(op, q.device, stored)
         lines.append(f"backend {backend.name}: {reason or 'another one is forced'}")
     if chosen.name == "cuda":
         lines += _cuda_lines(m, dtype, q, activation) if tiled else ["  cublas: taken, on decoded weights"]
@@ -63,8 +63,11 @@ def explain(
 
 
 def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, activation: str | None) -> list[str]:
-    n, k = q.shape[-2:]
     index = q.device.index or 0
+    n, k = q.shape[-2:]
     shape = (n, k, q.bits, activation == "silu_and_mul", driver.device_limits(index))
-    reasons = preference.reasons(m, dtype, *shape, tables.for_device(index))
+    if len(q.shape) == 3:
+        reasons = grouped_preference.reasons(m, dtype, q.shape[0], *shape)
+    else:
+        reasons = preference.reasons(m, dtype, *shape, tables.for_device(index))
     return [f"  {kernel}: {reason}" for kernel, reason in reasons.items()]

@@ -22,7 +22,6 @@ _STREAM_TOKENS = 64
 # On Hopper, small weights for many tokens: decoding costs little and cuBLAS fills the machine better. 2048 x
 # 512 by 4096 tokens on an H200: wgmma 19.7 us, cuBLAS alone 13.2.
 _SMALL_WEIGHTS, _MANY_TOKENS = 2**21, 2048
-_SHORT, _TILE_ROWS = 1024, 128
 
 
 @dataclass(frozen=True)

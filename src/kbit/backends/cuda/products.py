@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import decoded, driver, grouped, operands, stream, tables, wgmma
-from kbit.backends.cuda.preference import Choice, decide, forced_kernel
+from kbit.backends.cuda import decoded, driver, grouped, grouped_preference, operands, stream, tables, wgmma
+from kbit.backends.cuda.preference import Choice, decide
 from kbit.backends.cuda.preference import choose as choose
-
-# Rows of weights up to which few rows of experts are quick, and weight rows of wgmma's tiles.
-_SHORT, _TILE_ROWS = 1024, 128
 
 
 def linear_tiled(
@@ -102,7 +99,7 @@ def grouped_linear_tiled(
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
-        ValueError: KBIT_KERNEL is wrong; see `decide`.
+        ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.grouped_preference.choose`.
     """
     if silu_and_mul and operands.refusal(torch.float16, out_features, silu_and_mul):
         # Gates end within a tile: activate in a pass of its own, so that nothing has to wait.
@@ -114,7 +111,7 @@ def grouped_linear_tiled(
         return
     bits, limits = codebook.shape[0].bit_length() - 1, driver.device_limits(x.device.index)
     shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
-    kernel = choose_grouped(out.shape[0], x.dtype, *shape, limits)
+    kernel = grouped_preference.choose(out.shape[0], x.dtype, *shape, limits)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
     if kernel == "grouped":
         grouped.linear(x, *weight, source, *sizes, out)
@@ -131,41 +128,6 @@ def grouped_linear_tiled(
         if bounds[expert] < bounds[expert + 1]:
             matrix = (tiled[expert], codebook, scale[expert])
             decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
-
-
-def choose_grouped(
-    m: int,
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> str:
-    """The kernel for m rows dealt to experts in some way: see `decide`.
-
-    "cublas", one expert after the other, waits for the device and is only taken for float32 and if forced.
-
-    Raises:
-        ValueError: as `decide`.
-    """
-    refusals = {
-        "grouped": grouped.refusal(dtype, experts, out_features, in_features, bits, gated, device),
-        "wgmma": wgmma.arch_refusal(device.arch)
-        or operands.grouped_refusal(dtype, out_features, gated, experts),
-        "cublas": None,
-    }
-    forced = forced_kernel(refusals)
-    if forced:
-        return forced
-    # Between 8 and 16 rows each, wgmma wins where K is long and its tiles fill the machine: 128 experts of
-    # 512 x 2048 take 37 us and 43, of 2048 x 512 48 and 35.
-    short = in_features <= _SHORT or experts * out_features < _TILE_ROWS * device.multiprocessors
-    few = m <= grouped.TOKENS[1 if short else 0] * experts
-    if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
-        return "grouped"
-    return "wgmma" if refusals["wgmma"] is None else "cublas"
 
 
 def linear(

@@ -1,0 +1,91 @@
+"""Which kernel takes rows sorted by expert: legality and preference; as `kbit.backends.cuda.preference`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kbit.backends.cuda import driver, grouped, operands, wgmma
+from kbit.backends.cuda.preference import forced_kernel
+
+# Between 8 and 16 rows of an expert, wgmma wins where K is long and its tiles of so many weight rows fill the
+# machine: on an H200 128 experts of 512 x 2048 take 37 us and 43, of 2048 x 512 48 and 35.
+_SHORT, _TILE_ROWS = 1024, 128
+
+
+def choose(
+    m: int,
+    dtype: torch.dtype,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> str:
+    """The kernel for m rows dealt to experts in some way, which is not known here.
+
+    "cublas", one expert after the other, waits for the device and is only taken where no kernel may, such as
+    for float32, and if forced.
+
+    Raises:
+        ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
+    """
+    refusals = _refusals(dtype, experts, out_features, in_features, bits, gated, device)
+    forced = forced_kernel(refusals)
+    if forced:
+        return forced
+    short = in_features <= _SHORT or experts * out_features < _TILE_ROWS * device.multiprocessors
+    few = m <= grouped.TOKENS[1 if short else 0] * experts
+    if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
+        return "grouped"
+    return "wgmma" if refusals["wgmma"] is None else "cublas"
+
+
+def reasons(
+    m: int,
+    dtype: torch.dtype,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> dict[str, str]:
+    """For every kernel in words whether it is taken, could be, or may not, and the taken one's launch.
+
+    Raises:
+        ValueError: see `choose`.
+    """
+    shape = (experts, out_features, in_features)
+    chosen = choose(m, dtype, *shape, bits, gated, device)
+    refusals = _refusals(dtype, *shape, bits, gated, device)
+    words = {kernel: refusal or "could take it" for kernel, refusal in refusals.items()}
+    words[chosen] = "taken by estimate"
+    if chosen == "grouped" and (plan := grouped.plan(m, *shape, bits, device)) is not None:
+        warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
+        words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
+    elif chosen == "wgmma":
+        tiles = wgmma.grouped_plan(m, *shape, gated, device)
+        words[chosen] += f": {tiles.grid} blocks of {tiles.tokens} tokens"
+    return words
+
+
+@functools.lru_cache(maxsize=4096)
+def _refusals(
+    dtype: torch.dtype,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+) -> dict[str, str | None]:
+    """Why each kernel may not take a problem, or None."""
+    of_both = operands.grouped_refusal(dtype, out_features, gated, experts)
+    return {
+        "grouped": grouped.refusal(dtype, experts, out_features, in_features, bits, gated, device),
+        "wgmma": wgmma.arch_refusal(device.arch) or of_both,
+        "cublas": None,
+    }
