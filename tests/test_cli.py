@@ -317,6 +317,15 @@ def test_doctor_finds_this_machine_fit():
     assert "cpu kernels" in succeed("doctor")
 
 
+def test_doctor_prints_remedies_whole(monkeypatch):
+    # rich takes what stands in brackets for markup, and pip's extras stand in brackets.
+    finding = doctor.__globals__["Finding"]("driver", "none [yet]", "pip install 'kbit[cuda]'", False)
+    monkeypatch.setitem(doctor.__globals__, "CHECKS", (lambda: finding,))
+    output = succeed("doctor")
+    assert "kbit[cuda]" in output
+    assert "none [yet]" in output
+
+
 def test_doctor_fails_where_kbit_cannot_run(monkeypatch):
     missing = doctor.__globals__["_package"]("no-such-package-at-all")
     monkeypatch.setitem(doctor.__globals__, "CHECKS", (missing,))

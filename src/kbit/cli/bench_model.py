@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli import bench_moe
@@ -32,7 +33,7 @@ def _sizes(results: Sequence[ArmResult]) -> Table:
         table.add_column(header, justify="left" if header == "arm" else "right")
     for result in results:
         if result.absent:
-            table.add_row(result.name, f"left out: {result.absent}")
+            table.add_row(result.name, escape(f"left out: {result.absent}"))
             continue
         speed = result.prefill_tokens_s
         peaks = (_gigabytes(result.build_peak_bytes), _gigabytes(result.run_peak_bytes))
@@ -52,7 +53,8 @@ def _decode(results: Sequence[ArmResult]) -> Table:
     for row in rows:
         ratio = f"{base[row.batch] / row.ms:.2f}" if row.batch in base else ""
         speed = (f"{row.ms:.3f}", f"{100 * row.spread:.0f}%", f"{row.tokens_s:.1f}")
-        table.add_row(str(row.batch), row.arm, *speed, ratio, "yes" if row.reason is None else row.reason)
+        captured = "yes" if row.reason is None else escape(row.reason)
+        table.add_row(str(row.batch), row.arm, *speed, ratio, captured)
     return table
 
 
@@ -64,7 +66,7 @@ def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
         table.add_row(kind, f"{us:.1f}", "")
     table.add_section()
     for kernel in profile["kernels"][:_KERNELS_SHOWN]:
-        table.add_row(kernel["name"][:100], f"{kernel['us']:.1f}", f"{kernel['calls']:.1f}")
+        table.add_row(escape(kernel["name"][:100]), f"{kernel['us']:.1f}", f"{kernel['calls']:.1f}")
     return table
 
 

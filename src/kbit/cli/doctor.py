@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -205,7 +206,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
                 if finding.remedy
                 else "[green]ok[/green]"
             )
-            table.add_row(mark, finding.what, finding.found, finding.remedy)
+            table.add_row(mark, finding.what, escape(finding.found), escape(finding.remedy))
         Console().print(table)
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -178,7 +179,7 @@ def _print(modules: list[Module], folder: Path) -> None:
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
         table.add_column(header, justify="left" if header == "module" else "right", overflow="fold")
     for module in (module for module in modules if module.bits is not None):
-        table.add_row(module.name, str(module.bits), *_cells(module, with_error))
+        table.add_row(escape(module.name), str(module.bits), *_cells(module, with_error))
     table.add_section()
     for bits in sorted({module.bits for module in modules}, key=lambda width: (width is None, width or 0)):
         total = _total([module for module in modules if module.bits == bits], bits)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli.generate import load_model
@@ -64,5 +65,5 @@ def _table(title: str, parts: Sequence[Part]) -> Table:
     for part in parts:
         name = part.kernel if len(part.kernel) <= _NAME else f"{part.kernel[:_NAME]}..."
         times = (f"{part.us:.1f}", f"{100 * part.share:.1f}", f"{part.step_without_us:.1f}")
-        table.add_row(name, f"{part.calls:g}", *times, f"{part.ceiling:.2f}x")
+        table.add_row(escape(name), f"{part.calls:g}", *times, f"{part.ceiling:.2f}x")
     return table
