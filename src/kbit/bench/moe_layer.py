@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, OURS
 from kbit.bench.moe import GROUPED, Label, MoeRow, compare, copies_of, measured
+from kbit.bench.routings import ROUTINGS as ROUTINGS
+from kbit.bench.routings import chosen_experts
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitExperts
 
 BATCHED = "batched_mm"
-ROUTINGS = ("uniform", "zipf")
 # Beyond, copying the weights of every token's experts, as batched_mm does, is not what anybody would run.
 BATCHED_MM_TOKENS = 4
 
@@ -81,8 +82,7 @@ def route(routing: str, tokens: int, size: LayerSize, device: torch.device) -> R
     """Random tokens and the experts that they choose.
 
     Args:
-        routing: "uniform", or "zipf": expert number r by popularity is chosen about 1 / r as often as
-            the first.
+        routing: one of ROUTINGS.
         tokens: how many.
         size: of the layer.
         device: where.
@@ -93,10 +93,7 @@ def route(routing: str, tokens: int, size: LayerSize, device: torch.device) -> R
     if routing not in ROUTINGS:
         raise ValueError(f"bench moe: unknown routing {routing}; known: {', '.join(ROUTINGS)}.")
     generator = torch.Generator().manual_seed(tokens)
-    ranks = torch.arange(1, size.experts + 1, dtype=torch.float32)
-    popularity = torch.ones_like(ranks) if routing == "uniform" else 1 / ranks
-    popularity = popularity[torch.randperm(size.experts, generator=generator)]
-    ids = torch.multinomial(popularity.expand(tokens, -1), size.chosen, generator=generator)
+    ids = chosen_experts(routing, tokens, size.experts, size.chosen, generator, generator)
     weights = torch.rand(tokens, size.chosen, generator=generator)
     x = torch.randn(tokens, size.hidden, generator=generator)
     weights = weights / weights.sum(-1, keepdim=True)

@@ -15,6 +15,8 @@ import torch
 from kbit.bench import gpu_timing
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.nvfp4 import DEVICE, Measured, NVFP4Row, rows_of
+from kbit.bench.routings import ROUTINGS as ROUTINGS
+from kbit.bench.routings import chosen_experts
 from kbit.nvfp4 import (
     NVFP4Tensor,
     gemm_nvfp4,
@@ -36,7 +38,6 @@ from kbit.nvfp4.moe import (
     route,
 )
 
-ROUTINGS = ("uniform", "zipf")
 EPS = 1e-6
 _FEWEST_CALLS, _MOST_CALLS = 4, 64
 
@@ -86,12 +87,10 @@ def make_layer(size: LayerSize, seed: int) -> Layer:
 
 
 def make_batch(size: LayerSize, tokens: int, routing: str, seed: int) -> Batch:
-    """Random tokens. Zipf: expert number r by popularity is chosen about 1 / r as often as the first."""
+    """Random tokens, and experts by one of ROUTINGS."""
     generator = torch.Generator().manual_seed(seed)
-    ranks = torch.arange(1, size.experts + 1, dtype=torch.float32)
-    popularity = torch.ones_like(ranks) if routing == "uniform" else 1 / ranks
-    popularity = popularity[torch.randperm(size.experts, generator=torch.Generator().manual_seed(0))]
-    ids = torch.multinomial(popularity.expand(tokens, -1), size.chosen, generator=generator)
+    order = torch.Generator().manual_seed(0)
+    ids = chosen_experts(routing, tokens, size.experts, size.chosen, generator, order)
     p = torch.rand(tokens, size.chosen, generator=generator)
     x, residual = (torch.randn(tokens, size.hidden, generator=generator).bfloat16() for _ in range(2))
     return Batch(x.to(DEVICE), residual.to(DEVICE), ids.int().to(DEVICE), (p / p.sum(1, True)).to(DEVICE))

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from kbit.cli.options import numbers, words
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -66,19 +68,8 @@ class Choice:
         return words if plan.with_peers else [*words, "--no-peers"]
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = _words(text)
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"{option} takes positive whole numbers such as 1,2,4; got {text!r}.")
-    return [int(word) for word in words]
-
-
 def _settings(text: str) -> dict[str, str]:
-    pairs = [word.partition("=") for word in _words(text)]
+    pairs = [word.partition("=") for word in words(text)]
     if not pairs or not all(name.startswith("KBIT_") and equals for name, equals, _ in pairs):
         raise ValueError(f"--with takes KBIT_NAME=VALUE, several joined by commas; got {text!r}.")
     return {name: value for name, _, value in pairs}
@@ -102,17 +93,17 @@ def choose(
     from kbit.bench import kernels, shapes
     from kbit.format.codebook import check_bits
 
-    dtypes = tuple(_words(dtype))
+    dtypes = tuple(words(dtype))
     if not dtypes or not set(dtypes) <= set(kernels.DTYPES):
         raise ValueError(f"--dtype takes {', '.join(kernels.DTYPES)} or both; got {dtype!r}.")
     plan = kernels.Plan(
-        rows=_numbers("--rows", rows),
-        bits=[check_bits(width) for width in _numbers("--bits", bits)],
+        rows=numbers("--rows", rows),
+        bits=[check_bits(width) for width in numbers("--bits", bits)],
         repeats=repeats,
         variants=[_settings(text) for text in variants],
         **options,  # type: ignore[arg-type]
     )
-    return Choice(shapes.select(_words(shape), _words(model)), dtypes, plan)
+    return Choice(shapes.select(words(shape), words(model)), dtypes, plan)
 
 
 def _plans(choice: Choice, timer: Any = None) -> list[tuple[LayerShape, Plan]]:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli import bench_moe
-from kbit.cli.bench_moe import numbers
+from kbit.cli.options import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.cli.options import numbers
+
 if TYPE_CHECKING:
     from kbit.bench.moe import MoeRow
 
@@ -24,14 +26,6 @@ class Part(str, Enum):
     grouped = "grouped"
     layer = "layer"
     both = "both"
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Positive numbers joined by commas; raises ValueError where they are not."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"{option} takes positive whole numbers such as 1,4,32; got {text!r}.")
-    return [int(word) for word in words]
 
 
 def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.bench_moe import numbers
+from kbit.cli.options import names, numbers
 
 if TYPE_CHECKING:
     from kbit.bench.nvfp4 import NVFP4Row
@@ -27,13 +27,6 @@ class Part(str, Enum):
     gemm = "gemm"
     layer = "layer"
     all = "all"
-
-
-def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not set(words) <= set(known):
-        raise ValueError(f"{option} takes {', '.join(known)}, joined by commas; got {text!r}.")
-    return words
 
 
 def _table(title: str, rows: Sequence[NVFP4Row], bandwidth: float) -> Table:
@@ -81,11 +74,11 @@ def nvfp4(
     from kbit.bench import gpu_timing, nvfp4_layer, shapes
     from kbit.bench import nvfp4 as bench
 
-    chosen = shapes.select(_names("--shape", shape, [each.name for each in shapes.DENSE]))
+    chosen = shapes.select(names("--shape", shape, [each.name for each in shapes.DENSE]))
     counts, quantized = numbers("--rows", rows), numbers("--quantize-rows", quantize_rows)
     batches = numbers("--batch", batch)
-    routings = _names("--routing", routing, nvfp4_layer.ROUTINGS)
-    accums = _names("--accum", accum, bench.ACCUMULATIONS)
+    routings = names("--routing", routing, nvfp4_layer.ROUTINGS)
+    accums = names("--accum", accum, bench.ACCUMULATIONS)
     gpu_timing.require_gpu("kbit bench nvfp4")
     runs: list[Iterator[NVFP4Row]] = []
     if part in (Part.quantize, Part.all):

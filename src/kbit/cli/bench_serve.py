@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.bench_moe import numbers
+from kbit.cli.options import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.bench_kernels import MAX_WIDTH, _numbers, _words
+from kbit.cli.bench_kernels import MAX_WIDTH
+from kbit.cli.options import numbers, words
 
 if TYPE_CHECKING:
     from kbit.bench.workload.model_layers import ModelLayers
@@ -54,9 +55,9 @@ def workload(
     measured = times.from_result(header, rows, dtype)
     traffic = distributions.load(distribution)
     limits = Limits(chunk, budget)
-    widths = [check_bits(width) for width in _numbers("--bits", bits)] if bits else []
-    steps = scenarios.steps_of(traffic, _numbers("--users", users), limits, turns, seed)
-    models = _models(_words(model), measured)
+    widths = [check_bits(width) for width in numbers("--bits", bits)] if bits else []
+    steps = scenarios.steps_of(traffic, numbers("--users", users), limits, turns, seed)
+    models = _models(words(model), measured)
     found = [scenarios.analyse(item, measured, steps, widths) for item in models]
     result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
     wide = Console(width=MAX_WIDTH)

@@ -55,7 +55,7 @@ def unsupported_experts(module: nn.Module) -> str | None:
     return None
 
 
-def _is_silu(function: Any) -> bool:
+def is_silu(function: Any) -> bool:
     """Whether an activation is the one that kernels fuse."""
     # transformers' own class since 5.23; importing it here would import transformers.
     named = type(function).__name__ == "SiLUActivation"
@@ -188,7 +188,7 @@ class KbitExperts(QuantizedModule):
         self, rows: torch.Tensor, bounds: torch.Tensor, source: torch.Tensor | None = None
     ) -> torch.Tensor:
         """act(gate(x)) * up(x) of rows sorted by expert, or of rows[source]."""
-        fused = self.gate_up_proj_scale.dim() == 1 and _is_silu(self.act_fn)
+        fused = self.gate_up_proj_scale.dim() == 1 and is_silu(self.act_fn)
         if fused and not (torch.is_grad_enabled() and rows.requires_grad):
             return self._grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
         if source is not None:

@@ -11,7 +11,8 @@ import functools
 import torch
 
 from kbit.backends.cuda import compiler, driver
-from kbit.backends.cuda.products import grouped_linear_tiled, linear, linear_tiled
+from kbit.backends.cuda.decoded import linear
+from kbit.backends.cuda.products import grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine
 from kbit.backends.cuda.rows import (
     dequantize,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
-from kbit.backends.cuda import rows
+from kbit.backends.cuda import operands, rows
 
 # Weights decoded at a time: 256 MB of 16-bit weights, more than a layer of most models.
 _CHUNK_WEIGHTS = 128 * 2**20
@@ -33,8 +32,7 @@ def linear_tiled(
 
     _multiply(x, decode, bias, target)
     if silu_and_mul:
-        gate, up = target.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), up, out=out)
+        operands.activate(target, out)
 
 
 def linear(

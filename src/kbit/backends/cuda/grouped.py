@@ -22,8 +22,6 @@ _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
 _ROW_BYTES = 128  # of 32 sums
-_SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
-_PAIRS_MEMORY = 200 * 1024
 _RESERVED_BYTES = 1024
 # Of a multiprocessor; more need the larger blocks' warps: 10 experts of 1024 x 2048 (155 tiles) take 9.2 us
 # with them and 10.6 without, 8 of 2048 x 512 (62) 5.5 and 5.0.
@@ -92,10 +90,10 @@ class Plan:
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """What a multiprocessor with so much shared memory a block is asked to run, the best first."""
-    if shared_bytes <= _SMALL_MEMORY:
+    if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, 1, pairs=bits != 5, in_holes=bits in _HOLES)]
     if bits == 5:
-        return [Config(16, 1, 1) if shared_bytes > _PAIRS_MEMORY else Config(16, 1, 2, pairs=False)]
+        return [Config(16, 1, 1) if shared_bytes > operands.PAIRS_MEMORY else Config(16, 1, 2, pairs=False)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
     return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
 

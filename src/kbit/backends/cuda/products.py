@@ -6,11 +6,9 @@ Operands are contiguous, on one CUDA device, and checked by the op layer. Nothin
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kbit.backends.cuda import decoded, driver, grouped, grouped_preference, operands, stream, tables, wgmma
 from kbit.backends.cuda.preference import Choice, decide
-from kbit.backends.cuda.preference import choose as choose
 
 
 def linear_tiled(
@@ -106,8 +104,7 @@ def grouped_linear_tiled(
         both = x.new_empty((out.shape[0], out_features))
         weight = (tiled, codebook, scale, offsets)
         grouped_linear_tiled(x, *weight, out_features, in_features, False, source, both)
-        gate, up = both.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), up, out=out)
+        operands.activate(both, out)
         return
     bits, limits = codebook.shape[0].bit_length() - 1, driver.device_limits(x.device.index)
     shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
@@ -128,17 +125,3 @@ def grouped_linear_tiled(
         if bounds[expert] < bounds[expert + 1]:
             matrix = (tiled[expert], codebook, scale[expert])
             decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
-
-
-def linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    in_features: int,
-    out: torch.Tensor,
-) -> None:
-    """Multiply by a weight in the canonical form [N, K], any block scale format: decode + cuBLAS."""
-    decoded.linear(x, packed, absmax, codebook, scale, bias, in_features, out)

@@ -87,16 +87,14 @@ class Plan:
 # at once (K = 5120).
 _NARROW, _WIDE, _WIDER = Config(8, 2, 2), Config(16, 1, 2), Config(20, 1, 1)
 _ROOMY = Config(8, 1, 2)  # more registers: 8 tokens of 5120 x 2048 from 7.0 to 5.7 us
-_SMALL_MEMORY = 99 * 1024  # sm_86, 89, 120
-_PAIRS_MEMORY = 200 * 1024  # 8192 x 28672 at 5 bits: 50 us with the table of pairs, 72 without
 
 
 def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config]:
     """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
-    if shared_bytes <= _SMALL_MEMORY:
+    if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, 1, pairs=bits != 5)]
     if bits == 5:  # a table of pairs leaves room for one stage of many warps
-        pairs = shared_bytes > _PAIRS_MEMORY
+        pairs = shared_bytes > operands.PAIRS_MEMORY
         return [Config(8, 1, 2, pairs), Config(16, 1, 1, pairs)]
     if tokens > 1:
         return [_ROOMY, _WIDE]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kbit.backends.cuda import driver, products
+from kbit.backends.cuda import driver, preference
 from kbit.bench import gpu_timing
 from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
 from kbit.bench.kernels import DEQUANTIZE, DTYPES
@@ -116,7 +116,7 @@ class Times:
             return name
         size = (shape.out_features, shape.in_features)
         with gpu_timing.environment({"KBIT_KERNEL": ""}):  # what is forced here was not forced there
-            chosen = products.choose(tokens, DTYPES[self.dtype], *size, False, self.arch)
+            chosen = preference.choose(tokens, DTYPES[self.dtype], *size, False, self.arch)
         return DEQUANTIZE if chosen == "cublas" else chosen
 
     def grouped_us(self, shape: LayerShape, bits: int | None, per_token: int, tokens: int) -> float:

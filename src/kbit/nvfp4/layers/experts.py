@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from kbit.nn.experts import is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
@@ -84,20 +84,15 @@ class NVFP4Experts(NVFP4Module):
         down = expert_product(self._activate(gate_up), routing, self.quantized("down"), *common)
         return combine_sorted(down, routing.inverse, p)
 
-    def _is_silu(self) -> bool:
-        # transformers 5.23 has a class of its own for it, known here by name so as not to import it.
-        name = type(self.act_fn).__name__
-        return isinstance(self.act_fn, nn.SiLU) or self.act_fn is F.silu or name == "SiLUActivation"
-
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self._is_silu():
+        if is_silu(self.act_fn):
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
     def _activate(self, gate_up: torch.Tensor) -> ExpertInput:
         settings = self.settings
-        if settings.fold and self._is_silu():
+        if settings.fold and is_silu(self.act_fn):
             t = silu_mul_quantize_nvfp4(gate_up, settings.search, settings.ties)
         else:
             activated = self._activated(gate_up)

@@ -1,0 +1,34 @@
+"""Options that take several values, joined by commas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def words(text: str) -> list[str]:
+    """What stands between commas, without spaces around it and without empty ones."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Positive whole numbers.
+
+    Raises:
+        ValueError: there are none, or others.
+    """
+    found = words(text)
+    if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
+        raise ValueError(f"{option} takes positive whole numbers such as 1,2,4; got {text!r}.")
+    return [int(word) for word in found]
+
+
+def names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Some of the names that are known.
+
+    Raises:
+        ValueError: there are none, or others.
+    """
+    found = words(text)
+    if not found or not set(found) <= set(known):
+        raise ValueError(f"{option} takes {', '.join(known)}, joined by commas; got {text!r}.")
+    return found
