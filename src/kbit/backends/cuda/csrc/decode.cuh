@@ -20,10 +20,22 @@
 #pragma once
 
 #include "common.cuh"
+#include "config.h"
+
+// Config::ue4m3, where a configuration names it: NVFP4. Every 16 columns of a row have a ue4m3 scale, where
+// otherwise every 32 have one in E4M4.
+template <class CONFIG, class = void>
+struct Naming {
+    static constexpr bool ue4m3 = false;
+};
+template <class CONFIG>
+struct Naming<CONFIG, decltype(void(CONFIG::ue4m3))> : CONFIG {};
+constexpr bool kUe4m3 = Naming<Config>::ue4m3;
 
 template <int BITS, bool BF16, bool PAIRS>
 struct Decoder {
-    static constexpr int kTileBytes = 128 * BITS + 32;
+    static constexpr int kScalesAt = 128 * BITS;  // in a tile
+    static constexpr int kTileBytes = kScalesAt + (kUe4m3 ? 64 : 32);
     static constexpr bool kByBytes = BITS <= 4;
     static constexpr int kFieldBits = kByBytes ? 8 : PAIRS ? 10 : 5;
     static constexpr int kRows = 1 << kFieldBits;
@@ -41,8 +53,14 @@ struct Decoder {
     }
 
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
+    // SCALED: it will meet Scales::factor, and is in its unit.
+    template <bool SCALED = true>
     static DEVICE float level(const float* codebook, int lane) {
-        return __ldg(codebook + lane % (1 << BITS));
+        const float value = __ldg(codebook + lane % (1 << BITS));
+        if constexpr (kUe4m3 && SCALED) {
+            return value * (BF16 ? 0x1p120f : 256.0f);
+        }
+        return value;
     }
 
     // Thread `thread` of `threads`, whole warps, fills its part; a barrier must follow.
@@ -151,23 +169,72 @@ struct Decoder {
     }
 };
 
-// Block scales. A scale word holds E4M4 bytes: (row g, block 0), (row g, block 1), (row g + 8, block 0),
-// (row g + 8, block 1). A byte shifted left by 6 is a float16 of 1/16 of its value, subnormals included.
-constexpr float kScaleUnit = 16.0f;
+// The scales of rows g and g + 8 of a tile, as lane 4g + t reads them from scales_at + kBytes * g.
+template <bool UE4M3, bool BF16>
+struct Scales;
 
-// Low half: row g, high half: row g + 8, of one block, as float16 in units of 16.
-template <int BLOCK>
-DEVICE u32 scale_halves(u32 word) {
-    return (BLOCK == 0 ? word << 6 : word >> 2) & 0x3fc03fc0u;
-}
+// E4M4: bytes (row g, block 0), (row g, block 1), (row g + 8, block 0), (row g + 8, block 1). A byte shifted
+// left by 6 is a float16 of 1/16 of its value, subnormals included.
+template <bool BF16>
+struct Scales<false, BF16> {
+    static constexpr int kBytes = 4;
+    static constexpr int kSteps = 2;  // k16 steps of a block
+    static constexpr float kUnit = 16.0f;
+    typedef u32 Words;
 
-// The scale in byte BYTE of a scale word, in both halves, as 16-bit values. Both products are exact.
-template <bool BF16, int BYTE>
-DEVICE u32 scale_pair(u32 word) {
-    const u32 bytes = permute(word, 0, 0x4040 | BYTE | BYTE << 8);  // 00 b 00 b
-    if constexpr (BF16) {
-        return Half<true>::multiply(bytes << 3, 0x79807980u);  // a bfloat16 of 2^-116 times the value
-    } else {
-        return Half<false>::multiply(bytes << 6, 0x4c004c00u);  // times 16
+    static DEVICE Words load(u32 address) { return load_shared(address); }
+
+    // Low half: row g, high half: row g + 8, of one block, as float16 in units of 16.
+    template <int BLOCK>
+    static DEVICE u32 halves(u32 word) {
+        return (BLOCK == 0 ? word << 6 : word >> 2) & 0x3fc03fc0u;
     }
-}
+    template <int BLOCK, int LOWER>
+    static DEVICE float value(Words words) {
+        return LOWER ? high_half(halves<BLOCK>(words)) : low_half(halves<BLOCK>(words));
+    }
+    // The scale of step STEP in row g + 8 * LOWER, in both halves, as 16-bit values. Both products are exact.
+    template <int STEP, int LOWER>
+    static DEVICE u32 factor(Words words) {
+        constexpr int kByte = 2 * LOWER + STEP / 2;
+        const u32 bytes = permute(words, 0, 0x4040 | kByte | kByte << 8);  // 00 b 00 b
+        if constexpr (BF16) {
+            return Half<true>::multiply(bytes << 3, 0x79807980u);  // a bfloat16 of 2^-116 times the value
+        } else {
+            return Half<false>::multiply(bytes << 6, 0x4c004c00u);  // times 16
+        }
+    }
+};
+
+// ue4m3: the bytes of row g's four blocks, a k16 step each, then those of row g + 8. A byte without its top
+// bit, shifted left by 7, is a float16 of 2^-8 times its value, by 4 a bfloat16 of 2^-120 times it,
+// subnormals included. Levels are in the inverse unit, so that nothing else is to be multiplied: a product of
+// level and scale has 6 significant bits in 2^-10 .. 2688 and is exact in both.
+template <bool BF16>
+struct Scales<true, BF16> {
+    static constexpr int kBytes = 8;
+    static constexpr int kSteps = 1;
+    static constexpr float kUnit = 256.0f;  // of value()
+    typedef uint2 Words;
+
+    static DEVICE Words load(u32 address) { return load_shared2(address); }
+    // Steps STEP % 2 and STEP % 2 + 2, low and high half.
+    template <int STEP, int LOWER, bool WIDE>
+    static DEVICE u32 two(Words words) {
+        const u32 word = LOWER ? words.y : words.x;
+        if constexpr (WIDE) {
+            return (STEP % 2 ? word >> 4 : word << 4) & 0x07f007f0u;
+        } else {
+            return (STEP % 2 ? word >> 1 : word << 7) & 0x3f803f80u;
+        }
+    }
+    template <int STEP, int LOWER>
+    static DEVICE u32 factor(Words words) {
+        return permute(two<STEP, LOWER, BF16>(words), 0, STEP < 2 ? 0x1010 : 0x3232);
+    }
+    template <int BLOCK, int LOWER>
+    static DEVICE float value(Words words) {
+        const u32 both = two<BLOCK, LOWER, false>(words);
+        return BLOCK < 2 ? low_half(both) : high_half(both);
+    }
+};

@@ -27,7 +27,7 @@
 
 // sums[half] += one column tile of each half times x.
 DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
-                          const u32 (&scales)[2], const u32 (&b)[kColumns][8]) {
+                          const S::Words (&scales)[2], const u32 (&b)[kColumns][8]) {
     static_for<2>([&](auto block) {
         constexpr int kBlock = block.value;
 #pragma unroll
@@ -37,8 +37,8 @@ DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const 
             decode.template step<2 * kBlock + 1>(w[half], a[1]);
             float fresh[kColumns][4] = {};
             if constexpr (kScaleWeights) {
-                const u32 upper = scale_pair<Config::bf16, kBlock>(scales[half]),
-                          lower = scale_pair<Config::bf16, 2 + kBlock>(scales[half]);
+                const u32 upper = S::factor<2 * kBlock, 0>(scales[half]),
+                          lower = S::factor<2 * kBlock, 1>(scales[half]);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
@@ -53,7 +53,7 @@ DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const 
                 }
             }
             if constexpr (!kScaleWeights) {
-                const u32 both = scale_halves<kBlock>(scales[half]);
+                const u32 both = S::halves<kBlock>(scales[half]);
                 const float upper = low_half(both), lower = high_half(both);
 #pragma unroll
                 for (int n = 0; n < kColumns; ++n) {
@@ -72,13 +72,14 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
                           u32 x_tile, u32 x_bytes, u32 zero, int lane) {
     for (int tile = ring.first_tile; tile < ring.end_tile; tile += kTiles) {
         const u32 stage = ring.wait();
-        u32 w[kTiles][2][Config::bits], scales[kTiles][2];
+        u32 w[kTiles][2][Config::bits];
+        S::Words scales[kTiles][2];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 at = stage + half * kHalfBytes + i * D::kTileBytes;
-                scales[i][half] = load_shared(at + 128 * Config::bits + lane / 4 * 4);
+                scales[i][half] = S::load(at + D::kScalesAt + lane / 4 * S::kBytes);
                 D::load(w[i][half], at, lane);
             }
         }
@@ -104,7 +105,7 @@ struct Output {
     u16* y;
 
     DEVICE float factor(const Job& job) const {
-        return __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : kScaleUnit);
+        return __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : S::kUnit);
     }
     DEVICE void store(const Problem& p, const Job& job, int unit, float factor,
                       const float (&sums)[2][kColumns][4], int lane) const {

@@ -7,6 +7,7 @@
 
 using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
 using H = Half<Config::bf16>;
+using S = Scales<kUe4m3, Config::bf16>;
 
 constexpr int kTokens = Config::tokens;
 constexpr int kStages = Config::stages;

@@ -32,14 +32,13 @@
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
 template <int BLOCK, bool NEW>
-DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (&w)[Config::bits], u32 scales,
-                           Activations& x, int q, int t) {
+DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (&w)[Config::bits],
+                           S::Words scales, Activations& x, int q, int t) {
     u32 a[2][4];
     decode.template step<2 * BLOCK>(w, a[0]);
     decode.template step<2 * BLOCK + 1>(w, a[1]);
     if constexpr (kScaleWeights) {
-        const u32 upper = scale_pair<Config::bf16, BLOCK>(scales),
-                  lower = scale_pair<Config::bf16, 2 + BLOCK>(scales);
+        const u32 upper = S::factor<2 * BLOCK, 0>(scales), lower = S::factor<2 * BLOCK, 1>(scales);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
@@ -84,18 +83,19 @@ DEVICE float& sum_at(Sums& sums, int i) {
 template <bool NEW>
 DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    const u32 scales_at = group + 128 * Config::bits + 4 * g;
-    u32 w[kGroupTiles][Config::bits], scales[kGroupTiles];
+    const u32 scales_at = group + D::kScalesAt + S::kBytes * g;
+    u32 w[kGroupTiles][Config::bits];
+    S::Words scales[kGroupTiles];
     float column[4] = {};  // M = 1: sums of blocks 2t, 2t + 1 in row g, then row g + 8
     constexpr int kAhead = kScaleWeights ? 0 : 1;  // tiles loaded before they are needed
     if constexpr (kOne) {
-        scales[0] = load_shared(scales_at + t * D::kTileBytes);
+        scales[0] = S::load(scales_at + t * D::kTileBytes);
     }
 #pragma unroll
     for (int i = 0; i < kGroupTiles + kAhead; ++i) {
         if (i < kGroupTiles) {
             if constexpr (!kOne) {
-                scales[i] = load_shared(scales_at + i * D::kTileBytes);
+                scales[i] = S::load(scales_at + i * D::kTileBytes);
             }
             D::load(w[i], group + i * D::kTileBytes, lane);
         }
@@ -109,8 +109,8 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
             continue;
         }
         Sums even = {}, odd = {};
-        multiply_block<0, NEW>(even, decode, w[q], 0, x, q, t);
-        multiply_block<1, NEW>(odd, decode, w[q], 0, x, q, t);
+        multiply_block<0, NEW>(even, decode, w[q], scales[q], x, q, t);
+        multiply_block<1, NEW>(odd, decode, w[q], scales[q], x, q, t);
         if constexpr (kOne) {
             if (t == q) {  // columns 2q and 2q + 1
                 column[0] = even[0][0];
@@ -119,12 +119,12 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
                 column[3] = odd[0][3];
             }
         } else {
-            add_scaled(sums, even, scale_halves<0>(scales[q]));
-            add_scaled(sums, odd, scale_halves<1>(scales[q]));
+            add_scaled(sums, even, S::halves<0>(scales[q]));
+            add_scaled(sums, odd, S::halves<1>(scales[q]));
         }
     }
     if constexpr (kOne) {
-        const u32 even = scale_halves<0>(scales[0]), odd = scale_halves<1>(scales[0]);
+        const u32 even = S::halves<0>(scales[0]), odd = S::halves<1>(scales[0]);
         sums[0][0] += column[0] * low_half(even) + column[1] * low_half(odd);
         sums[0][2] += column[2] * high_half(even) + column[3] * high_half(odd);
     }
@@ -245,8 +245,8 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
-    const float level = D::level(codebook, lane);
-    const float unit = __ldg(scale) * (kScaleWeights ? 1.0f : kScaleUnit);
+    const float level = D::level<kScaleWeights>(codebook, lane);
+    const float unit = __ldg(scale) * (kScaleWeights ? 1.0f : S::kUnit);
 
     Problem p;
     p.n = n;

@@ -7,6 +7,7 @@
 
 using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
 using H = Half<Config::bf16>;
+using S = Scales<kUe4m3, Config::bf16>;
 
 constexpr int kGroupTiles = 4;
 constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
@@ -14,9 +15,9 @@ constexpr int kStages = Config::stages;
 constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
 constexpr bool kOne = Config::tokens == 1;
 constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
-// Scales multiply the weights, or the products of a block. The first rounds once more, to the 16-bit weight
-// that dequantize gives, and needs no second set of accumulators.
-constexpr bool kScaleWeights = Config::tokens == 16;
+// Scales multiply the weights, or the products of a block. The first rounds once more (E4M4, not ue4m3), to
+// the 16-bit weight that dequantize gives, and needs no second set of accumulators.
+constexpr bool kScaleWeights = Config::tokens == 16 || (kUe4m3 && !kOne);
 constexpr int kBuffers = Config::buffers;  // of parts
 constexpr bool kInHoles = Config::in_holes;
 static_assert(!kInHoles || (D::kHoles && kBuffers * Config::workers * kSums <= D::kRows));

@@ -62,14 +62,18 @@ DEVICE void decode_step(u32 (&a)[4][4], const D& decode, const Ring& ring, int s
     const u32 tile = ring.weights() + slot * D::kTileBytes;
     u32 w[Config::bits];
     D::load(w, tile, lane);
-    const u32 scales = load_shared(tile + 128 * Config::bits + lane / 4 * 4);
-    const u32 pairs[4] = {scale_pair<Config::bf16, 0>(scales), scale_pair<Config::bf16, 2>(scales),
-                          scale_pair<Config::bf16, 1>(scales), scale_pair<Config::bf16, 3>(scales)};
+    using S = Scales<kUe4m3, Config::bf16>;
+    const S::Words scales = S::load(tile + D::kScalesAt + lane / 4 * S::kBytes);
+    u32 factors[4 / S::kSteps][2];
+    static_for<4 / S::kSteps>([&](auto block) {
+        factors[block.value][0] = S::factor<block.value * S::kSteps, 0>(scales);
+        factors[block.value][1] = S::factor<block.value * S::kSteps, 1>(scales);
+    });
     static_for<4>([&](auto j) {
         decode.template step<j.value>(w, a[j.value]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            a[j.value][i] = H::multiply(a[j.value][i], pairs[j.value / 2 * 2 + i % 2]);
+            a[j.value][i] = H::multiply(a[j.value][i], factors[j.value / S::kSteps][i % 2]);
         }
     });
 }
