@@ -1,9 +1,11 @@
 """What one rank of tests/test_parallel.py runs: python parallel_ranks.py JOB.json, with torchrun's variables.
 
-Loads models split over the ranks; writes results and checkpoints for the parent to compare.
+Loads models split over the ranks, or makes random ones; writes results and checkpoints for the parent to
+compare. On GPUs where the job says so, each rank on its own.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +14,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import kbit
+from kbit.bench import model_split
+from kbit.format.policy import QuantizationPolicy
 from kbit.nn import QuantizedModule
+from parallel_models import PARALLEL
 
 IDS = torch.tensor([[1, 5, 9, 3, 7], [2, 4, 8, 70, 71]])
 COLUMN_SPLIT = ("q_proj", "q_b_proj", "lm_head", "in_proj_qkvz")
@@ -37,12 +42,13 @@ def distributed(mode):
 
 def evaluate(model):
     """Logits, a greedy continuation, column-split projections, and a gradient through the whole model."""
+    ids = IDS.to(model.device)
     with torch.no_grad():
-        result = {"logits": model(IDS).logits, "projections": projections(model)}
-    result["generated"] = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+        result = {"logits": model(ids).logits.cpu(), "projections": projections(model)}
+    result["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False).cpu()
+    x = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=x).logits.float().square().mean().backward()
-    result["gradient"] = x.grad
+    result["gradient"] = x.grad.cpu()
     return result
 
 
@@ -52,8 +58,25 @@ def projections(model):
     for name, module in model.named_modules():
         if name.endswith(COLUMN_SPLIT) and isinstance(module, QuantizedModule):
             size = module.shapes["weight"][1]
-            results[name] = module(torch.linspace(-1, 1, 3 * size).view(3, size).to(torch.bfloat16))
+            x = torch.linspace(-1, 1, 3 * size).view(3, size).to(module.codebook.device, torch.bfloat16)
+            results[name] = module(x).detach().cpu()
     return results
+
+
+def random_config(architecture):
+    """A config whose head has a weight of its own, as `kbit bench model` gives it."""
+    config = PARALLEL[architecture]()
+    config.tie_word_embeddings = False
+    return config
+
+
+def run_random(case, device):
+    """Logits of a model that is built in parts."""
+    policy = case["policy"] and QuantizationPolicy(**case["policy"])
+    arguments = (random_config(case["architecture"]), device, torch.bfloat16, policy)
+    built = model_split.build(*arguments, by_expert=case["mode"] == "ep")
+    with torch.no_grad():
+        return {"logits": built.model(IDS.to(device)).logits.cpu(), "bytes": built.weight_bytes}
 
 
 def run(case, out):
@@ -75,13 +98,17 @@ def run(case, out):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     job = json.loads(Path(sys.argv[1]).read_text())
+    device = torch.device(job["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     out = Path(job["out"])
     results = {}
     for case in job["cases"]:
         print(case["name"], flush=True)  # the parent shows it if something fails
-        results[case["name"]] = run(case, out)
+        results[case["name"]] = run_random(case, device) if "policy" in case else run(case, out)
     torch.save(results, out / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

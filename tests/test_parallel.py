@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kbit
+from kbit.bench import model_build
+from kbit.bench.model_split import rank_environment
+from kbit.format.policy import QuantizationPolicy
 from kbit.nn import QuantizedModule
 from parallel_models import PARALLEL, build_parallel
-from parallel_ranks import distributed_modes, evaluate
+from parallel_ranks import IDS, distributed_modes, evaluate, random_config
 
 RANKS = 2
 TIMEOUT_S = 240
@@ -23,25 +25,13 @@ MODES = [(name, mode) for name in PARALLEL for mode in distributed_modes(name)]
 TOO_NARROW = "too_narrow"
 
 
-def run_ranks(folder, cases):
+def run_ranks(folder, cases, device="cpu"):
     """Run cases on two ranks; [{case: result} of rank 0, of rank 1]."""
     job = folder / "job.json"
-    job.write_text(json.dumps({"out": str(folder), "cases": cases}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job.write_text(json.dumps({"out": str(folder), "device": device, "cases": cases}))
     program = [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(job)]
-    ranks = [
-        subprocess.Popen(
-            program,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen(program, env=one, **pipes) for one in rank_environment(RANKS)]
     try:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
     finally:
@@ -70,7 +60,31 @@ def runs(tmp_path_factory):
     model.save_pretrained(folder / TOO_NARROW)
     narrow = {"name": TOO_NARROW, "folder": str(folder / TOO_NARROW), "config": CONFIG}
     cases.append({**narrow, "mode": "tp", "architecture": "llama"})
-    return folder, run_ranks(folder, cases)
+    return folder, run_ranks(folder, cases + random_cases(PARALLEL))
+
+
+def random_cases(architectures):
+    """Models of random weights, built in parts: quantized with and without the embeddings, and in 16 bits."""
+    policies = {"4": {"bits": 4}, "all": {"bits": 3, "embedding_bits": 4, "search": False}, "bf16": None}
+    return [
+        {"name": f"random-{name}-{mode}-{key}", "architecture": name, "mode": mode, "policy": policy}
+        for name in architectures
+        for mode in distributed_modes(name)
+        for key, policy in policies.items()
+    ]
+
+
+def check_random(case, results, device="cpu"):
+    """Compare with the model that `kbit bench model` builds on one device."""
+    policy = case["policy"] and QuantizationPolicy(**case["policy"])
+    config = random_config(case["architecture"])
+    built = model_build.build(config, torch.device(device), torch.bfloat16, policy)
+    with torch.no_grad():
+        expected = built.model(IDS.to(device)).logits.cpu()
+    bound = 2.0**-9 * expected.abs().max() * 8
+    for result in results:
+        assert (result["logits"] - expected).abs().max() <= bound, case["name"]
+        assert result["bytes"] < built.weight_bytes, case["name"]
 
 
 def load(folder, config=None):
@@ -90,6 +104,12 @@ def test_two_ranks_compute_what_one_does(name, mode, suffix, runs):
         bound = 2.0**-9 * one[key].abs().max() * (8 if key == "logits" else 32)
         assert (results[0][key] - one[key]).abs().max() <= bound
     assert torch.equal(results[0]["generated"], one["generated"])
+
+
+@pytest.mark.parametrize("case", random_cases(PARALLEL), ids=lambda case: case["name"])
+def test_random_models_built_in_parts_are_those_of_one_rank(case, runs):
+    _, ranks = runs
+    check_random(case, [rank[case["name"]] for rank in ranks])
 
 
 @pytest.mark.parametrize("suffix", ["", "-load"])

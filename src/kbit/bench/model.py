@@ -19,10 +19,15 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.nn.experts import is_experts
 
 BASELINE = "bf16"
+# In the names of arms whose GPUs add up in another way than by NCCL.
+ALL_REDUCE = ", all-reduce "
 # Beyond, copying the weights of every token's experts, as batched_mm does, is not what anybody would run.
 BATCHED_MM_TOKENS = 4
 # Of a device's memory, for weights: the rest is for caches, activations and graphs.
 _FILL = 0.92
+
+# (config, device, dtype, policy) -> a model, or this rank's part of one.
+Builder = Callable[[Any, torch.device, torch.dtype, QuantizationPolicy | None], model_build.Built]
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,10 @@ class Plan:
 
 @dataclass
 class DecodeRow:
-    """One arm at one batch size. `ms` is a step of all sequences; `reason`, why it was not a CUDA graph."""
+    """One arm at one batch size on so many GPUs.
+
+    `ms` is a step of all sequences; `reason`, why it was not a CUDA graph.
+    """
 
     arm: str
     batch: int
@@ -58,6 +66,7 @@ class DecodeRow:
     spread: float
     reason: str | None
     profile: dict[str, Any] | None = None
+    gpus: int = 1
 
     @property
     def tokens_s(self) -> float:
@@ -70,6 +79,7 @@ class ArmResult:
     """One way to hold the model: how large it is and how fast.
 
     Attributes:
+        gpus: over so many the model is split; bytes are those of one of them.
         weight_bytes: of all parameters and buffers.
         build_peak_bytes, run_peak_bytes: most memory allocated while building and while running; None on a
             CPU.
@@ -84,6 +94,7 @@ class ArmResult:
     prefill_tokens: int = 0
     prefill_ms: float | None = None
     decode: list[DecodeRow] = field(default_factory=list)
+    gpus: int = 1
 
     @property
     def prefill_tokens_s(self) -> float | None:
@@ -97,6 +108,8 @@ def measure(
     device: torch.device,
     policies: dict[str, QuantizationPolicy | None],
     progress: Callable[[str], None] = lambda words: None,
+    builder: Builder = model_build.build,
+    gpus: int = 1,
 ) -> list[ArmResult]:
     """Build and run every arm.
 
@@ -106,16 +119,18 @@ def measure(
         device: where.
         policies: name of an arm -> its policy; None for 16 bits.
         progress: told what is being done.
+        builder: makes a model, or this rank's part of one.
+        gpus: ranks that run the model together, each of which calls this.
     """
     results = []
     for name, policy in policies.items():
-        absent = _too_large(config, device) if policy is None else None
+        absent = _too_large(config, device, gpus) if policy is None else None
         if absent is not None:
-            results.append(ArmResult(name, absent=absent))
+            results.append(ArmResult(name, absent=absent, gpus=gpus))
             continue
         progress(f"{name}: building")
-        built = model_build.build(config, device, plan.dtype, policy)
-        result = ArmResult(name, built.weight_bytes, built.peak_bytes)
+        built = builder(config, device, plan.dtype, policy)
+        result = ArmResult(name, built.weight_bytes, built.peak_bytes, gpus=gpus)
         _run(built.model, result, plan, device, progress)
         results.append(result)
         del built
@@ -125,14 +140,15 @@ def measure(
     return results
 
 
-def _too_large(config: Any, device: torch.device) -> str | None:
+def _too_large(config: Any, device: torch.device, gpus: int) -> str | None:
     """Why a model does not fit in 16 bits, or None."""
     if device.type != "cuda":
         return None
     needed, (_, total) = model_build.sixteen_bit_bytes(config), torch.cuda.mem_get_info(device)
-    if needed <= _FILL * total:
+    if needed <= _FILL * total * gpus:
         return None
-    return f"its weights are {needed / 1e9:.0f} GB, the GPU has {total / 1e9:.0f} GB"
+    have = "the GPU has" if gpus == 1 else f"{gpus} GPUs have"
+    return f"its weights are {needed / 1e9:.0f} GB, {have} {gpus * total / 1e9:.0f} GB"
 
 
 def _run(
@@ -149,7 +165,7 @@ def _run(
             progress(f"{arm}: {batch} sequences")
             if chosen is not None:
                 model.set_experts_implementation(chosen)
-            result.decode.append(_decode(model, arm, batch, plan))
+            result.decode.append(_decode(model, arm, batch, plan, result.gpus))
     if device.type == "cuda":
         result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
 
@@ -162,7 +178,7 @@ def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, s
     return [(f"{name} {way}", way) for way in ways]
 
 
-def _decode(model: Any, arm: str, batch: int, plan: Plan) -> DecodeRow:
+def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> DecodeRow:
     loop = model_decode.DecodeLoop(model, batch, plan.prompt, plan.steps)
     loop.read_prompt()
     if plan.compiled:
@@ -170,7 +186,7 @@ def _decode(model: Any, arm: str, batch: int, plan: Plan) -> DecodeRow:
     loop.warm_up()
     run, reason = loop.captured()
     timing = loop.measure(run, plan.repeats, reason)
-    row = DecodeRow(arm, batch, timing.ms, timing.spread, reason)
+    row = DecodeRow(arm, batch, timing.ms, timing.spread, reason, gpus=gpus)
     if plan.profiled:
         loop.rewind()
         replays = min(plan.steps, model_profile.REPLAYS)
@@ -193,25 +209,44 @@ def compile_blocks(model: Any) -> None:
         layer.compile(fullgraph=True, dynamic=False)
 
 
-def baseline_ms(results: Iterable[ArmResult]) -> dict[int, float]:
-    """Batch -> milliseconds of the fastest 16-bit arm."""
+def baseline_ms(results: Iterable[ArmResult], gpus: int = 1) -> dict[int, float]:
+    """Batch -> milliseconds of the fastest 16-bit arm on as many GPUs."""
     best: dict[int, float] = {}
     for result in results:
-        if result.name == BASELINE:
+        if result.name == BASELINE and result.gpus == gpus:
             for row in result.decode:
                 best[row.batch] = min(row.ms, best.get(row.batch, row.ms))
     return best
 
 
+def vs_bf16(row: DecodeRow, results: Iterable[ArmResult]) -> float | None:
+    """How many times as fast as 16 bits on as many GPUs; None where these were not measured."""
+    base = baseline_ms(results, row.gpus)
+    return base[row.batch] / row.ms if row.batch in base else None
+
+
+def vs_one_gpu(row: DecodeRow, results: Iterable[ArmResult]) -> float | None:
+    """How many times as fast as the same arm on one GPU; None where that was not measured."""
+    rows = (other for result in results for other in result.decode)
+    wanted = (row.arm.partition(ALL_REDUCE)[0], row.batch, 1)
+    return next((other.ms / row.ms for other in rows if (other.arm, other.batch, other.gpus) == wanted), None)
+
+
+def label(name: str, gpus: int) -> str:
+    """An arm's name in tables."""
+    return name if gpus == 1 else f"{name}, {gpus} GPUs"
+
+
 def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:
     """Arms as JSON objects, with speeds and ratios written out for readers."""
-    base, items = baseline_ms(results), []
+    items = []
     for result in results:
-        item = asdict(result)
+        item = asdict(result) | {"name": label(result.name, result.gpus)}
         item["prefill_tokens_s"] = _rounded(result.prefill_tokens_s, 1)
         for row, written in zip(result.decode, item["decode"], strict=True):
-            ratio = base[row.batch] / row.ms if row.batch in base else None
-            written |= {"tokens_s": round(row.tokens_s, 2), "vs_bf16": _rounded(ratio, 3)}
+            written |= {"arm": label(row.arm, row.gpus), "tokens_s": round(row.tokens_s, 2)}
+            ratios = {"vs_bf16": vs_bf16(row, results), "vs_one_gpu": vs_one_gpu(row, results)}
+            written |= {key: _rounded(ratio, 3) for key, ratio in ratios.items()}
         items.append(item)
     return items
 

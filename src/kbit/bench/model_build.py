@@ -95,10 +95,11 @@ class Built:
 
 def sixteen_bit_bytes(config: Any) -> int:
     """Bytes of a model's parameters in 16 bits; nothing is allocated."""
-    return 2 * sum(parameter.numel() for parameter in _on_meta(config, torch.bfloat16).parameters())
+    return 2 * sum(parameter.numel() for parameter in on_meta(config, torch.bfloat16).parameters())
 
 
-def _on_meta(config: Any, dtype: torch.dtype) -> Any:
+def on_meta(config: Any, dtype: torch.dtype) -> Any:
+    """A causal language model without data."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -125,27 +126,56 @@ def build(
         policy: what is quantized; None leaves all in `dtype`.
         progress: called as progress(done, total, name) after each block.
     """
+    start(device)
+    model = on_meta(config, dtype)
+    for name, block in blocks(model, device, policy, progress):
+        model.set_submodule(name, block)
+        del block
+    model.requires_grad_(False)
+    return finished(model, device)
+
+
+def start(device: torch.device) -> None:
+    """Begin a model: the same random numbers each time, and the peak of memory counted from here."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(0)
-    model = _on_meta(config, dtype)
+
+
+def finished(model: Any, device: torch.device) -> Built:
+    """A model that is complete, or this rank's part of one, with its sizes."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    sizes = [getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors.values()]  # of DTensors
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Built(model, sum(sizes), peak)
+
+
+def blocks(
+    model: Any, device: torch.device, policy: QuantizationPolicy | None, progress: Progress | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a model on the meta device, one after the other, random and quantized.
+
+    Args:
+        model: whose submodules they are; each is allocated in place.
+        device: where.
+        policy: what is quantized.
+        progress: called as progress(done, total, name) after each block.
+
+    Yields:
+        (name, block). Drop it before asking for the next.
+    """
     names = list(_blocks(model))
     for done, name in enumerate(names, start=1):
         block = model.get_submodule(name)
         block.to_empty(device=device)
         with torch.no_grad():
             block.apply(model._init_weights)
-        if policy is not None:
-            model.set_submodule(name, quantize_block(block, name, policy))
+        yield name, block if policy is None else quantize_block(block, name, policy)
         del block
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if progress is not None:
             progress(done, len(names), name)
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    model.requires_grad_(False)
-    return Built(model, sum(tensor.nbytes for tensor in tensors.values()), peak)
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -9,6 +9,9 @@ What a captured step of transformers' static cache has to keep out of Python, an
 * Without flash-linear-attention and causal-conv1d, linear attention runs transformers' PyTorch fallback. One
   token of it is a fixed chain of small kernels, all capturable; `--compile` fuses them.
 * Experts: "eager" in transformers looks at the routing on the host. grouped_mm and batched_mm do not.
+* Over several GPUs, the sums between them are kernels of the graph too. Communicators must exist before the
+  capture, which the steps before it see to, and NCCL's watchdog asks for events from a thread of its own
+  meanwhile, so that only this thread's calls may be forbidden during the capture.
 * The tokens that are fed are random. A random model soon repeats itself, and repeated tokens choose the same
   experts; the greedy choice is computed all the same.
 """
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows
@@ -53,6 +57,18 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
     after.record()
     after.synchronize()
     return before.elapsed_time(after)
+
+
+def _ranks() -> int:
+    """Processes that run the model together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _failed_anywhere(here: bool, device: torch.device) -> bool:
+    """Whether any rank failed: all must go on in the same way, or they wait for each other for ever."""
+    flag = torch.tensor([here], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 class DecodeLoop:
@@ -138,14 +154,16 @@ class DecodeLoop:
         """The step as a CUDA graph's replay; where that cannot be, itself, and why."""
         if self.device.type != "cuda":
             return self.step, f"no CUDA graphs on {self.device.type}"
-        graph = torch.cuda.CUDAGraph()
+        graph, reason = torch.cuda.CUDAGraph(), None
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local" if _ranks() > 1 else "global"):
                 self.step()
         except RuntimeError as error:
             torch.cuda.synchronize()
-            return self.step, str(error).splitlines()[0]
-        return graph.replay, None
+            reason = str(error).splitlines()[0]
+        if _ranks() > 1 and _failed_anywhere(reason is not None, self.device):
+            reason = reason or "another rank could not capture it"
+        return (graph.replay, None) if reason is None else (self.step, reason)
 
     def measure(self, run: Callable[[], object], repeats: int, reason: str | None) -> Timing:
         """Time of one step, the mean over `steps` of them, `repeats` times."""

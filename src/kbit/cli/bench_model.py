@@ -12,12 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli import bench_moe
-from kbit.cli.options import numbers
+from kbit.cli.options import names, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kbit.bench.model import ArmResult
+    from kbit.format.policy import QuantizationPolicy
 
 console = Console()
 _KERNELS_SHOWN = 15
@@ -28,34 +29,40 @@ def _gigabytes(count: int | None) -> str:
 
 
 def _sizes(results: Sequence[ArmResult]) -> Table:
+    from kbit.bench.model import label
+
     table = Table(title="memory and prefill")
     for header in ("arm", "weights GB", "peak building", "peak running", "prefill tok/s"):
         table.add_column(header, justify="left" if header == "arm" else "right")
     for result in results:
         if result.absent:
-            table.add_row(result.name, escape(f"left out: {result.absent}"))
+            table.add_row(label(result.name, result.gpus), escape(f"left out: {result.absent}"))
             continue
         speed = result.prefill_tokens_s
         peaks = (_gigabytes(result.build_peak_bytes), _gigabytes(result.run_peak_bytes))
         words = "" if speed is None else f"{speed:.0f}"
-        table.add_row(result.name, f"{result.weight_bytes / 1e9:.2f}", *peaks, words)
+        name = label(result.name, result.gpus)
+        table.add_row(name, f"{result.weight_bytes / 1e9:.2f}", *peaks, words)
     return table
 
 
 def _decode(results: Sequence[ArmResult]) -> Table:
-    from kbit.bench.model import baseline_ms
+    from kbit.bench.model import label, vs_bf16, vs_one_gpu
 
-    base = baseline_ms(results)
     table = Table(title="decode")
-    for header in ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "CUDA graph"):
+    for header in ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "vs one GPU", "CUDA graph"):
         table.add_column(header, justify="left" if header in ("arm", "CUDA graph") else "right")
     rows = sorted((row for result in results for row in result.decode), key=lambda row: row.batch)
     for row in rows:
-        ratio = f"{base[row.batch] / row.ms:.2f}" if row.batch in base else ""
+        ratios = (_ratio(vs_bf16(row, results)), _ratio(vs_one_gpu(row, results)))
         speed = (f"{row.ms:.3f}", f"{100 * row.spread:.0f}%", f"{row.tokens_s:.1f}")
         captured = "yes" if row.reason is None else escape(row.reason)
-        table.add_row(str(row.batch), row.arm, *speed, ratio, captured)
+        table.add_row(str(row.batch), label(row.arm, row.gpus), *speed, *ratios, captured)
     return table
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
@@ -86,38 +93,71 @@ def model(
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile every layer, all arms.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="List the kernels of a step.")] = False,
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs over which the model is split.")] = "1",
+    by_expert: Annotated[
+        bool, typer.Option("--by-expert", help="On several: split experts by id, not each expert.")
+    ] = False,
+    all_reduce: Annotated[
+        str, typer.Option(help="How several GPUs add up: nccl, one-shot, or both; an arm each.")
+    ] = "nccl",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that several GPUs may take.")] = 600,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
 ) -> None:
     """Decode and prefill of a whole model, random weights quantized layer by layer, against bf16."""
     import torch
 
-    from kbit.bench import gpu_timing, machine, model_build
+    from kbit.bench import gpu_timing, machine, model_build, model_ranks
     from kbit.bench import model as bench
-    from kbit.format.policy import QuantizationPolicy
 
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench model")
+    counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)
+    model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
+    policies = _policies(bits, embedding_bits, search, baseline)
+    config = model_build.load_config(name, layers)
+    settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
+    about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    results: list[ArmResult] = []
+
+    def write() -> None:
+        if json_file is not None:
+            found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
+            json_file.write_text(json.dumps(found | {"arms": bench.as_json(results)}, indent=1) + "\n")
+
+    with console.status(name) as status:
+        if 1 in counts:
+            results += bench.measure(config, plan, torch.device(device), policies, status.update)
+            write()
+        for ranks, sum_by in ((count, way) for count in counts if count > 1 for way in sums):
+            status.update(f"{name} on {ranks} GPUs, {sum_by}")
+            job = model_ranks.Job(name, layers, plan, policies, device, by_expert, sum_by, timeout)
+            results += model_ranks.measure(job, ranks)
+            write()  # what there is, should the next one fail
+    _show(results)
+
+
+def _policies(
+    bits: str, embedding_bits: int | None, search: bool, baseline: bool
+) -> dict[str, QuantizationPolicy | None]:
+    """{arm: policy}, bf16 last."""
+    from kbit.bench.model import BASELINE
+    from kbit.format.policy import QuantizationPolicy
+
     options: dict[str, Any] = {"embedding_bits": embedding_bits, "search": search}
     policies: dict[str, QuantizationPolicy | None] = {
         f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in numbers("--bits", bits)
     }
-    if baseline:
-        policies[bench.BASELINE] = None
-    config = model_build.load_config(name, layers)
-    about = gpu_timing.describe() if device == "cuda" else machine.describe()
-    with console.status(name) as status:
-        results = bench.measure(config, plan, torch.device(device), policies, status.update)
+    return policies | ({BASELINE: None} if baseline else {})
+
+
+def _show(results: Sequence[ArmResult]) -> None:
     wide = Console(width=200)
     for table in (_sizes(results), _decode(results)):
         wide.print(table)
     for row in (row for result in results for row in result.decode if row.profile):
         wide.print(_profile(row.arm, row.batch, row.profile or {}))
-    if json_file is not None:
-        settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits}
-        result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
-        json_file.write_text(json.dumps(result | {"arms": bench.as_json(results)}, indent=1) + "\n")
 
 
 def register(app: typer.Typer) -> None:

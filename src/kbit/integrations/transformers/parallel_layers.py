@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kbit.integrations.transformers import collectives
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.parts import QuantizedModule
 
@@ -66,7 +67,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks, in place; the gradient is passed on."""
+    """Sum over ranks, in place; the gradient is passed on. Training sums are large: the group's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -104,11 +105,10 @@ def sum_gradients(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the ranks' `x`, written over it."""
+    """The sum of the ranks' `x`, which may be written over."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Sum.apply(x, group)
-    dist.all_reduce(x, group=group)
-    return x
+    return collectives.all_reduce(x, group)
 
 
 def gather_columns(x: torch.Tensor, width: int, group: Any) -> torch.Tensor:

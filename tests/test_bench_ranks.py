@@ -1,0 +1,125 @@
+"""`kbit bench model --gpus`: ranks that it starts itself, here two processes on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kbit.bench import model as bench
+from kbit.bench import model_ranks
+from kbit.bench.model_split import ENVIRONMENT, rank_environment
+from kbit.cli import app
+from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers import collectives
+from parallel_models import PARALLEL
+
+PLAN = bench.Plan(batches=(1, 2), prompt=3, steps=2, prefill=4, repeats=1)
+
+
+@pytest.fixture
+def config_file(tmp_path, request):
+    """The config.json of a tiny model, perhaps with other sizes."""
+    name, sizes = request.param
+    config = PARALLEL[name]()
+    config.update(sizes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
+    return str(path)
+
+
+@pytest.mark.parametrize("config_file", [("llama", {})], indirect=True)
+def test_the_command_on_two_ranks(config_file, tmp_path):
+    out = tmp_path / "result.json"
+    sizes = ["--batch", "1,2", "--prompt", "3", "--steps", "2", "--prefill", "4", "--repeats", "1"]
+    command = ["bench", "model", config_file, "--device", "cpu", *sizes, "--gpus", "1,2"]
+    command += ["--all-reduce", "nccl,one-shot", "--no-baseline"]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    one, two, absent = json.loads(out.read_text())["arms"]
+    assert (one["name"], two["name"]) == ("kbit k=4", "kbit k=4, 2 GPUs")
+    assert 0.4 < two["weight_bytes"] / one["weight_bytes"] < 0.8
+    assert [row["batch"] for row in two["decode"]] == [1, 2]
+    for before, after in zip(one["decode"], two["decode"], strict=True):
+        assert after["vs_one_gpu"] == pytest.approx(before["ms"] / after["ms"], abs=1e-3)
+        assert after["arm"] == "kbit k=4, 2 GPUs"
+        assert after["vs_bf16"] is None
+    assert two["prefill_tokens_s"] > 0
+    assert absent["name"] == "kbit k=4, all-reduce one-shot, 2 GPUs"
+    assert absent["absent"] == "one-shot all-reduces are for GPUs, got cpu"
+
+
+@pytest.mark.parametrize("config_file", [("llama", {"intermediate_size": 96})], indirect=True)
+def test_a_rank_that_fails_says_why(config_file):
+    job = model_ranks.Job(config_file, None, PLAN, {"kbit k=4": QuantizationPolicy()}, "cpu", timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"(?s)rank \d of 2 failed \(1\).*96 in-features into 48 each"):
+        model_ranks.measure(job, 2)
+
+
+def test_ranks_that_take_too_long_are_stopped(tmp_path):
+    policies = {"bf16": None}
+    job = model_ranks.Job(str(tmp_path / "no.json"), None, PLAN, policies, "cpu", timeout_s=0.1)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 was not done after 0 s"):
+        model_ranks.measure(job, 2)
+
+
+def test_jobs_survive_the_way_to_another_process():
+    policies = {"kbit k=3": QuantizationPolicy(bits=3, embedding_bits=4, search=False), "bf16": None}
+    job = model_ranks.Job("llama-3-70b", 4, PLAN, policies, by_expert=True, all_reduce="one-shot")
+    again = model_ranks.Job.from_json(job.to_json())
+    assert again.policies == policies
+    assert (again.plan.prompt, again.plan.dtype) == (3, torch.bfloat16)
+    assert again.to_json() == job.to_json()
+
+
+def test_multicast_is_off_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    first, second = rank_environment(2)
+    assert first.items() >= ENVIRONMENT.items()
+    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert rank_environment(2)[0]["NCCL_NVLS_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "--gpus takes positive whole numbers"),
+        (["--all-reduce", "ring"], "ring"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    result = CliRunner().invoke(app, ["bench", "model", "llama-3-8b", "--device", "cpu", *options])
+    assert result.exit_code == 1
+    assert message in str(result.exception)
+
+
+def test_more_gpus_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match=r"--gpus 99: torch sees \d+ GPUs"):
+        model_ranks.check("cuda", 99)
+
+
+class _Group:
+    group_name = "ranks"
+
+
+@pytest.mark.parametrize("numel", [0, 7, 8, 2**20])
+def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
+    """One-shot sums take what fits into the memory shared, at whole 16 bytes."""
+    asked = []
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, group: asked.append("group"))
+    shared = torch.zeros(64, dtype=torch.bfloat16)
+    monkeypatch.setitem(collectives._shared, ("ranks", torch.bfloat16), shared)
+
+    def one_shot(mapped, x, operation, name):
+        assert (mapped.shape, mapped.data_ptr()) == (x.shape, shared.data_ptr())
+        asked.append(name)
+        return x.clone()
+
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, raising=False)
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.bfloat16), _Group())
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.float16), _Group())
+    assert asked == ["ranks" if numel == 8 else "group", "group"]
