@@ -16,7 +16,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
-_FORMAT = "QQQQQQiiiiiiii"
+_FORMAT = "QQQQQQiiiiiiiiQ"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
 _WARP = 32
 _BARRIER_BYTES = 1024
@@ -39,8 +39,8 @@ class Config:
     stages: int
     pairs: bool = True
 
-    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
-        """The kernel for this configuration."""
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int, nvfp4: bool = False) -> KernelSpec:
+        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles."""
         return KernelSpec.make(
             "stream.cu",
             bits=bits,
@@ -53,6 +53,7 @@ class Config:
             buffers=self.buffers(tokens),
             in_holes=self.in_holes(bits, tokens),
             table_bytes=operands.table_bytes(bits, self.pairs),
+            **layout.nvfp4_config(nvfp4),
         )
 
     def buffers(self, tokens: int) -> int:
@@ -104,9 +105,10 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on such a multiprocessor."""
+    formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
     return [
-        config.spec(bits, dtype, tokens)
-        for bits in SUPPORTED_BITS
+        config.spec(bits, dtype, tokens, nvfp4)
+        for bits, nvfp4 in formats
         for tokens in TOKENS
         for config in configs(bits, tokens, shared_bytes, arch)
         for dtype in operands.DTYPES
@@ -122,7 +124,13 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
+    m: int,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    gated: bool,
+    device: driver.DeviceLimits,
+    nvfp4: bool = False,
 ) -> Plan:
     """The launch for a legal problem."""
     tokens = next(t for t in TOKENS if t >= m)
@@ -136,11 +144,12 @@ def plan(
     workers = max(-(-groups // passes), min(8, config.workers))
     crowded = config.blocks == 2 and tokens == 1 and units > config.blocks * device.multiprocessors
     grid = min(units, device.multiprocessors * (2 if crowded else 1))
-    chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
+    tile_bytes = 4 * layout.words_of(bits, nvfp4)
+    chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated, tile_bytes)
     # Fewer row tiles a block have fewer totals to keep.
     while chosen.shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
-        chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated)
+        chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated, tile_bytes)
     return chosen
 
 
@@ -154,10 +163,17 @@ def _preferred(available: list[Config], tokens: int, groups: int) -> Config:
 
 
 def _lay_out(
-    config: Config, tokens: int, grid: int, workers: int, units: int, passes: int, bits: int, gated: bool
+    config: Config,
+    tokens: int,
+    grid: int,
+    workers: int,
+    units: int,
+    passes: int,
+    bits: int,
+    gated: bool,
+    tile_bytes: int,
 ) -> Plan:
     """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
-    tile_bytes = 4 * layout.tile_words(bits)
     sums, rows = _sums(tokens), -(-units // grid)
     ring_at = operands.table_bytes(bits, config.pairs) + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
@@ -177,14 +193,18 @@ def linear(
     in_features: int,
     silu_and_mul: bool,
     out: torch.Tensor,
+    row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`."""
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`.
+
+    NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
+    """
     index = x.device.index
-    bits = codebook.shape[0].bit_length() - 1
+    bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
     limits = driver.device_limits(index)
-    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
+    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
     x = operands.aligned(x)
-    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
+    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens, nvfp4), index, _FORMAT)
     launcher.launch_on(
         index,
         kernel,
@@ -205,6 +225,7 @@ def linear(
             chosen.ring_at,
             chosen.parts_at,
             chosen.totals_at,
+            0 if row_scale is None else row_scale.data_ptr(),
         ),
         smem=chosen.shared_bytes,
         pdl=True,

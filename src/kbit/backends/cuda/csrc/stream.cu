@@ -10,6 +10,7 @@
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
 //   x         16-bit [M, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
 //   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
+//   row_scale float32 [M] or null: NVFP4 only, never gated; y is (sum * scale) * row_scale (+ bias)
 //
 // Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last,
 // split K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the
@@ -28,7 +29,7 @@
 //
 // Shared memory: table, barriers (1 KB), ring (workers * stages * 4 tiles), parts (2 or 4 * workers * 128
 // bytes a sum; in the table's holes where they fit), totals.
-#include "stream.cuh"
+#include "stream_nvfp4.cuh"
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
 template <int BLOCK, bool NEW>
@@ -69,23 +70,15 @@ DEVICE void add_scaled(float (&sums)[kColumns][4], const float (&d)[kColumns][4]
     }
 }
 
-// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t
-// + 1. Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1
-// alternately.
-typedef float Sums[kColumns][4];
-DEVICE float& sum_at(Sums& sums, int i) {
-    return kOne ? sums[0][2 * i] : sums[i / 4][i % 4];
-}
-
 // sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales,
 // all of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded
 // last.
-template <bool NEW>
+template <bool NEW, class S>
 DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const u32 scales_at = group + D::kScalesAt + S::kBytes * g;
     u32 w[kGroupTiles][Config::bits];
-    S::Words scales[kGroupTiles];
+    typename S::Words scales[kGroupTiles];
     float column[4] = {};  // M = 1: sums of blocks 2t, 2t + 1 in row g, then row g + 8
     constexpr int kAhead = kScaleWeights ? 0 : 1;  // tiles loaded before they are needed
     if constexpr (kOne) {
@@ -119,16 +112,25 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
                 column[3] = odd[0][3];
             }
         } else {
-            add_scaled(sums, even, S::halves<0>(scales[q]));
-            add_scaled(sums, odd, S::halves<1>(scales[q]));
+            add_scaled(sums, even, S::template halves<0>(scales[q]));
+            add_scaled(sums, odd, S::template halves<1>(scales[q]));
         }
     }
     if constexpr (kOne) {
-        const u32 even = S::halves<0>(scales[0]), odd = S::halves<1>(scales[0]);
+        const u32 even = S::template halves<0>(scales[0]), odd = S::template halves<1>(scales[0]);
         sums[0][0] += column[0] * low_half(even) + column[1] * low_half(odd);
         sums[0][2] += column[2] * high_half(even) + column[3] * high_half(odd);
     }
     return w[kGroupTiles - 1][Config::bits - 1];
+}
+
+template <bool NEW>
+DEVICE u32 multiply(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
+    if constexpr (kUe4m3) {
+        return multiply_nvfp4<NEW>(sums, decode, x, group, lane);
+    } else {
+        return multiply_group<NEW, S>(sums, decode, x, group, lane);
+    }
 }
 
 DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, const u16* x,
@@ -148,8 +150,8 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             if (mine) {
                 const u32 group_at = ring.wait();
                 const u32 last = row == 0 && !p.ups(segment)
-                                     ? multiply_group<true>(sums, decode, act, group_at, lane)
-                                     : multiply_group<false>(sums, decode, act, group_at, lane);
+                                     ? multiply<true>(sums, decode, act, group_at, lane)
+                                     : multiply<false>(sums, decode, act, group_at, lane);
                 ring.refill(p, last, zero);
             }
             if (!hands_over) {
@@ -167,15 +169,33 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
     }
 }
 
+// float32 [M] or null, where there is any.
+template <bool EXISTS>
+struct RowScale {
+    DEVICE RowScale(const float*) {}
+    DEVICE float of(int) const { return 1.0f; }
+};
+template <>
+struct RowScale<true> {
+    const float* factors;
+    DEVICE float of(int token) const { return factors ? factors[token] : 1.0f; }
+};
+
 struct Output {
     const u16* bias;
     u16* y;
     float unit;  // of the sums
+    RowScale<kUe4m3> row_scale;
 
     // Row `row` of the first half if gated, with the sum of its up row.
     DEVICE void store(const Problem& p, int token, int row, float value, float up) const {
         const int width = p.gated ? p.n / 2 : p.n;
         if (token >= p.m || row >= width) {
+            return;
+        }
+        if constexpr (kUe4m3) {  // rounded after each factor, as NVFP4's contracts say
+            value = __fmul_rn(__fmul_rn(value, unit), row_scale.of(token));
+            y[u64(token) * width + row] = H::narrow(value + (bias ? H::widen(bias[row]) : 0.0f));
             return;
         }
         value = value * unit + (bias ? H::widen(bias[row]) : 0.0f);
@@ -241,7 +261,7 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
 extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config::blocks)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
-           int parts_at, int totals_at) {
+           int parts_at, int totals_at, const float* row_scale) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
@@ -278,6 +298,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
     if (warp < workers) {
         work(p, ring, parts, parts_full, memory, x, x_stride, warp, lane);
     } else {
-        serve(p, parts, parts_full, {bias, y, unit}, reinterpret_cast<float*>(memory + totals_at), lane);
+        serve(p, parts, parts_full, {bias, y, unit, {row_scale}},
+              reinterpret_cast<float*>(memory + totals_at), lane);
     }
 }

@@ -1,0 +1,85 @@
+// NVFP4 in stream.cu: the products of a group, where every k16 step is a block with a scale of its own.
+#pragma once
+
+#include "stream.cuh"
+
+// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t
+// + 1. Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1
+// alternately.
+typedef float Sums[kColumns][4];
+DEVICE float& sum_at(Sums& sums, int i) {
+    return kOne ? sums[0][2 * i] : sums[i / 4][i % 4];
+}
+
+// sums += the group of 4 tiles at a shared address; as multiply_group.
+//
+// M = 1: the columns of B are halves of tiles. A step's MMA meets the x of its half alone, zeros elsewhere,
+// and so adds to the sum of its block alone: even steps in one set of accumulators, odd ones in the other. (A
+// fresh set for each, its useful column taken out, needed more registers: 64 bytes spilled for sm_80.)
+//
+// Otherwise weights are scaled, which is exact, and products chained: in two sets where there is one column
+// of tokens, because 16 MMAs that wait for each other take 530 clocks a group.
+template <bool NEW>
+DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const u32 scales_at = group + D::kScalesAt + S::kBytes * g;
+    u32 w[kGroupTiles][Config::bits];
+    S::Words scales[kGroupTiles];
+    Sums odd = {}, even = {};  // M = 1: [half] of tile t's in row g, [2 + half] in row g + 8
+    constexpr int kAhead = kColumns == 2 ? 0 : 1;  // tiles loaded before they are needed
+    if constexpr (kOne) {
+        scales[0] = S::load(scales_at + t * D::kTileBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupTiles + kAhead; ++i) {
+        if (i < kGroupTiles) {
+            if constexpr (!kOne) {
+                scales[i] = S::load(scales_at + i * D::kTileBytes);
+            }
+            D::load(w[i], group + i * D::kTileBytes, lane);
+        }
+        const int q = i - kAhead;
+        if (q < 0) {
+            continue;
+        }
+        static_for<4>([&](auto step) {
+            constexpr int kStep = step.value, kHalf = kStep / 2, kPair = kStep % 2 * 2;
+            u32 a[4];
+            decode.template step<kStep>(w[q], a);
+            if (kPair == 0 && NEW && (!kOne || q + kHalf == 0)) {
+                x.swap(2 * q + kHalf, t);
+            }
+            if constexpr (kOne) {
+                const bool mine = g == 2 * q + kHalf;
+                const u32(&b)[4] = x.v[0][0];
+                H::mma(kPair ? odd[0] : even[0], a, mine ? b[kPair] : 0, mine ? b[kPair + 1] : 0);
+            } else {
+                const u32 factors[2] = {S::template factor<kStep, 0>(scales[q]),
+                                        S::template factor<kStep, 1>(scales[q])};
+#pragma unroll
+                for (int h = 0; h < 4; ++h) {
+                    a[h] = H::multiply(a[h], factors[h % 2]);
+                }
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    const u32(&b)[4] = x.v[n][2 * q + kHalf];
+                    H::mma(kColumns == 1 && kPair ? odd[n] : sums[n], a, b[kPair], b[kPair + 1]);
+                }
+            }
+        });
+    }
+    if constexpr (kOne) {
+        static_for<4>([&](auto step) {
+            constexpr int kStep = step.value;
+            const float (&d)[4] = kStep % 2 ? odd[0] : even[0];
+            sums[0][0] += d[kStep / 2] * S::template value<kStep, 0>(scales[0]);
+            sums[0][2] += d[2 + kStep / 2] * S::template value<kStep, 1>(scales[0]);
+        });
+    } else if constexpr (kColumns == 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sums[0][i] += odd[0][i];
+        }
+    }
+    return w[kGroupTiles - 1][Config::bits - 1];
+}
