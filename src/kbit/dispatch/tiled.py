@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends import reference
+from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.ops import checks, tiled_checks
@@ -140,6 +141,11 @@ def _grouped_linear_grad_input(grad, tiled, codebook, scale, expert_offsets, out
     tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
     check_offsets(expert_offsets, grad.shape[0])
     tiled, codebook, scale = contiguous(tiled, codebook, scale)
+    backend = backend_for("dequantize_tiled", grad.device, torch.uint8)
+    if backend.name == "cuda" and cuda_gradients.refusal(grad, out_features, in_features) is None:
+        weight = (tiled, codebook, scale, expert_offsets.contiguous())
+        run = cuda_gradients.grouped_linear_tiled_grad_input
+        return run(grad.contiguous(), *weight, out_features, in_features)
 
     def decoder(expert):
         return _decoder(tiled[expert], codebook, scale[expert], grad.device)

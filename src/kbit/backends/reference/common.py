@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from kbit.format.tiles import TILE_ROWS
 
 _CHUNK_WEIGHTS = 8 * 2**20
+# On a GPU 256 MB of 16-bit weights, as in the forward: each chunk more is a pass over the result.
+_GPU_CHUNK_WEIGHTS = 128 * 2**20
 
 Decode = Callable[[int, torch.Tensor], None]
 
@@ -33,9 +35,12 @@ def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Te
         decode: decode(first, panel) writes W's rows from `first` on into a panel [rows, K] of grad's dtype.
     """
     count, out_features = grad.shape
-    total = grad.new_zeros((count, in_features), dtype=torch.float32)
-    rows = rows_at_once(in_features)
+    rows = rows_at_once(in_features, _GPU_CHUNK_WEIGHTS if grad.is_cuda else _CHUNK_WEIGHTS)
     panel = grad.new_empty((min(rows, out_features), in_features))
+    if count and rows >= out_features:
+        decode(0, panel)
+        return matmul(grad, panel.t(), None)
+    total = grad.new_zeros((count, in_features), dtype=torch.float32)
     for first in range(0, out_features if count else 0, rows):
         part = panel[: min(rows, out_features - first)]
         decode(first, part)
@@ -59,7 +64,7 @@ def groups(expert_offsets: torch.Tensor) -> list[tuple[int, slice]]:
     return [(expert, slice(first, last)) for expert, (first, last) in bounds if last > first]
 
 
-def rows_at_once(in_features: int) -> int:
-    """Rows of W that are decoded at a time; a multiple of a tile's rows."""
-    rows = _CHUNK_WEIGHTS // max(1, in_features) // TILE_ROWS * TILE_ROWS
+def rows_at_once(in_features: int, weights: int = _CHUNK_WEIGHTS) -> int:
+    """Rows of W that are decoded at a time, of so many weights; a multiple of a tile's rows."""
+    rows = weights // max(1, in_features) // TILE_ROWS * TILE_ROWS
     return max(TILE_ROWS, rows)

@@ -1,0 +1,79 @@
+"""Gradients in x of products with many experts, with bfloat16: at once, and in chunks of the weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import kbit
+from kbit.backends import reference
+from kbit.backends.cuda import gradients
+
+EXPERTS, N, K, ROWS = 6, 32, 72, 20
+# Some experts have no rows, and some rows nobody, behind the last expert's or before the first one's.
+OFFSETS = [[0, 3, 3, 9, 10, 17, 20], [0, 0, 0, 5, 5, 5, 5], [2, 4, 4, 9, 10, 10, 12], [0] * 7]
+SIZES = [EXPERTS, 4, 1]  # experts decoded at a time
+
+
+def problem(offsets, device):
+    """(gradient, the weight's tensors, offsets, expected in float64)."""
+    q = kbit.quantize(torch.randn(EXPERTS, N, K), bits=3).to(device).tile()
+    grad = torch.randn(ROWS, N).to(device, torch.bfloat16)
+    dense = kbit.dequantize(q, torch.bfloat16).double()
+    expected = torch.zeros(ROWS, K, dtype=torch.float64, device=device)
+    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        expected[begin:end] = grad[begin:end].double() @ dense[expert]
+    return grad, (q.tiled, q.codebook, q.scale), torch.tensor(offsets, dtype=torch.int32), expected
+
+
+def check(found, expected):
+    # bfloat16's 2^-9, and sums of 32 products in float32.
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-8, atol=1e-4)
+    assert not found[(expected == 0).all(1)].any()
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("each", SIZES)
+def test_chunks_of_experts(each, offsets, monkeypatch):
+    monkeypatch.setattr(gradients.rows, "dequantize_tiled", reference.dequantize_tiled)
+    monkeypatch.setattr(gradients, "_CHUNK_WEIGHTS", each * N * K)
+    grad, weight, bounds, expected = problem(offsets, "cpu")
+    check(gradients.grouped_linear_tiled_grad_input(grad, *weight, bounds, N, K), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("each", SIZES)
+def test_chunks_of_experts_on_a_gpu(each, offsets, monkeypatch):
+    monkeypatch.setattr(gradients, "_CHUNK_WEIGHTS", each * N * K)
+    grad, weight, bounds, expected = problem(offsets, "cuda")
+    check(torch.ops.kbit.grouped_linear_tiled_grad_input(grad, *weight, bounds.cuda(), N, K), expected)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    grad, weight, bounds, _ = problem(OFFSETS[0], "cuda")
+    arguments = (grad, *weight, bounds.cuda(), N, K)
+    torch.ops.kbit.grouped_linear_tiled_grad_input(*arguments)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ops.kbit.grouped_linear_tiled_grad_input(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_larger_than_a_chunk(dtype, monkeypatch):
+    """What is decoded at a time changes the order of sums, not what is summed."""
+    q = kbit.quantize(torch.randn(200, 96, device="cuda"), bits=4).tile()
+    grad = torch.randn(5, 200, device="cuda").to(dtype)
+    expected = grad.double() @ kbit.dequantize(q, dtype).double()
+    arguments = (grad, q.tiled, q.codebook, q.scale, 200, 96)
+    for weights in (10**9, 64 * 96):
+        monkeypatch.setattr(reference.common, "_GPU_CHUNK_WEIGHTS", weights)
+        found = torch.ops.kbit.linear_tiled_grad_input(*arguments)
+        bound = 2.0 ** (-6 if dtype == torch.bfloat16 else -10) * expected.abs().max()
+        assert (found.double() - expected).abs().max() <= bound
