@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kbit
 from kbit.bench import serve as bench
 from kbit.cli import app
-from parallel_models import build_parallel
+from parallel_models import PARALLEL, build_parallel
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
 # A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
@@ -112,6 +112,41 @@ def test_bench_serve(folders, tmp_path):
     rows = json.loads(out.read_text())["models"]
     assert [level["clients"] for level in rows["kbit"]] == [1, 2]
     assert all(level["tokens_per_second"] > 0 and not level["errors"] for level in rows["kbit"])
+
+
+def test_bench_serve_with_random_weights(tmp_path):
+    config = PARALLEL["llama"]()
+    config.update({"vocab_size": 400, "max_position_embeddings": 512})
+    file, out = tmp_path / "config.json", tmp_path / "serve.json"
+    file.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
+    options = [
+        "--clients",
+        "1,2",
+        "--requests",
+        "1",
+        "--new-tokens",
+        "4",
+        "--prompt-words",
+        "8",
+        "--bits",
+        "3",
+    ]
+    options += ["--layers", "1", "--timeout", "120", *(f"--option={option}" for option in BATCHED[1:])]
+    command = ["bench", "serve", "--random", str(file), "--device", "cpu", *options, "--json", str(out)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    models = json.loads(out.read_text())["models"]
+    assert list(models) == ["bf16", "kbit-3"]
+    for levels in models.values():
+        assert [level["tokens"] for level in levels] == [4, 8]  # no answer ended early
+        assert not any(level["errors"] for level in levels)
+
+
+@pytest.mark.parametrize("arguments", [[], ["folder", "--random", "llama-3-8b"]])
+def test_bench_serve_wants_folders_or_a_name(arguments):
+    result = CliRunner().invoke(app, ["bench", "serve", *arguments])
+    assert result.exit_code == 1
+    assert "takes model folders, or --random" in str(result.exception)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

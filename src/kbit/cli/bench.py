@@ -15,6 +15,7 @@ from kbit.cli import (
     bench_kernels,
     bench_model,
     bench_nvfp4,
+    bench_quantize,
     bench_report,
     bench_serve,
     bench_train,
@@ -31,6 +32,7 @@ bench_model.register(app)
 bench_nvfp4.register(app)
 bench_report.register(app)
 bench_train.register(app)
+bench_quantize.register(app)
 bench_serve.register(app)
 console = Console()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,10 +43,31 @@ def _table(results: Mapping[str, Sequence[Level]]) -> Table:
     return table
 
 
+def _random(name: str, layers: int | None, folder: Path, bits: int, device: str) -> list[Path]:
+    """Folders of a model with random weights, in bf16 and quantized."""
+    import torch
+
+    from kbit.bench import random_models
+    from kbit.format.policy import QuantizationPolicy
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = QuantizationPolicy(bits=bits, search=False)  # random weights need none
+    return random_models.write_pair(name, layers, folder, policy, torch.device(device))
+
+
 def serve(
     models: Annotated[
-        list[Path], typer.Argument(help="Model folders, quantized or not; one after the other.")
-    ],
+        list[Path] | None, typer.Argument(help="Model folders, quantized or not; one after the other.")
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Serve a shipped model with random weights, in bf16 and quantized."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of --random: only the first layers.")] = None,
+    bits: Annotated[int, typer.Option(help="Of --random: bits per code.")] = 4,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,8,32",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client at each level.")] = 4,
     prompt_words: Annotated[int, typer.Option(min=4, help="Words of a prompt.")] = 64,
@@ -54,6 +76,7 @@ def serve(
         bool, typer.Option(help="Answer requests together, from a paged cache.")
     ] = True,
     device: Annotated[str, typer.Option(help="auto, cuda:0 or cpu.")] = "auto",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server to start, or to answer.")] = 600,
     option: Annotated[
         list[str] | None, typer.Option(help="More of transformers serve, such as --cb-block-size=256.")
     ] = None,
@@ -62,16 +85,23 @@ def serve(
     """Load test of `transformers serve`: throughput, latency, errors and memory."""
     from kbit.bench import machine
     from kbit.bench import serve as bench
+    from kbit.cli.serve import check_packages
 
-    plan = bench.Plan(numbers("--clients", clients), requests, prompt_words, new_tokens)
+    if (models is None) == (random is None):
+        raise ValueError("bench serve takes model folders, or --random and a model's name.")
+    check_packages()
+    plan = bench.Plan(numbers("--clients", clients), requests, prompt_words, new_tokens, timeout)
     options = ["--device", device, *(option or [])]
     if continuous_batching:
         options.append("--continuous-batching")
     results: dict[str, list[Level]] = {}
-    with console.status("") as status:
-        for folder in models:
+    with console.status("") as status, tempfile.TemporaryDirectory(prefix="kbit-") as place:
+        if random is not None:
+            status.update(f"{random}: random weights")
+            models = _random(random, layers, Path(place), bits, device)
+        for folder in models or ():
             status.update(f"{folder.name}: starting")
-            with bench.server(folder.resolve(), options) as (port, pid):
+            with bench.server(folder.resolve(), options, timeout) as (port, pid):
                 status.update(f"{folder.name}: serving")
                 results[folder.name] = bench.load(port, pid, str(folder.resolve()), plan)
     Console(width=120).print(_table(results))

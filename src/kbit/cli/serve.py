@@ -19,15 +19,20 @@ import typer
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
+def check_packages() -> None:
+    """Raises ImportError where a package that the server needs is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"serving needs {', '.join(missing)}. Install them: pip install 'kbit[serve]'.")
+
+
 def serve(arguments: Sequence[str]) -> None:
     """Run `transformers serve ARGUMENTS` until it is stopped.
 
     Raises:
         ImportError: a package that the server needs is missing.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"serving needs {', '.join(missing)}. Install them: pip install 'kbit[serve]'.")
+    check_packages()
     from transformers.cli.transformers import main
 
     import kbit  # noqa: F401  (registers the checkpoints)

@@ -1,0 +1,76 @@
+"""`kbit bench quantize`: weights per second from disk to disk."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kbit.cli.options import numbers, words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kbit.bench.quantize import Run
+
+console = Console()
+
+
+def _table(runs: Sequence[Run]) -> Table:
+    table = Table(title="quantizing a checkpoint, from disk to disk")
+    headers = ("jobs", "devices", "weights", "in GB", "out GB", "s", "M weights/s", "80 B weights, min")
+    for header in headers:
+        table.add_column(header, justify="left" if header == "devices" else "right")
+    for run in runs:
+        table.add_row(
+            str(run.jobs),
+            ", ".join(run.devices),
+            f"{run.weights / 1e9:.2f} B",
+            f"{run.bytes_in / 1e9:.2f}",
+            f"{run.bytes_out / 1e9:.2f}",
+            f"{run.seconds:.1f}",
+            f"{run.weights_per_second / 1e6:.0f}",
+            f"{run.seconds_for_80b / 60:.1f}",
+        )
+    return table
+
+
+def quantize(
+    name: Annotated[str, typer.Argument(help="A shipped model, such as llama-3-8b, or a config.json.")],
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
+    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 5.")] = 4,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
+    jobs: Annotated[str, typer.Option(help="Shards in work at a time; one run each.")] = "1,2,4",
+    device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cuda",
+    folder: Annotated[
+        Path | None, typer.Option(help="On the disk to measure, with room for the model; default: temporary.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Weights per second of `kbit quantize --jobs`, on a checkpoint of random weights written first."""
+    from kbit.bench import gpu_timing, machine
+    from kbit.bench import quantize as bench
+    from kbit.format.policy import QuantizationPolicy
+
+    counts, devices = numbers("--jobs", jobs), words(device)
+    on_gpu = any(one.startswith("cuda") for one in devices)
+    if on_gpu:
+        gpu_timing.require_gpu("kbit bench quantize")
+    about = gpu_timing.describe() if on_gpu else machine.describe()
+    policy = QuantizationPolicy(bits=bits, search=not plain)
+    with console.status(name) as status, tempfile.TemporaryDirectory(prefix="kbit-", dir=folder) as place:
+        runs = bench.measure(name, layers, policy, counts, devices, Path(place), status.update)
+    Console(width=120).print(_table(runs))
+    if json_file is not None:
+        result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}
+        json_file.write_text(json.dumps(result | {"runs": bench.as_json(runs)}, indent=1) + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this command to `kbit bench`."""
+    app.command()(quantize)
