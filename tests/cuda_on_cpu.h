@@ -281,6 +281,7 @@ inline void stage16(u32 to, const void* from) {
     stage<uint4>(to, from);
 }
 inline void end_stage() {}
+inline void launch_dependents() {}
 
 template <class T>
 T __ldg(const T* from) {

@@ -16,10 +16,18 @@ import torch.nn.functional as F
 from kbit.bench import gpu_timing
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.shapes import LayerShape
-from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, quantize_nvfp4
+from kbit.nvfp4 import (
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    gemm_nvfp4,
+    linear_nvfp4,
+    quantize_nvfp4,
+    repack_nvfp4,
+)
 
 DEVICE = "cuda"
 CUBLAS, DEQUANTIZE = "bf16 cuBLAS", "dequantize + cuBLAS"
+UNTILED, WEIGHT_ONLY = "tc, layout nv", "W4A16"
 ACCUMULATIONS = ("tc", "seq16", "exact")
 QUANTIZE_COLUMNS = 2048
 # A benchmark of a wrong kernel is worth nothing: bfloat16 rounds by 0.002 of an output at most.
@@ -102,7 +110,7 @@ def quantize_rows(
 def gemm_rows(
     shape: LayerShape, counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
 ) -> Iterator[NVFP4Row]:
-    """Products of one shape: W4A4 under each contract, W4A16 by decoding, bfloat16.
+    """Products of one shape: bfloat16, W4A16 decoded and tiled, W4A4 under each contract; tiled under `tc`.
 
     Raises:
         ValueError: a kernel computes something else.
@@ -112,13 +120,14 @@ def gemm_rows(
     dense = torch.randn(size, generator=generator, device=DEVICE).bfloat16()
     packed = quantize_nvfp4(dense)
     weights = [_clone(packed) for _ in range(copies_of(packed.nbytes))]
+    tiled = [repack_nvfp4(each, "tiled") for each in weights]
     dense_copies = [dense.clone() for _ in range(copies_of(dense.nbytes))]
     for count in counts:
         x = torch.randn(count, shape.in_features, generator=generator, device=DEVICE).bfloat16()
-        arms = _gemm_arms(x, dense_copies, weights)
+        arms = _gemm_arms(x, dense_copies, weights, tiled)
         _check(shape, x, packed)
         yield from rows_of("gemm", shape.name, count, arms, repeats, timer)
-    del weights, dense_copies
+    del weights, tiled, dense_copies
     torch.cuda.empty_cache()
 
 
@@ -127,7 +136,9 @@ def _clone(t: NVFP4Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(codes.clone(), scales.clone(), t.global_scale, t.shape)
 
 
-def _gemm_arms(x: torch.Tensor, dense: list[torch.Tensor], weights: list[NVFP4Tensor]) -> dict[str, Measured]:
+def _gemm_arms(
+    x: torch.Tensor, dense: list[torch.Tensor], weights: list[NVFP4Tensor], tiled: list[NVFP4Tensor]
+) -> dict[str, Measured]:
     a = quantize_nvfp4(x)
     y_bytes = 2 * x.shape[0] * dense[0].shape[0]
     w_bytes = weights[0].nbytes
@@ -137,9 +148,13 @@ def _gemm_arms(x: torch.Tensor, dense: list[torch.Tensor], weights: list[NVFP4Te
         DEQUANTIZE: Measured(Arm([_decoded(x, w) for w in weights]), w_bytes + x.nbytes + y_bytes),
     }
     for accum in ACCUMULATIONS:
-        calls = [functools.partial(gemm_nvfp4, a, w, accum) for w in weights]
+        calls = [functools.partial(gemm_nvfp4, a, w, accum) for w in (tiled if accum == "tc" else weights)]
         arms[accum] = Measured(Arm(calls), w_bytes + a.nbytes + y_bytes)
-    both = Arm([_quantized(x, w) for w in weights])
+    untiled = Arm([functools.partial(gemm_nvfp4, a, w, "tc") for w in weights])
+    arms[UNTILED] = Measured(untiled, w_bytes + a.nbytes + y_bytes)
+    weight_only = Arm([functools.partial(linear_nvfp4, x, w) for w in tiled])
+    arms[WEIGHT_ONLY] = Measured(weight_only, w_bytes + x.nbytes + y_bytes)
+    both = Arm([_quantized(x, w) for w in tiled])
     arms["quantize + tc"] = Measured(both, w_bytes + x.nbytes + 2 * a.nbytes + y_bytes, x.shape[0])
     return arms
 
@@ -149,14 +164,19 @@ def _decoded(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _quantized(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: gemm_nvfp4(quantize_nvfp4(x), w, "tc")
+    """As layers do it: with factors of rows."""
+    return lambda: gemm_nvfp4(quantize_nvfp4(x, row_scale=True), w, "tc")
 
 
 def _check(shape: LayerShape, x: torch.Tensor, w: NVFP4Tensor) -> None:
     a = quantize_nvfp4(x)
     expected = dequantize_nvfp4(a, torch.float32) @ dequantize_nvfp4(w, torch.float32).t()
-    for accum in ACCUMULATIONS:
-        y = gemm_nvfp4(a, w, accum).float()
+    tiled = repack_nvfp4(w, "tiled")
+    results = {accum: gemm_nvfp4(a, w, accum) for accum in ACCUMULATIONS}
+    results |= {UNTILED: results["tc"], "tc": gemm_nvfp4(a, tiled, "tc")}
+    results[WEIGHT_ONLY] = linear_nvfp4(dequantize_nvfp4(a, x.dtype), tiled)
+    for accum, y in results.items():
+        y = y.float()
         error = float((y - expected).norm() / expected.norm())
         if not error < _MAX_RELATIVE_ERROR:
             raise ValueError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.quantize import FLOATS
+from kbit.nvfp4.quantize import FLOATS, dequantize_nvfp4
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -33,7 +34,8 @@ def gemm_nvfp4(
 
     Args:
         a: [M, K], any layout; a row_scale is allowed.
-        w: [N, K], any layout, without row_scale.
+        w: [N, K], any layout, without row_scale. "tiled" is the fastest under "tc" on a GPU, and taken apart
+            at every call under the others.
         accum: "exact", "seq16" or "tc".
         out_dtype: float16, bfloat16 or float32.
         tile: force a tile or split choice, one of `tiles_nvfp4`; for measurements and for the gate.
@@ -54,7 +56,48 @@ def gemm_nvfp4(
         raise ValueError(f"gemm_nvfp4: w must be [N, K], got {w.shape}. Use moe_gemm_nvfp4 for experts.")
     scale = float(a.global_scale * w.global_scale)
     kernels = kernels_for(a.codes)
+    if w.layout == "tiled" and accum == "tc" and tile is None:
+        return kernels.gemm_tiled(*a.nv(), w.codes, w.shape[0], scale, a.row_scale, out_dtype)
     return kernels.gemm(*a.nv(), *w.nv(), scale, a.row_scale, accum, out_dtype, tile)
+
+
+def linear_nvfp4(
+    x: torch.Tensor, w: NVFP4Tensor, bias: torch.Tensor | None = None, where: str = ""
+) -> torch.Tensor:
+    """x @ w^T + bias with a weight in NVFP4 and activations as they are (W4A16).
+
+    A weight in layout "tiled" is multiplied as it is on a GPU, for few tokens, unless x needs a gradient.
+    Others are decoded to x's dtype, which rounds once, and multiplied by torch.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., K].
+        w: [N, K], any layout, without row_scale.
+        bias: [N] of x's dtype.
+        where: name of the layer, for messages.
+
+    Returns:
+        x's dtype [..., N].
+
+    Raises:
+        TypeError, ValueError: the operands do not fit.
+
+    >>> linear_nvfp4(torch.randn(2, 64), quantize_nvfp4(torch.randn(8, 64))).shape
+    torch.Size([2, 8])
+    """
+    tail = f" ({where})" if where else ""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"linear_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")
+    if len(w.shape) != 2 or w.row_scale is not None or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"linear_nvfp4: x must be [..., {w.shape[-1]}] and w [N, K] without row_scale, got "
+            f"{tuple(x.shape)} and {w.shape}{tail}. Check the input projection."
+        )
+    if w.layout != "tiled" or (x.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    kernels = kernels_for(x)
+    y = kernels.linear_tiled(rows, w.codes, w.shape[0], float(w.global_scale), bias)
+    return y.view(*x.shape[:-1], w.shape[0])
 
 
 def tiles_nvfp4(accum: str, device: torch.device | str = "cpu") -> tuple[str, ...]:

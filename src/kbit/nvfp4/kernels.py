@@ -110,6 +110,29 @@ class Kernels(Protocol):
         """
         ...
 
+    def gemm_tiled(
+        self,
+        a_codes: Tensor,
+        a_scales: Tensor,
+        tiled: Tensor,
+        out_features: int,
+        w_scale: float,
+        row_scale: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """`gemm` under "tc", with W in tiles: uint8 [ceil(N / 16), ceil(K16 / 64), 576], N = out_features."""
+        ...
+
+    def linear_tiled(
+        self, x: Tensor, tiled: Tensor, out_features: int, w_scale: float, bias: Tensor | None
+    ) -> Tensor:
+        """x [M, K] of dtype T, not quantized, times the transpose of W in tiles -> T [M, N].
+
+        W's elements are code * scale; sums are multiplied by w_scale and bias is added in float32, or W's
+        elements are multiplied and rounded to T first. The order of sums is as free as under "tc".
+        """
+        ...
+
     def gather_rows(self, codes: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows `rows` (int32 [R]) of codes and scales; both outputs contiguous."""
         ...

@@ -36,12 +36,12 @@ def quantize_nvfp4(
         ties: halfway magnitudes go toward "zero", or to the "even" code as hardware rounds.
         row_scale: divide each row by its amax / 2688 first, and keep that factor (matrices only).
         global_scale: divide everything by it first; 1 if None. See `global_scale_for`.
-        layout: "nv", "ggml" or "mmq".
+        layout: "nv", "ggml", "mmq" or "tiled".
         check: count NaN and Inf, which zero their block of 16, and raise. On a GPU this waits for the device.
         where: name of the tensor or layer, for messages.
 
     Returns:
-        NVFP4Tensor of x's shape; K is padded with zeros to 16 (ggml: 64, mmq: 512).
+        NVFP4Tensor of x's shape; K is padded with zeros to 16 (ggml, tiled: 64, mmq: 512).
 
     Raises:
         NonFiniteError: with check, x holds NaN or Inf after scaling.
@@ -134,9 +134,12 @@ def _count_non_finite(
 def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
     """The same codes and scales in another layout; lossless both ways.
 
+    Weights in layout "tiled" are what `gemm_nvfp4` and `moe_gemm_nvfp4` multiply fastest on a GPU under "tc";
+    under the other contracts they are converted back at every call.
+
     Args:
         t: any NVFP4 tensor, [N, K] or [E, N, K].
-        layout: "nv", "ggml" or "mmq".
+        layout: "nv", "ggml", "mmq" or "tiled" (where scale bytes of 0x7F, which mean 0, become 0).
 
     Returns:
         A tensor of t's shape, its codes and scales uint8 as before; `t` itself if it has that layout already.
@@ -150,7 +153,8 @@ def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
     codes, scales = t.nv()
     if layout == "nv":
         return replace(t, codes=codes, scales=scales, layout=layout)
-    return replace(t, codes=kernels_for(codes).repack(codes, scales, layout), scales=None, layout=layout)
+    moves = layouts.from_nv if layout == "tiled" else kernels_for(codes).repack
+    return replace(t, codes=moves(codes, scales, layout), scales=None, layout=layout)
 
 
 def dequantize_nvfp4(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The three byte layouts of NVFP4 and the lossless conversions between them.
+"""The byte layouts of NVFP4 and the lossless conversions between them.
 
  * nv (ModelOpt, compressed-tensors): codes [..., N, K16 / 2], element 2j in the low nibble of byte j; scales
    [..., N, K16 / 16]. K16 is K rounded up to 16.
@@ -6,6 +6,8 @@
    of 16, byte j holding element j low and element j + 8 high.
  * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per
    sub-block in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
+ * tiled (weights, for the GPU kernels of `tc`): 16 rows by 64 columns in 576 bytes, [..., ceil(N / 16),
+   ceil(K16 / 64), 576]; `kbit.backends.cuda.layout` says where which bytes are.
 Padding is bytes of 0.
 """
 
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kbit.backends.cuda import layout as tiles
 from kbit.nvfp4.formats import e2m1
 
 SUB_BLOCK = 16
-LAYOUTS = ("nv", "ggml", "mmq")
+LAYOUTS = ("nv", "ggml", "mmq", "tiled")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ def codes_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     *lead, rows, columns = shape
     if layout == "nv":
         return (*lead, rows, round_up(columns) // 2)
+    if layout == "tiled":
+        row_tiles, column_tiles = -(-rows // tiles.TILE_ROWS), -(-columns // tiles.TILE_COLUMNS)
+        return (*lead, row_tiles, column_tiles, tiles.NVFP4_TILE_BYTES)
     block = _INTERLEAVED[layout]
     blocks = round_up(columns, block.padding) // SUB_BLOCK // block.sub_blocks
     if layout == "ggml":
@@ -71,11 +77,13 @@ def from_nv(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Ten
     Args:
         codes: uint8 [..., N, K16 / 2].
         scales: uint8 [..., N, K16 / 16].
-        layout: "ggml" or "mmq".
+        layout: "ggml", "mmq" or "tiled".
 
     Returns:
         uint8; see the module.
     """
+    if layout == "tiled":
+        return tiles.to_tiled_nvfp4(codes, scales)
     block = _INTERLEAVED[layout]
     groups = scales.shape[-1]
     missing = round_up(groups * SUB_BLOCK, block.padding) // SUB_BLOCK - groups
@@ -87,17 +95,22 @@ def from_nv(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Ten
     return blocks.flatten(-2) if layout == "ggml" else blocks.transpose(-3, -2).contiguous()
 
 
-def to_nv(data: torch.Tensor, layout: str, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def to_nv(
+    data: torch.Tensor, layout: str, columns: int, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of an interleaved layout -> nv codes and scales; the reverse of `from_nv`.
 
     Args:
-        data: uint8 in layout "ggml" or "mmq".
+        data: uint8 in layout "ggml", "mmq" or "tiled".
         layout: which.
         columns: K.
+        rows: N, which "tiled" pads to whole tiles; None for as many as these hold.
 
     Returns:
         codes [..., N, K16 / 2], scales [..., N, K16 / 16].
     """
+    if layout == "tiled":
+        return tiles.from_tiled_nvfp4(data, rows or data.shape[-3] * tiles.TILE_ROWS, columns)
     block = _INTERLEAVED[layout]
     groups = round_up(columns) // SUB_BLOCK
     blocks = data.unflatten(-1, (-1, block.nbytes)) if layout == "ggml" else data.transpose(-3, -2)

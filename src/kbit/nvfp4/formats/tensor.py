@@ -42,7 +42,7 @@ class NVFP4Tensor:
         for a
             stack. That of a matrix stays on the CPU, because launches need its value and must not wait.
         shape: (N, K) or (E, N, K).
-        layout: "nv", "ggml" or "mmq".
+        layout: "nv", "ggml", "mmq" or "tiled".
         row_scale: float32 [N], multiplied; None for 1. Only for a matrix.
 
     Raises:
@@ -63,7 +63,7 @@ class NVFP4Tensor:
         _check_part("codes", self.codes, torch.uint8, expected, self.codes.device)
         if (self.scales is None) != (self.layout != "nv"):
             raise ValueError(
-                f"NVFP4 tensor: layout nv has scales, ggml and mmq hold theirs in codes; got layout "
+                f"NVFP4 tensor: layout nv has scales, the others hold theirs in codes; got layout "
                 f"{self.layout!r} {'without' if self.scales is None else 'with'} scales."
             )
         if self.scales is not None:
@@ -96,7 +96,7 @@ class NVFP4Tensor:
         """(codes, scales) in layout nv; a conversion in the other layouts."""
         if self.scales is not None:
             return self.codes, self.scales
-        return layouts.to_nv(self.codes, self.layout, self.shape[-1])
+        return layouts.to_nv(self.codes, self.layout, self.shape[-1], self.shape[-2])
 
     def to(self, device: torch.device | str) -> NVFP4Tensor:
         """A copy on `device`; a matrix's global_scale stays on the CPU."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from kbit.nvfp4.gemm import gemm_nvfp4
+from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
-from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
+from kbit.nvfp4.quantize import quantize_nvfp4
 
 
 class NVFP4Linear(NVFP4Module):
@@ -19,6 +18,11 @@ class NVFP4Linear(NVFP4Module):
     Attributes:
         in_features, out_features, bias: as in nn.Linear.
     """
+
+    @property
+    def tileable(self) -> bool:
+        """Whether this layer multiplies tiles: under `tc`, and activations of 16 bits."""
+        return self.settings.activations == "16bit" or self.settings.accum == "tc"
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class NVFP4Linear(NVFP4Module):
         """
         weight = self.quantized("weight")
         if self.settings.activations == "16bit":
-            return F.linear(x, dequantize_nvfp4(weight, x.dtype), self.bias)
+            return linear_nvfp4(x, weight, self.bias, self.layer_name)
         rows = x.detach().reshape(-1, x.shape[-1])
         settings = self.settings
         a = quantize_nvfp4(rows, settings.search, settings.ties, settings.row_scale, where=self.layer_name)

@@ -11,6 +11,7 @@ from torch import nn
 
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
+from kbit.nvfp4.layers.tiling import TileableModule
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import FLOATS, TIES, global_scale_for, quantize_nvfp4
 
@@ -57,11 +58,11 @@ class NVFP4Settings:
             )
 
 
-class NVFP4Module(nn.Module):
+class NVFP4Module(TileableModule):
     """What both layers share: the parts of weights as parameters without gradient.
 
-    A weight `name` is held as `name_codes` and `name_scales` (uint8, layout nv) and `name_global_scale`
-    (float32).
+    A weight `name` is held as `name_codes` and `name_scales` (uint8, layout nv), or on a GPU as `name_tiled`
+    (see `kbit.nvfp4.layers.tiling`), and `name_global_scale` (float32).
 
     Attributes:
         settings: see `NVFP4Settings`.
@@ -71,7 +72,6 @@ class NVFP4Module(nn.Module):
 
     settings: NVFP4Settings
     layer_name: str
-    shapes: dict[str, tuple[int, ...]]
 
     def _init_parts(
         self, shapes: dict[str, tuple[int, ...]], settings: NVFP4Settings, device: Any, layer_name: str
@@ -87,7 +87,8 @@ class NVFP4Module(nn.Module):
                 setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
 
     def parts(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters that hold quantized data."""
+        """Names and parameters that hold quantized data, in layout nv."""
+        self.restore()
         for name in self.shapes:
             for part in ("codes", "scales", "global_scale"):
                 yield f"{name}_{part}", getattr(self, f"{name}_{part}")
@@ -96,14 +97,21 @@ class NVFP4Module(nn.Module):
         """Take over a quantized weight."""
         codes, scales = t.nv()
         factor = t.global_scale.to(codes.device)
+        self._parameters.pop(f"{name}_tiled", None)
         for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
             setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+        self._tile(name)
 
     def quantized(self, name: str) -> NVFP4Tensor:
-        """A weight, sharing this layer's memory."""
-        codes, scales, factor = (getattr(self, f"{name}_{p}") for p in ("codes", "scales", "global_scale"))
+        """A weight, sharing this layer's memory, in the form that this layer multiplies where it is."""
+        self._tile(name)
+        factor = getattr(self, f"{name}_global_scale")
         if factor.dim() == 0:
             factor = self._on_host(name, factor)
+        tiled = self._parameters.get(f"{name}_tiled")
+        if tiled is not None:
+            return NVFP4Tensor(tiled.data, None, factor.data, self.shapes[name], "tiled")
+        codes, scales = (getattr(self, f"{name}_{part}") for part in ("codes", "scales"))
         return NVFP4Tensor(codes.data, scales.data, factor.data, self.shapes[name])
 
     def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:

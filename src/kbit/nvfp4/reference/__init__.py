@@ -6,6 +6,7 @@ from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu
 from kbit.nvfp4.reference.gemm import gemm, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
 from kbit.nvfp4.reference.quantize import dequantize, quantize, repack
+from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
     "align",
@@ -13,6 +14,8 @@ __all__ = [
     "dequantize",
     "gather_rows",
     "gemm",
+    "gemm_tiled",
+    "linear_tiled",
     "moe_gemm",
     "quantize",
     "quantize_scatter",

@@ -4,7 +4,8 @@
 //   row_scale  float32 [rows] or null
 //   out        Config::dtype [rows, 16 * groups], 16-byte aligned
 //
-// A thread decodes 16 elements. Memory-bound: 9 bytes in, 32 or 64 out.
+// A thread decodes 16 elements. Memory-bound: 9 bytes in, 32 or 64 out. The next kernel may start at once: the
+// products that read this fill their tables meanwhile.
 #include "config.h"
 #include "nvfp4.cuh"
 
@@ -15,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(256)
     nvfp4_dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales,
                      const float* __restrict__ row_scale, u8* out, u32 total, int groups,
                      float global_scale) {
+    launch_dependents();
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
         const uint2 code = __ldg(codes + i);
         const float scale = decode_ue4m3(scales[i]);

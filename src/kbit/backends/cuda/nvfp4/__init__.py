@@ -8,6 +8,7 @@ from kbit.backends.cuda.nvfp4.folds import rmsnorm, rmsnorm_quantize, silu_mul, 
 from kbit.backends.cuda.nvfp4.moe import align, combine, moe_gemm
 from kbit.backends.cuda.nvfp4.products import gemm, tiles
 from kbit.backends.cuda.nvfp4.rows import dequantize, gather_rows, quantize, quantize_scatter, repack
+from kbit.backends.cuda.nvfp4.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
     "align",
@@ -15,6 +16,8 @@ __all__ = [
     "dequantize",
     "gather_rows",
     "gemm",
+    "gemm_tiled",
+    "linear_tiled",
     "moe_gemm",
     "quantize",
     "quantize_scatter",

@@ -1,0 +1,108 @@
+"""Products with NVFP4 weights in tiles, under `tc`, by csrc/stream.cu.
+
+Activations are 16-bit: NVFP4 ones are decoded to the output's dtype, which is exact, and their factors are
+applied to the sums. The kernel is that of k-bit weights, compiled for NVFP4's tiles: `kUe4m3` of decode.cuh.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.backends.cuda import layout, operands, stream
+from kbit.backends.cuda.nvfp4 import products
+from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
+
+# Values of e2m1 codes.
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODEBOOK = (*_POSITIVE, *(-value for value in _POSITIVE))
+_MOST_STREAMED = 64  # tokens, 16 at a time: four readings of 4.5 bits are one of 16 and a bit
+_MOST_KEPT = 4096
+_kept: dict[tuple[tuple[float, ...], int], torch.Tensor] = {}
+
+
+def refusal(m: int, dtype: torch.dtype) -> str | None:
+    """Why tiles may not be multiplied as they are, or None.
+
+    Args:
+        m: tokens.
+        dtype: of the result.
+    """
+    if dtype not in operands.DTYPES:
+        return f"it gives float16 and bfloat16, not {dtype}"
+    return None if m <= _MOST_STREAMED else f"it takes up to {_MOST_STREAMED} tokens, got {m}"
+
+
+def gemm_tiled(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.gemm_tiled`; what is refused has its tiles taken apart first.
+
+    Raises:
+        KbitError: a kernel cannot be compiled or loaded.
+    """
+    if refusal(a_codes.shape[0], out_dtype) is not None:
+        w = layout.from_tiled_nvfp4(tiled, out_features, 2 * a_codes.shape[1])
+        return products.gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
+    x = dequantize(a_codes, a_scales, 1.0, None, out_dtype)
+    return _multiply(x, tiled, out_features, w_scale, row_scale, None)
+
+
+def linear_tiled(
+    x: torch.Tensor, tiled: torch.Tensor, out_features: int, w_scale: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.linear_tiled`; what is refused has its weight decoded first.
+
+    Raises:
+        KbitError: a kernel cannot be compiled or loaded.
+    """
+    if refusal(x.shape[0], x.dtype) is not None:
+        w = layout.from_tiled_nvfp4(tiled, out_features, x.shape[1])
+        decoded = dequantize(*w, w_scale, None, x.dtype)
+        return F.linear(x, decoded[:, : x.shape[1]], bias)
+    return _multiply(x, tiled, out_features, w_scale, None, bias)
+
+
+def _multiply(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """y [M, N] = ((x @ W^T) * w_scale) * row_scale + bias, x [M, K] of a dtype and so many rows as may be."""
+    m, columns = x.shape
+    y = x.new_empty((m, out_features))
+    if y.numel() == 0:
+        return y
+    tiles = aligned(tiled, 16).view(torch.int32)
+    weight = (tiles, constant(CODEBOOK, x.device), constant((w_scale,), x.device), bias)
+    for first in range(0, m, stream.TOKENS[-1]):
+        tokens = slice(first, first + stream.TOKENS[-1])
+        factors = None if row_scale is None else row_scale[tokens]
+        stream.linear(x[tokens], *weight, out_features, columns, False, y[tokens], factors)
+    return y
+
+
+def constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """float32 values on a device, made once: a launch each would be a third of a small product's time.
+
+    Those made while a CUDA graph records belong to that graph and are not kept; nor are more than 4096.
+    """
+    key = (values, device.index)
+    known = _kept.get(key)
+    if known is None:
+        # Filled, not copied from the host, so that a CUDA graph can record it.
+        parts = [torch.full((1,), value, dtype=torch.float32, device=device) for value in values]
+        known = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(_kept) < _MOST_KEPT and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).synchronize()  # any stream may read it next
+            _kept[key] = known
+    return known

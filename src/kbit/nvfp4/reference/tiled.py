@@ -1,0 +1,32 @@
+"""Products with weights in tiles on the CPU, which takes the tiles apart; see `kbit.nvfp4.kernels`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.nvfp4.formats import layouts
+from kbit.nvfp4.reference.gemm import gemm
+from kbit.nvfp4.reference.quantize import dequantize
+
+
+def gemm_tiled(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `Kernels.gemm_tiled`."""
+    w = layouts.to_nv(tiled, "tiled", 2 * a_codes.shape[1], out_features)
+    return gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
+
+
+def linear_tiled(
+    x: torch.Tensor, tiled: torch.Tensor, out_features: int, w_scale: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See `Kernels.linear_tiled`."""
+    w = layouts.to_nv(tiled, "tiled", x.shape[1], out_features)
+    return F.linear(x, dequantize(*w, w_scale, None, x.dtype)[:, : x.shape[1]], bias)

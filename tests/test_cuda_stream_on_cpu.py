@@ -1,0 +1,107 @@
+"""What csrc/stream.cu computes of a group of NVFP4 tiles, run on the CPU: table, scales, operands, sums."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuda_on_cpu
+from kbit.backends.cuda import layout, stream
+from kbit.backends.cuda.nvfp4.tiled import CODEBOOK
+from kbit.nvfp4 import reference
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+# Beside cuda_on_cpu.h: what stream.cuh names of common.cuh, and what is called only by what is not run here.
+HEADER = """
+#include "cuda_on_cpu.h"
+inline uint4 load_shared4(u32 address) { return from_shared<uint4>(address); }
+inline float low_half(u32 both) { return Half<false>::widen(u16(both)); }
+inline float high_half(u32 both) { return Half<false>::widen(u16(both >> 16)); }
+template <int I> struct Index { static constexpr int value = I; };
+template <int N, int I = 0, class F> void static_for(F f) {
+    if constexpr (I < N) { f(Index<I>()); static_for<N, I + 1>(f); }
+}
+inline void transpose_four_lanes(u32 (&v)[4], int t) {
+    u32 all[4][4];
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < 4; ++lane) all[lane][i] = exchange(v[i], lane_id() / 4 * 4 + lane);
+    for (int i = 0; i < 4; ++i) v[i] = all[i][t];
+}
+constexpr int kCopyArrivals = 1;
+inline void barrier_init(u32, int) {}
+inline void barriers_visible() {}
+inline void barrier_wait(u32, u32) {}
+inline void copy(u32, const u8*, u32, u32, int) {}
+"""
+
+RUN = """
+extern "C" void run(const u8* group, const float* codebook, const u16* x, int m, int k, float* out) {
+    const int grid[3] = {1, 1, 1};
+    launch(grid, 32, D::kTableBytes + kGroupBytes, true, [=] {
+        const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+        D::fill(block_memory, D::level<kScaleWeights>(codebook, lane), lane, 32);
+        if (lane == 0) std::memcpy(block_memory + D::kTableBytes, group, kGroupBytes);
+        __syncwarp();
+        Problem p{};
+        p.m = m;
+        p.k = k;
+        Activations activations;
+        activations.load(x, k, 0, p, lane);
+        const D decode(block_memory, lane);
+        Sums sums = {};
+        multiply_nvfp4<true>(sums, decode, activations, D::kTableBytes, lane);
+        for (int i = 0; i < kSums; ++i) {
+            float sum = sum_at(sums, i) * (kScaleWeights ? 1.0f : S::kUnit);
+            if (kOne) for (int step = 1; step < 4; step *= 2) sum += exchange(sum, lane ^ step);
+            const int token = kOne ? 0 : i / 4 * 8 + 2 * t + i % 2, row = g + (kOne ? i : i / 2 % 2) * 8;
+            if (token < m && (!kOne || t == 0)) out[token * 16 + row] = sum;
+        }
+    });
+}
+"""
+
+
+def compiled(folder: Path, tokens: int, dtype: torch.dtype) -> ctypes.CDLL:
+    config = stream.Config(8, 1, 2).spec(4, dtype, tokens, nvfp4=True).config_header
+    text = cuda_on_cpu.translated("stream_nvfp4.cuh", set())
+    source, library = folder / "stream.cpp", folder / "stream.so"
+    source.write_text("\n".join([HEADER, config.replace("#pragma once", ""), text, RUN]))
+    flags = (*cuda_on_cpu.FLAGS, f"-I{cuda_on_cpu.HERE}", "-o", str(library))
+    done = subprocess.run([cuda_on_cpu.COMPILER, *flags, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, re.sub(r"(?s)(.{4000}).*", r"\1", done.stderr)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_a_group_times_activations(tmp_path: Path, tokens: int, dtype: torch.dtype) -> None:
+    """One-hot activations give decoded weights, all of them; others sums within float32's rounding."""
+    made = torch.Generator().manual_seed(tokens)
+    codes = torch.randint(0, 256, (16, 128), generator=made, dtype=torch.uint8)
+    scales = torch.randint(0, 0x7F, (16, 16), generator=made, dtype=torch.uint8)
+    group = layout.to_tiled_nvfp4(codes, scales)
+    codebook = torch.tensor(CODEBOOK)
+    w = reference.dequantize(codes, scales, 1.0, None, torch.float32)
+    run = compiled(tmp_path, tokens, dtype).run
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        x, out = x.to(dtype).contiguous(), torch.full((x.shape[0], 16), float("nan"))
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (group, codebook, x))
+        run(*pointers, x.shape[0], x.shape[1], ctypes.c_void_p(out.data_ptr()))
+        return out
+
+    one_hot = torch.eye(256)
+    for first in range(0, 256, 37 if tokens == 1 else tokens):
+        rows = one_hot[first : first + tokens]
+        assert torch.equal(product(rows) + 0.0, w[:, first : first + len(rows)].t() + 0.0), first
+    x = torch.randn(max(1, tokens - 1), 256, generator=made).to(dtype)
+    want = x.double() @ w.double().t()
+    bound = (x.double().abs() @ w.double().abs().t()) * 64 * 2.0**-23
+    assert bool(((product(x).double() - want).abs() <= bound).all())
