@@ -44,6 +44,8 @@ def source(tmp_path_factory) -> Path:
 def small_shards(monkeypatch):
     for module in (jobs, work_folder):
         monkeypatch.setattr(module, "SHARD_BYTES", 5_000)
+    # Dozens of shards a run: on a disk that is busy otherwise, syncing each takes most of a second.
+    monkeypatch.setattr(work_folder.os, "fsync", lambda descriptor: None)
 
 
 @pytest.mark.parametrize("count", [2, 3, 16])

@@ -306,5 +306,6 @@ def test_bench_train_runs(tmp_path):
     assert result.exit_code == 0, result.output
     arms = {arm["name"]: arm for arm in json.loads(out.read_text())["arms"]}
     assert list(arms) == ["bf16", "kbit k=4"]
-    assert arms["kbit k=4"]["weight_bytes"] < arms["bf16"]["weight_bytes"]
+    assert arms["bf16"]["time_vs_bf16"] == 1
+    assert arms["kbit k=4"]["weights_vs_bf16"] < 1
     assert all(arm["last_loss"] < arm["first_loss"] and arm["peak_bytes"] > 0 for arm in arms.values())
