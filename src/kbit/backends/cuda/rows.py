@@ -1,7 +1,8 @@
 """Kernels over whole rows of a weight: quantize, dequantize, embedding, and between the two layouts.
 
 Tensors are contiguous, on one CUDA device, and checked by the op layer. Work goes to the current stream of
-that device. Only `quantize` waits for it, once, for the count of NaN and Inf.
+that device. Only `quantize` waits for it, once, for the count of NaN and Inf; `quantize_unchecked` leaves
+that to the caller.
 """
 
 from __future__ import annotations
@@ -10,25 +11,23 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout
+from kbit.backends.cuda import layout
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.row_launch import aligned, block_grid, joined, launch, staying_grid, tile_grid
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
 _ABSMAX_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
-_TILES = 32  # blocks a warp takes at a time in quantize and dequantize
-_MAX_BLOCKS = 2**31 - 1  # of one matrix: their numbers are 32 bits in the kernels
-_MAX_GRID = 65535  # in y and z
-_WARP = 32
-_Grid = tuple[int, int, int]
-
-# Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 5), for a
-# block that stays builds its tables once. The others: a few times that, which evens out the end.
-_QUANTIZE_PER_SM = {False: 5, True: 8}
+# Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 6 without
+# the search), for a block that stays builds its tables once; so does tiled dequantize, whose blocks have 16
+# warps. The others: a few times that, which evens out the end.
+_QUANTIZE_PER_SM = {False: 6, True: 8}
+_RARE_PER_SM = 2  # of the pass that has nothing to do but for weights beyond E4M4's range
 _DEQUANTIZE_PER_SM = 64
-_TILED_PER_SM = 8
+_DECODE_PER_SM, _DECODE_WARPS = 2, 16  # of dequantize_tiled.cu
+_STATS_BYTES = 16  # what a block of quantize.cu tells of a matrix
 
 
 @functools.cache
@@ -86,26 +85,51 @@ def quantize(
         NonFiniteWeightError: w holds NaN or Inf.
         ValueError: a matrix has 2^31 blocks or more.
     """
+    packed, absmax, scale, nonfinite = quantize_unchecked(w, codebook, midpoints, bits, search_window)
+    if bad := int(nonfinite):
+        raise NonFiniteWeightError(bad)
+    return packed, absmax, scale
+
+
+def quantize_unchecked(
+    w: torch.Tensor,
+    codebook: torch.Tensor,
+    midpoints: torch.Tensor,
+    bits: int,
+    search_window: tuple[int, int] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize` without waiting: it can be captured in a CUDA graph.
+
+    Args: as `quantize`.
+
+    Returns:
+        packed, absmax, scale, and how many NaN and Inf w holds, int64 [] on its device. The others mean
+        nothing unless that is 0.
+
+    Raises:
+        ValueError: a matrix has 2^31 blocks or more.
+    """
     w = w.contiguous()
     *leading, n, k = w.shape
     blocks = -(-k // BLOCK_SIZE)
     packed = w.new_empty((*leading, n, blocks * bits), dtype=torch.int32)
     absmax = w.new_empty((*leading, n, blocks), dtype=torch.uint8)
     if w.numel() == 0:
-        return packed, absmax, w.new_ones(leading, dtype=torch.float32)
+        scale = w.new_ones(leading, dtype=torch.float32)
+        return packed, absmax, scale, w.new_zeros((), dtype=torch.int64)
     scale = w.new_empty(leading, dtype=torch.float32)
+    nonfinite = w.new_empty((), dtype=torch.int64)
     matrices = leading[0] if leading else 1
-    stats = w.new_zeros(2 + 2 * matrices, dtype=torch.int32)
     spec = quantize_spec(bits, w.dtype, search_window)
-    grid = _block_grid(w.device, matrices, n, blocks, _QUANTIZE_PER_SM[search_window is not None])
-    tensors = (w, codebook.contiguous(), midpoints.contiguous(), packed, absmax, scale, stats)
+    slots, y, _ = block_grid(w.device, matrices, n, blocks, _QUANTIZE_PER_SM[search_window is not None])
+    stats = w.new_empty(matrices * slots * _STATS_BYTES, dtype=torch.uint8)
+    tensors = (w, codebook.contiguous(), midpoints.contiguous(), packed, absmax, scale, nonfinite, stats)
     pointers = tuple(t.data_ptr() for t in tensors)
-    joined = _joined(w, k)
-    for step in (0, 1):  # measure and quantize; again where a matrix needs a factor
-        _launch(spec, "QQQQQQQQQQii", w.device, grid, 4, (*pointers, matrices, n, k, step, joined))
-    if bad := int(stats[:2].view(torch.int64)):
-        raise NonFiniteWeightError(bad)
-    return packed, absmax, scale
+    rare = min(slots, block_grid(w.device, matrices, n, blocks, _RARE_PER_SM)[0])
+    for step, x in enumerate((slots, rare)):  # measure and quantize; again where a matrix needs a factor
+        args = (*pointers, matrices, n, k, slots, step, joined(w, k))
+        launch(spec, "QQQQQQQQQQQiii", w.device, (x, y, 1), 4, args, dependent=step == 1)
+    return packed, absmax, scale, nonfinite
 
 
 def dequantize(
@@ -168,12 +192,12 @@ def _decode(
     matrices = sources if ids is None else ids.numel()
     n, blocks = absmax.shape[-2:]
     spec = dequantize_spec(codebook.numel().bit_length() - 1, out.dtype)
-    packed, absmax = _aligned(packed), absmax.contiguous()
+    packed, absmax = aligned(packed), absmax.contiguous()
     pointers = tuple(t.data_ptr() for t in (packed, absmax, codebook, scale))
     pointers += (0 if ids is None else ids.data_ptr(), out.data_ptr())
-    sizes = (matrices, sources, n, in_features, _ABSMAX_FORMATS[absmax.dtype], _joined(out, in_features))
-    grid = _block_grid(out.device, matrices, n, blocks, _DEQUANTIZE_PER_SM)
-    _launch(spec, "QQQQQQQQQQii", out.device, grid, 4, (*pointers, *sizes))
+    sizes = (matrices, sources, n, in_features, _ABSMAX_FORMATS[absmax.dtype], joined(out, in_features))
+    grid = block_grid(out.device, matrices, n, blocks, _DEQUANTIZE_PER_SM)
+    launch(spec, "QQQQQQQQQQii", out.device, grid, 4, (*pointers, *sizes))
 
 
 def dequantize_tiled(
@@ -209,11 +233,13 @@ def dequantize_tiled(
     matrices = tiled.shape[0] if tiled.dim() == 4 else 1
     spec = dequantize_spec(bits, out.dtype, tiled=True)
     used = -(-(row_begin + rows) // layout.TILE_ROWS) - row_begin // layout.TILE_ROWS
-    grid = _tile_grid(out.device, matrices, used, column_tiles)
     wide = int(k * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0)
-    pointers = tuple(t.data_ptr() for t in (_aligned(tiled), codebook, scale, out))
+    pointers = tuple(t.data_ptr() for t in (aligned(tiled), codebook, scale, out))
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
-    _launch(spec, "QQQQQQQQQi", out.device, grid, 8, (*pointers, *sizes))
+    table = 1 << 16 if bits <= 4 and out.element_size() == 2 else 128 << bits  # kTableBytes
+    smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
+    grid = staying_grid(out.device, matrices * used * column_tiles, _DECODE_WARPS, _DECODE_PER_SM)
+    launch(spec, "QQQQQQQQQi", out.device, grid, _DECODE_WARPS, (*pointers, *sizes), smem=smem)
 
 
 def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
@@ -221,7 +247,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     layout.check_canonical(packed, absmax, bits, in_features)
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
-    _repack(_aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
+    _repack(aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
     # Kernels launched as dependents read weights before the kernel in front of them is done. This one is no
     # dependent: it waits for the permutation, and then stands in front.
     tiled.new_zeros(1, dtype=torch.uint8)
@@ -237,7 +263,7 @@ def from_tiled(
     leading = tiled.shape[:-3]
     packed = tiled.new_empty((*leading, out_features, blocks * bits))
     absmax = tiled.new_empty((*leading, out_features, blocks), dtype=torch.uint8)
-    _repack(packed, absmax, _aligned(tiled), bits, in_features, inverse=True)
+    _repack(packed, absmax, aligned(tiled), bits, in_features, inverse=True)
     return packed, absmax
 
 
@@ -247,44 +273,6 @@ def _repack(
     if tiled.numel() == 0:
         return
     matrices = tiled.shape[0] if tiled.dim() == 4 else 1
-    grid = _tile_grid(tiled.device, matrices, tiled.shape[-3], tiled.shape[-2])
+    grid = tile_grid(tiled.device, matrices, tiled.shape[-3], tiled.shape[-2])
     args = (packed.data_ptr(), absmax.data_ptr(), tiled.data_ptr(), matrices, absmax.shape[-2], k)
-    _launch(repack_spec(bits, inverse), "QQQQQQ", tiled.device, grid, 8, args)
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and at an address for 16-byte loads; views at odd offsets are copied."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _joined(dense: torch.Tensor, columns: int) -> int:
-    """1 if blocks of 32 follow one another in `dense`, for copies of 16 bytes."""
-    return int(columns % BLOCK_SIZE == 0 and dense.data_ptr() % 16 == 0)
-
-
-def _block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm: int) -> _Grid:
-    """Four warps a block of threads, each a tile of 32 blocks at a time."""
-    if n * blocks > _MAX_BLOCKS:
-        raise ValueError(
-            f"CUDA kernels: a matrix may have {_MAX_BLOCKS} blocks of 32 weights, got {n} rows of {blocks}. "
-            f"Split its rows."
-        )
-    wanted = driver.device_limits(device.index).multiprocessors * per_sm
-    y = min(matrices, wanted, _MAX_GRID)
-    needed = -(-n * blocks // (_TILES * 4))
-    return min(needed, -(-wanted // y)), y, 1
-
-
-def _tile_grid(device: torch.device, matrices: int, row_tiles: int, column_tiles: int) -> _Grid:
-    """Eight warps a block of threads, each a tile of 16 x 64 at a time."""
-    z, y = min(matrices, _MAX_GRID), min(row_tiles, _MAX_GRID)
-    wanted = -(-driver.device_limits(device.index).multiprocessors * _TILED_PER_SM // (z * y))
-    return min(-(-column_tiles // 8), wanted), y, z
-
-
-def _launch(
-    spec: KernelSpec, format: str, device: torch.device, grid: _Grid, warps: int, args: tuple[int, ...]
-) -> None:
-    kernel = launcher.load(spec, device.index, format)
-    launcher.launch_on(device.index, kernel, grid, warps * _WARP, args)
+    launch(repack_spec(bits, inverse), "QQQQQQ", tiled.device, grid, 8, args)

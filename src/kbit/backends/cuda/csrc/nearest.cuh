@@ -1,4 +1,5 @@
-// The nearest level of w / s, and the scale with the least error, for quantize.cu.
+// The nearest level of w / s, and the scale with the least error, for quantize.cu. Without the scale search,
+// 16-bit weights go by thresholds.cuh, if their codebook allows it.
 //
 // A division by IEEE rules and 15 comparisons a weight would take 9 + 30 instructions; 80% of an H200's
 // bandwidth leaves 19 (bfloat16, 4 bits). So:
@@ -20,9 +21,10 @@ using F = Fields<Config::bits>;
 constexpr int kBits = Config::bits;
 constexpr int kLevels = 1 << kBits;
 constexpr int kWords = kBlock * D::kBytes / 4;
+constexpr bool kByThresholds = !Config::search && Config::dtype != 0;
 // nf's closest midpoints are 0.036 apart at 5 bits, 0.077 at 4. Fitted codebooks may have closer ones; with
-// float32 weights 128 buckets would pass 48 KB of shared memory.
-constexpr int kBuckets = kBits == 5 && Config::dtype != 0 ? 128 : 64;
+// float32 weights 128 buckets would pass 48 KB of shared memory. Those of thresholds.cuh cover -1.5 to 1.5.
+constexpr int kBuckets = kByThresholds ? kBits == 5 ? 192 : 128 : kBits == 5 && Config::dtype != 0 ? 128 : 64;
 constexpr u32 kMagic = 0x4b400000u;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
 
 struct Tables {
@@ -32,6 +34,13 @@ struct Tables {
     int simple;
 };
 
+// The value, of which the compiler knows nothing: or it would compute it at each of its uses.
+DEVICE u32 opaque(u32 value) {
+    u32 same;
+    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+    return same;
+}
+
 DEVICE u32 bucket_of(float v) {
     float u;
     asm("fma.rn.sat.f32 %0, %1, %2, %2;" : "=f"(u) : "f"(v), "f"(0.5f));
@@ -39,7 +48,7 @@ DEVICE u32 bucket_of(float v) {
 }
 
 // All threads of the block.
-DEVICE void build(Tables& t, const float* codebook, const float* midpoints) {
+DEVICE void load_levels(Tables& t, const float* codebook, const float* midpoints) {
     if (threadIdx.x == 0) {
         t.simple = 1;
     }
@@ -48,6 +57,10 @@ DEVICE void build(Tables& t, const float* codebook, const float* midpoints) {
         t.midpoints[i] = i + 1 < kLevels ? midpoints[i] : __uint_as_float(0x7f800000u);
     }
     __syncthreads();
+}
+
+// All threads of the block; levels and midpoints are there.
+DEVICE void build_buckets(Tables& t) {
     for (int b = threadIdx.x; b < kBuckets; b += blockDim.x) {
         u32 below = 0, inside = 0;
         bool tiny = false;

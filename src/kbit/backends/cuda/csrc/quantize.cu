@@ -11,51 +11,84 @@
 //   codebook   float32 [2^bits]; midpoints float32 [2^bits - 1]
 //   packed     int32 [matrices, rows, blocks * bits], 16-byte aligned; absmax uint8 [matrices, rows, blocks]
 //   scale      float32 [matrices], written by pass 1
-//   nonfinite  u64 count of NaN and Inf, then per matrix two u32, as bits: largest absmax and ~(smallest
-//              non-zero absmax); zeroed by the caller
+//   nonfinite  u64: NaN and Inf in w, complete after pass 1
+//   stats      [matrices, slots] of four u32, 16-byte aligned: what each block of pass 0 found: as bits,
+//              the largest absmax and the smallest one that is not 0, less 1; as u64, how many NaN and Inf
+//   slots      gridDim.x of pass 0
 //   contiguous columns is a multiple of 32, so blocks follow one another in memory
-// A matrix has fewer than 2^31 blocks.
+// A matrix has fewer than 2^31 blocks. Nothing needs to be initialized.
 //
-// Launched twice. Pass 0 quantizes with factor 1 and measures; pass 1 derives each matrix's factor and
-// quantizes again only those where it is not 1. So the usual case reads w once. grid.y deals matrices, grid.x
-// tiles of 32 blocks, one tile a warp and one block a lane.
+// Launched twice, pass 1 as a dependent. Pass 0 quantizes with factor 1 and measures; pass 1 derives each
+// matrix's factor and quantizes again only those where it is not 1. So the usual case reads w once. grid.y
+// deals matrices, grid.x tiles of 32 blocks, one tile a warp and one block a lane.
 //
-// How the nearest level is found: nearest.cuh. 16 instructions a weight (plain, bfloat16, 4 bits, sm_90a).
+// How the nearest level is found: thresholds.cuh and, in float32, with the search or for rare codebooks and
+// factors, nearest.cuh. 11 to 14 instructions a weight (2 to 5 bits, plain, 16-bit, sm_90a); 80% of an H200's
+// bandwidth leaves 20. What is in flight suffices: 24 warps * 2 KB per SM.
 //
 // Shared memory: 2 * 4 warps * 1024 weights + kBuckets * 128 + codebook and midpoints.
-#include "nearest.cuh"
+#include "blocks.cuh"
+#include "thresholds.cuh"
 
 constexpr int kWarps = 4;
-// Registers: 96 to 168. ptxas aims at more blocks and spills a few words for it; on sm_90 it needs fewer.
+// Registers: 80 to 168. ptxas aims at more blocks and spills a few words for it; on sm_90 it needs fewer.
 #if __CUDA_ARCH__ == 900
-constexpr int kBlocksPerSm = Config::search ? 3 : kBits % 2 ? 4 : 5;
+constexpr int kBlocksPerSm = kByThresholds ? (kBits == 5 ? 5 : 6) : Config::search ? 3 : kBits % 2 ? 4 : 5;
 #else
 constexpr int kBlocksPerSm = Config::search ? 2 : 3;
 #endif
 constexpr u32 kInf = 0x7f800000u;
+constexpr float kLargestFactor = kByThresholds ? 1.0f : 1024.0f;  // for the fast way
+
+template <bool BY_THRESHOLDS>
+struct Fast {
+    typedef Nearest<true> Coder;
+};
+template <>
+struct Fast<true> {
+    typedef Thresholds<Config::dtype == 2> Coder;
+};
+using FastCoder = Fast<kByThresholds>::Coder;
+
+// All threads of the block.
+DEVICE void build(Tables& tables, const float* codebook, const float* midpoints) {
+    load_levels(tables, codebook, midpoints);
+    if constexpr (kByThresholds) {
+        Thresholds<Config::dtype == 2>::build(tables);
+    } else {
+        build_buckets(tables);
+    }
+}
 
 // Bits of the largest magnitude; NaN is larger than Inf.
 DEVICE u32 largest_magnitude(const u32 (&raw)[kWords]) {
-    u32 most = 0;
+    u32 most = raw[0];
     if constexpr (Config::dtype == 0) {
+        most = 0;
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             most = max(most, raw[i] & 0x7fffffffu);
         }
         return most;
-    } else {
+    } else {  // the extremes of both halves; a magnitude instead of two extremes is an AND more a word
+        u32 least = raw[0];
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const u32 magnitude = raw[i] & 0x7fff7fffu;
+        for (int i = 1; i < kWords; ++i) {
             if constexpr (Config::dtype == 1) {
-                asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(most) : "r"(magnitude));
+                asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(most) : "r"(raw[i]));
+                asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(least) : "r"(raw[i]));
             } else {
-                asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(magnitude));
+                asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(raw[i]));
+                asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(least) : "r"(raw[i]));
             }
         }
-        const u32 both[1] = {most};
-        return max(__float_as_uint(D::get(both, 0)) & 0x7fffffffu,
-                   __float_as_uint(D::get(both, 1)) & 0x7fffffffu);
+        const u32 all[2] = {most, least};
+        u32 magnitude = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            magnitude = max(magnitude, __float_as_uint(D::get(all, i)) & 0x7fffffffu);
+        }
+        return magnitude;
     }
 }
 
@@ -68,95 +101,53 @@ DEVICE float factor_of(u32 largest, u32 smallest) {
     return __uint_as_float(u32(max(power, -126) + 127) << 23);
 }
 
-struct Job {
-    const u8* w;  // of this matrix, as packed and absmax
-    u32* packed;
-    u8* absmax;
-    i64 columns;
-    u32 blocks, row_blocks;
-    bool contiguous;
-};
-
-// Blocks 32 * tile .. + 31 of the matrix into a staging area; what lies outside becomes 0.
-DEVICE void fetch(const Job& job, u32 tile, u32 area, int lane) {
-    const u32 first = tile * 32;
-    if (job.contiguous && first + 32 <= job.blocks) {
-        // Blocks 16 apart are staged alike, so few of these addresses are computed in the loop.
-        const u8* from = job.w + i64(first) * (kBlock * D::kBytes) + lane * 16;
-#pragma unroll
-        for (int i = 0; i < D::kPieces; ++i) {
-            const int block = i * (32 / D::kPieces) + lane / D::kPieces;
-            stage16(area + D::at(block, lane % D::kPieces), from + i * 512);
-        }
-    } else if (job.contiguous) {
-#pragma unroll
-        for (int i = 0; i < D::kPieces; ++i) {
-            const int piece = i * 32 + lane, block = piece / D::kPieces;
-            const bool valid = first + block < job.blocks;
-            const i64 offset = valid ? i64(first) * (kBlock * D::kBytes) + piece * 16 : 0;
-            stage16_if(area + D::at(block, piece % D::kPieces), job.w + offset, valid);
-        }
-    } else {
-        i64 row = first / job.row_blocks, column = i64(first % job.row_blocks) * kBlock;
-#pragma unroll 4
-        for (int block = 0; block < 32; ++block) {
-            const bool valid = first + block < job.blocks && column + lane < job.columns;
-            const u8* from = job.w + (row * job.columns + column + lane) * D::kBytes;
-            const u32 value = valid ? load_global<D::kBytes>(from) : 0;
-            put_shared_element<D::kBytes>(area + D::at_element(block, lane), value);
-            column += kBlock;
-            if (column >= job.columns) {
-                column = 0;
-                ++row;
-            }
-        }
-    }
-    end_stage();
-}
-
-// The planes of 32 blocks, one block a lane; `area` is free to use.
-DEVICE void write_planes(const Job& job, u32 tile, const u32 (&planes)[F::kField], u32 area, int lane) {
-    u32* to = job.packed + i64(tile) * (32 * kBits);
-    const int count = int(min(job.blocks - tile * 32, 32u));
-    if constexpr (kBits % 2 == 0) {
-        if (lane < count) {
-            store_words<kBits>(to + lane * kBits, planes);
-        }
-    } else {  // 3 and 5 words a block are odd strides: no bank conflicts
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) {
-            put_shared(area + (lane * kBits + i) * 4, planes[i]);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) {
-            const int word = i * 32 + lane;
-            if (word < count * kBits) {
-                to[word] = load_shared(area + word * 4);
-            }
-        }
-    }
-}
-
+// Of blocks: their absmax as bits, the smallest one that is not 0.
 struct Stats {
-    u32 largest = 0, inverse_smallest = 0;
+    u32 largest = 0, smallest = ~0u;  // smallest: less 1
+    u64 nonfinite = 0;
 };
 
+DEVICE u32 count_nonfinite(const u32 (&raw)[kWords]) {
+    u32 count = 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+        count += (__float_as_uint(D::get(raw, i)) & 0x7fffffffu) >= kInf;
+    }
+    return count;
+}
+
+// byte: of the largest magnitude, and the chosen one.
 template <bool FAST>
-DEVICE Stats quantize_matrix(const Job& job, const Tables& tables, float factor, u64* nonfinite, u32 area) {
+DEVICE void encode(Nearest<FAST>& nearest, u32 (&raw)[kWords], u32 staged, u32, float factor, u32& byte,
+                   u32 (&planes)[F::kField]) {
+    if constexpr (Config::search) {
+        byte = nearest.search(raw, staged, byte, factor);
+    }
+    nearest.divide_by(__fmul_rn(decode_e4m4(byte), factor));
+    nearest.planes(raw, staged, planes);
+}
+template <bool BF16>
+DEVICE void encode(Thresholds<BF16>& thresholds, u32 (&raw)[kWords], u32, u32 amax, float factor, u32& byte,
+                   u32 (&planes)[F::kField]) {
+    const float scale = __fmul_rn(decode_e4m4(byte), factor);
+    thresholds.divide_by(scale, __uint_as_float(amax), __fmul_rn(32.0f, factor), raw);
+    thresholds.planes(raw, planes);
+}
+
+template <class CODER>
+DEVICE Stats quantize_matrix(CODER coder, const Job& job, float factor, u32 area) {
     const int lane = threadIdx.x % 32;
+    const Lane own(lane);
     const u32 tiles = (job.blocks + 31) / 32, stride = gridDim.x * kWarps;
     const float inverse_factor = __uint_as_float((254u << 23) - __float_as_uint(factor));  // exact
     u32 tile = blockIdx.x * kWarps + threadIdx.x / 32;
-    Nearest<FAST> nearest(tables, lane);
     Stats stats;
     if (tile < tiles) {
-        fetch(job, tile, area, lane);
+        fetch(job, tile, area, own);
     }
     for (u32 turn = 0; tile < tiles; tile += stride, turn ^= D::kWarpBytes) {
         if (tile + stride < tiles) {
-            fetch(job, tile + stride, area + (turn ^ D::kWarpBytes), lane);
+            fetch(job, tile + stride, area + (turn ^ D::kWarpBytes), own);
         } else {
             end_stage();
         }
@@ -165,7 +156,7 @@ DEVICE Stats quantize_matrix(const Job& job, const Tables& tables, float factor,
         u32 raw[kWords];
 #pragma unroll
         for (int i = 0; i < D::kPieces; ++i) {
-            const uint4 v = load_shared4(area + turn + D::at(lane, i));
+            const uint4 v = load_shared4(own.get_at(area + turn, i));
             raw[4 * i] = v.x;
             raw[4 * i + 1] = v.y;
             raw[4 * i + 2] = v.z;
@@ -173,22 +164,13 @@ DEVICE Stats quantize_matrix(const Job& job, const Tables& tables, float factor,
         }
         const u32 amax = largest_magnitude(raw);
         stats.largest = max(stats.largest, amax);
-        stats.inverse_smallest = max(stats.inverse_smallest, amax != 0 ? ~amax : 0);
-        if (amax >= kInf && nonfinite != nullptr) {
-            u32 count = 0;
-#pragma unroll
-            for (int i = 0; i < kBlock; ++i) {
-                count += (__float_as_uint(D::get(raw, i)) & 0x7fffffffu) >= kInf;
-            }
-            atomicAdd(nonfinite, u64(count));
+        stats.smallest = min(stats.smallest, amax - 1);
+        if (amax >= kInf) {
+            stats.nonfinite += count_nonfinite(raw);
         }
         u32 byte = encode_e4m4(__fmul_rn(__uint_as_float(amax), inverse_factor));
-        if constexpr (Config::search) {
-            byte = nearest.search(raw, area + turn, byte, factor);
-        }
-        nearest.divide_by(__fmul_rn(decode_e4m4(byte), factor));
         u32 planes[F::kField];
-        nearest.planes(raw, area + turn, planes);
+        encode(coder, raw, area + turn, amax, factor, byte, planes);
         if (tile * 32 + lane < job.blocks) {
             job.absmax[tile * 32 + lane] = u8(byte);
         }
@@ -198,13 +180,61 @@ DEVICE Stats quantize_matrix(const Job& job, const Tables& tables, float factor,
     return stats;
 }
 
+// ---- what blocks of threads found
+
+struct Found {
+    u32 largest, smallest;  // as in Stats
+    u64 nonfinite;
+};
+
+// The sum of all threads' stats, in thread 0. All threads of the block.
+DEVICE Found combined(const Stats& own, Found& shared) {
+    if (threadIdx.x == 0) {
+        shared = {0, ~0u, 0};
+    }
+    __syncthreads();
+    const u32 largest = __reduce_max_sync(kAll, own.largest);
+    const u32 smallest = __reduce_min_sync(kAll, own.smallest);
+    if (threadIdx.x % 32 == 0) {
+        atomicMax(&shared.largest, largest);
+        atomicMin(&shared.smallest, smallest);
+    }
+    if (own.nonfinite != 0) {
+        atomicAdd(&shared.nonfinite, own.nonfinite);
+    }
+    __syncthreads();
+    return shared;
+}
+
+// Of a matrix: what the blocks of pass 0 found, for all threads of a block.
+DEVICE Found found_by_all(const Found* slots, int count, Found& shared) {
+    Stats own;
+    for (int i = threadIdx.x; i < count; i += 32 * kWarps) {
+        const Found& slot = slots[i];
+        own.largest = max(own.largest, slot.largest);
+        own.smallest = min(own.smallest, slot.smallest);
+        own.nonfinite += slot.nonfinite;
+    }
+    return combined(own, shared);
+}
+
 extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     quantize(const u8* w, const float* codebook, const float* midpoints, u32* packed, u8* absmax,
-             float* scale, u64* nonfinite, i64 matrices, i64 rows, i64 columns, int pass, int contiguous) {
+             float* scale, u64* nonfinite, Found* stats, i64 matrices, i64 rows, i64 columns, int slots,
+             int pass, int contiguous) {
     __shared__ Tables tables;
     __shared__ alignas(128) u8 staging[kWarps * 2 * D::kWarpBytes];
-    u32* stats = reinterpret_cast<u32*>(nonfinite + 1);
-    const u32 area = shared_address(staging) + threadIdx.x / 32 * 2 * D::kWarpBytes;
+    __shared__ Found found;
+    if (pass == 0) {
+        launch_dependents();
+        if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+            *nonfinite = 0;
+        }
+    } else {
+        wait_for_previous();
+    }
+    const int lane = threadIdx.x % 32;
+    const u32 area = opaque(shared_address(staging) + threadIdx.x / 32 * 2 * D::kWarpBytes);
     bool built = false;
     Job job;
     job.columns = columns;
@@ -214,9 +244,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     for (i64 m = blockIdx.y; m < matrices; m += gridDim.y) {
         float factor = 1.0f;
         if (pass == 1) {
-            factor = factor_of(stats[2 * m], ~stats[2 * m + 1]);
+            const Found all = found_by_all(stats + m * slots, slots, found);
+            factor = factor_of(all.largest, all.smallest + 1);
             if (blockIdx.x == 0 && threadIdx.x == 0) {
                 scale[m] = factor;
+                if (all.nonfinite != 0) {
+                    atomicAdd(nonfinite, all.nonfinite);
+                }
             }
             if (factor == 1.0f) {
                 continue;
@@ -229,16 +263,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
         job.w = w + m * rows * columns * D::kBytes;
         job.packed = packed + m * i64(job.blocks) * kBits;
         job.absmax = absmax + m * i64(job.blocks);
-        const bool fast = tables.simple != 0 && factor >= 9.313226e-10f && factor <= 1024.0f;  // 2^-30, 2^10
-        u64* const count = pass == 0 ? nonfinite : nullptr;
-        const Stats s = fast ? quantize_matrix<true>(job, tables, factor, count, area)
-                             : quantize_matrix<false>(job, tables, factor, count, area);
+        const bool fast = tables.simple != 0 && factor >= 9.313226e-10f && factor <= kLargestFactor;  // 2^-30
+        const Stats own = fast ? quantize_matrix(FastCoder(tables, lane), job, factor, area)
+                               : quantize_matrix(Nearest<false>(tables, lane), job, factor, area);
         if (pass == 0) {
-            const u32 largest = __reduce_max_sync(kAll, s.largest);
-            const u32 inverse = __reduce_max_sync(kAll, s.inverse_smallest);
-            if (threadIdx.x % 32 == 0) {
-                atomicMax(stats + 2 * m, largest);
-                atomicMax(stats + 2 * m + 1, inverse);
+            const Found all = combined(own, found);
+            if (threadIdx.x == 0) {
+                stats[m * slots + blockIdx.x] = all;
             }
         }
     }

@@ -1,0 +1,151 @@
+// Beyond cuda_on_cpu.h, what the kernels over rows use.
+#pragma once
+
+#include "cuda_on_cpu.h"
+
+#define __CUDA_ARCH__ 900
+#define __align__(n) alignas(n)
+using std::fabs;
+
+// ---- common.cuh
+
+inline void wait_for_previous() {}
+inline float low_half(u32 both) {
+    return Half<false>::widen(u16(both));
+}
+inline float high_half(u32 both) {
+    return Half<false>::widen(u16(both >> 16));
+}
+template <int I>
+struct Index {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, class F>
+void static_for(F f) {
+    if constexpr (I < N) {
+        f(Index<I>());
+        static_for<N, I + 1>(f);
+    }
+}
+
+// ---- a warp and a block
+
+template <class T, class F>
+T reduced(T value, F larger) {
+    for (int step = 16; step > 0; step /= 2) {
+        const T other = exchange(value, lane_id() ^ step);
+        value = larger(value, other) ? value : other;
+    }
+    return value;
+}
+inline u32 __reduce_max_sync(u32, u32 value) {
+    return reduced(value, [](u32 a, u32 b) { return a > b; });
+}
+inline u32 __reduce_min_sync(u32, u32 value) {
+    return reduced(value, [](u32 a, u32 b) { return a < b; });
+}
+inline pthread_mutex_t atomic_lock = PTHREAD_MUTEX_INITIALIZER;
+inline void atomicMax(u32* to, u32 value) {
+    pthread_mutex_lock(&atomic_lock);
+    *to = max(*to, value);
+    pthread_mutex_unlock(&atomic_lock);
+}
+inline void atomicMin(u32* to, u32 value) {
+    pthread_mutex_lock(&atomic_lock);
+    *to = min(*to, value);
+    pthread_mutex_unlock(&atomic_lock);
+}
+[[noreturn]] inline void __trap() {
+    std::abort();
+}
+
+// ---- arithmetic
+
+inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) {
+    return u32((u64(high) << 32 | low) >> (shift & 31));
+}
+inline i64 __double_as_longlong(double value) {
+    return bits_as<i64>(value);
+}
+inline double __longlong_as_double(i64 bits) {
+    return bits_as<double>(bits);
+}
+inline float __double2float_rn(double value) {
+    return float(value);
+}
+inline float saturated_fma(float a, float b, float c) {
+    const float value = fmaf(a, b, c);
+    return value > 0.0f ? min(value, 1.0f) : 0.0f;  // 0 of NaN
+}
+// One unit in the last place off, as a GPU may be; subnormal results vanish.
+inline float approximate_reciprocal(float value) {
+    const float exact = 1.0f / value;
+    return fabsf(exact) < 1.17549435e-38f ? 0.0f : nextafterf(exact, 0.0f);
+}
+template <bool BF16, bool LARGER>
+u32 extreme(u32 a, u32 b) {
+    u32 both = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const float x = Half<BF16>::widen(u16(a >> shift)), y = Half<BF16>::widen(u16(b >> shift));
+        const u32 one = x != x || y != y ? 0x7fff : (LARGER ? x > y : x < y) ? a >> shift : b >> shift;
+        both |= (one & 0xffff) << shift;
+    }
+    return both;
+}
+template <bool BF16>
+u32 maximum_or_nan(u32 a, u32 b) {
+    return extreme<BF16, true>(a, b);
+}
+template <bool BF16>
+u32 minimum_or_nan(u32 a, u32 b) {
+    return extreme<BF16, false>(a, b);
+}
+
+// ---- memory
+
+inline void stage16_if(u32 to, const void* from, bool valid) {
+    stage<uint4>(to, from);
+    if (!valid) {
+        into_shared(to, uint4{0, 0, 0, 0});
+    }
+}
+inline uint4 load_shared4(u32 address) {
+    return from_shared<uint4>(address);
+}
+inline void wait_for_stage() {}
+template <int COUNT, int SIZE>
+void load_words(u32 (&w)[SIZE], const u32* from) {
+    require_aligned(u64(from), COUNT == 4 ? 16 : COUNT == 2 ? 8 : 4);
+    std::copy(from, from + COUNT, w);
+}
+template <int COUNT, int SIZE>
+void store_words(u32* to, const u32 (&w)[SIZE]) {
+    require_aligned(u64(to), COUNT == 4 ? 16 : COUNT == 2 ? 8 : 4);
+    std::copy(w, w + COUNT, to);
+}
+template <int BYTES>
+void store_global(u8* to, u32 value) {
+    require_aligned(u64(to), BYTES);
+    std::memcpy(to, &value, BYTES);
+}
+template <int BYTES>
+void put_shared_element(u32 address, u32 value) {
+    require_aligned(address, BYTES);
+    std::memcpy(block_memory + address, &value, BYTES);
+}
+template <int BYTES>
+u32 shared_element(u32 address) {
+    require_aligned(address, BYTES);
+    u32 value = 0;
+    std::memcpy(&value, block_memory + address, BYTES);
+    return value;
+}
+// stmatrix.x4: lane 8h + i says where row i of square h goes; lane l has elements 2 (l % 4), + 1 of row l / 4.
+inline void store_squares(u32 to, const u32 (&a)[4]) {
+    for (int square = 0; square < 4; ++square) {
+        const u32 row = exchange(to, 8 * square + lane_id() / 4);
+        require_aligned(row, 16);
+        into_shared(row + lane_id() % 4 * 4, a[square]);
+    }
+    __syncwarp();
+}

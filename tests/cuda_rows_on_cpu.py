@@ -1,0 +1,103 @@
+"""Run the CUDA kernels over rows on the CPU, as `cuda_on_cpu` does those of NVFP4.
+
+Threads of a block run at once and wait for each other; blocks run one after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import subprocess
+
+import cuda_on_cpu
+from kbit.backends.cuda.compiler import CSRC, KernelSpec
+
+# Headers that cuda_rows_on_cpu.h stands for, and where the part of rows.cuh begins that it stands for.
+KNOWN = ("common.cuh", "config.h")
+ACCESSES = "// ---- 16-byte global accesses"
+SHARED_STEP = 1 << 16  # bytes for each variable in shared memory
+
+TO, NAME, VALUE = r'[^;]*;"\s*:\s*', r"\((\w+)\)", r"\((.*?)\)"
+PTX = (
+    (rf'asm volatile\("mov\.u32{TO}"=r"\(([^)]*)\)\s*:\s*"r"{VALUE}\);', r"\1 = \2;"),
+    (rf'asm\("rcp\.approx{TO}"=f"{NAME}\s*:\s*"f"{VALUE}\);', r"\1 = approximate_reciprocal(\2);"),
+    (
+        rf'asm\("fma\.rn\.sat{TO}"=f"{NAME}\s*:\s*"f"{NAME},\s*"f"{VALUE}\);',
+        r"\1 = saturated_fma(\2, \3, \3);",
+    ),
+    (
+        rf'asm\("{{ \.reg \.pred above[^"]*"\s*:\s*"\+r"{NAME}\s*:\s*"f"{NAME},\s*'
+        rf'"f"{VALUE},\s*"n"{VALUE}\);',
+        r"if (\2 > \3) \1 += \4;",
+    ),
+    (
+        rf'asm\("(max|min)\.NaN\.(b?)f16x2{TO}"\+r"{NAME}\s*:\s*"r"{VALUE}\);',
+        r'\3 = \1imum_or_nan<sizeof("\2") == 2>(\3, \4);',
+    ),
+    (r'asm volatile\("stmatrix.*?"memory"\);', "store_squares(to, a);"),
+    (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
+    (r"load_shared_element<", "shared_element<"),
+    (r"extern __shared__ [^;]*? (\w+)\[\];", r"u8* const \1 = block_memory;"),
+    (r"#pragma (once|unroll.*)", ""),
+)
+
+
+def translated(name: str, seen: set[str]) -> str:
+    """A source and what it includes, without PTX."""
+    if name in seen or name in KNOWN:
+        return ""
+    seen.add(name)
+    text = (CSRC / name).read_text()
+    if name == "rows.cuh":
+        text = text[: text.index(ACCESSES)].replace("typedef long long i64;", "")
+        text = re.sub(r"constexpr (int kBlock|u32 kAll) = [^;]*;", "", text)
+    for pattern, replacement in PTX:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL if pattern.startswith("asm") else 0)
+    places = itertools.count(0, SHARED_STEP)
+    text = re.sub(
+        r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)(\[[^;]*\])?;",
+        lambda found: _placed(found, next(places)),
+        text,
+    )
+    text = re.sub(r'#include "([^"]+)"', lambda include: translated(include[1], seen), text)
+    assert "asm" not in text, f"{name} has PTX that is not known: {re.findall('.*asm.*', text)}"
+    return text
+
+
+def _placed(variable: re.Match[str], place: int) -> str:
+    kind, name, is_array = variable.groups()
+    if is_array:
+        return f"{kind}* const {name} = reinterpret_cast<{kind}*>(block_memory + {place});"
+    return f"{kind}& {name} = *reinterpret_cast<{kind}*>(block_memory + {place});"
+
+
+def host_source(spec: KernelSpec) -> str:
+    """C++ with a function `run` that takes grid, block, shared memory and the kernel's arguments."""
+    source = translated(spec.source, set())
+    found = re.search(rf"__global__ void[^{{]*?\b{spec.entry}\((.*?)\)\s*\{{", source, re.DOTALL)
+    assert found is not None, spec.entry
+    parameters = " ".join(found[1].split())
+    names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
+    config = spec.config_header.replace("#pragma once", "")
+    return (
+        f'#include "cuda_rows_on_cpu.h"\n{config}\n{source}\n'
+        f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
+        f"{parameters}) {{\n"
+        f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
+        f"    const int bytes = shared_bytes + 4 * {SHARED_STEP};\n"
+        f"    launch(grid, threads, bytes, true, [=] {{ {spec.entry}({names}); }});\n}}\n"
+    )
+
+
+class Kernels(cuda_on_cpu.Kernels):
+    """Compiled kernels in a folder, in the place of the launcher."""
+
+    def _function(self, spec: KernelSpec) -> object:
+        stem = re.sub(r"\W+", "_", spec.name)
+        source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
+        source.write_text(host_source(spec))
+        command = [cuda_on_cpu.COMPILER, *cuda_on_cpu.FLAGS, f"-I{cuda_on_cpu.HERE}"]
+        done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(library)).run
