@@ -201,7 +201,11 @@ def as_json(results: list[ArmResult]) -> list[dict[str, Any]]:
     base = next((result for result in results if result.name == BASELINE), None)
     items = []
     for result in results:
-        ratios: dict[str, float | None] = {"time_vs_bf16": None, "weights_vs_bf16": None, "peak_vs_bf16": None}
+        ratios: dict[str, float | None] = {
+            "time_vs_bf16": None,
+            "weights_vs_bf16": None,
+            "peak_vs_bf16": None,
+        }
         if base is not None:
             ratios["time_vs_bf16"] = result.ms / base.ms
             ratios["weights_vs_bf16"] = result.weight_bytes / base.weight_bytes

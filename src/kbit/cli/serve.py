@@ -15,8 +15,9 @@ from typing import Annotated
 
 import typer
 
-# What transformers' server imports; `pip install "kbit[serve]"` brings them.
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+# What transformers' server imports; `pip install "kbit[serve]"` brings them. Its command line imports requests,
+# which its extra does not name.
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
 
 
 def check_packages() -> None:
