@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-# What transformers' server imports; `pip install "kbit[serve]"` brings them. Its command line imports requests,
-# which its extra does not name.
+# What transformers' server imports; `pip install "kbit[serve]"` brings them. requests is imported by its
+# command line and not named by its extra.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
 
 
