@@ -129,7 +129,7 @@ def test_the_first_table_that_has_a_problem_counts() -> None:
     [
         (item(128, kernel="stream"), 128, "wgmma"),  # stream takes 64 at most
         (item(64, tokens=48), 64, "wgmma"),  # no such launch
-        (item(8192, tokens=256, cluster=8), 8192, "wgmma"),  # more blocks than run at once
+        (item(8192, tokens=256, cluster=9), 8192, "wgmma"),  # no such cluster
     ],
 )
 def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:

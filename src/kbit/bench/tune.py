@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 import kbit.ops as ops
-from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma
+from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 from kbit.backends.cuda.preference import Choice
 from kbit.backends.cuda.tables import Problem, Row
@@ -70,7 +70,7 @@ def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[
     """Launches of wgmma by estimate, the fastest first; without those of more tokens than one block needs."""
     size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
     costs = wgmma.candidates(m, *size, device)
-    enough = next((tokens for tokens in wgmma.TOKENS if tokens >= m), wgmma.TOKENS[-1])
+    enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     plans = sorted((plan for plan in costs if plan.tokens <= enough), key=lambda plan: costs[plan])
     return [plan for plan in plans if costs[plan] <= ESTIMATE_RANGE * costs[plans[0]]][:MOST_PLANS]
 
@@ -87,14 +87,14 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 for plan in (stream.plan(min(m, count), *size) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.tiles is not None:
-                found[wgmma.spec(problem.bits, dtype, choice.tiles.tokens), device.arch] = None
+                found[wgmma_config.spec(problem.bits, dtype, choice.tiles.tokens), device.arch] = None
     return list(found)
 
 
 def sources_digest() -> str:
     """Of the kernels and of what launches them: times of other sources are of no use."""
     digest = hashlib.sha256()
-    launchers = [module.__file__ for module in (operands, stream, wgmma)]
+    launchers = [module.__file__ for module in (operands, stream, wgmma, wgmma_config)]
     files = [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]
     for text in sorted((path.name, path.read_bytes()) for path in files):
         digest.update(text[0].encode() + text[1])

@@ -67,7 +67,7 @@ def reasons(
         warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
     elif chosen == "wgmma":
-        tiles = wgmma.grouped_plan(m, *shape, gated, device)
+        tiles = wgmma.grouped_plan(m, *shape, bits, gated, device)
         words[chosen] += f": {tiles.grid} blocks of {tiles.tokens} tokens"
     return words
 

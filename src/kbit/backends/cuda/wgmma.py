@@ -1,7 +1,7 @@
 """The prefill kernel for Hopper, csrc/wgmma.cu: which configuration takes a problem, and its launch.
 
 Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where
-no table of measurements says so (`kbit.backends.cuda.tables`).
+no table of measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,21 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
-from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
-from kbit.format.codebook import SUPPORTED_BITS
 
 ARCH = "90a"
-TOKENS = (16, 32, 64, 96, 128, 176, 256)  # a block's, at compile time
-GROUPED_TOKENS = (16, 32, 64, 128, 256)
-_FORMAT = "QQQQQTTiiiii"
+_FORMAT = "QQQQQTTTiiiiiiiiiii"
 _THREADS = 384
-_STEP_COLUMNS = 64
 _BLOCK_ROWS = 128
-_ROW_TILES = 8
-_SHARED_BYTES = 227 * 1024
-_MOST_STAGES = 10
-# Blocks that split K, and what part of the multiprocessors such clusters can fill: larger ones leave some of
-# each group of 16 or 18 multiprocessors idle, and a second wave costs more than the split gains.
-_CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.875, 8: 0.75}
-_STAGING_BYTES = 256  # a token
-_BARRIER_BYTES = 16
-_LIST_BYTES = 256 + 16 * (operands.MOST_EXPERTS + 1)
+_BOX_TOKENS = 16  # of y, copied at once
+# What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
+# lacking, are no multiple of most: an H200 takes 39 clusters of 3 and 17 of 6.
+_CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
+# Activations that stay in a quarter of an H200's L2 cache while all of the weight passes by. With 8192
+# columns and 4096 tokens, 64 MB, tiles in plain order took 10% longer.
+_NEAR_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,50 +35,6 @@ class Plan:
     tokens: int
     grid: int
     cluster: int
-
-
-def _fixed_bytes(bits: int, tokens: int, grouped: bool) -> int:
-    table = operands.table_bytes(bits, pairs=False)
-    return table + min(tokens, 64) * _STAGING_BYTES + (_LIST_BYTES if grouped else 0)
-
-
-def _stage_bytes(bits: int, tokens: int) -> int:
-    return tokens * _STEP_COLUMNS * 2 + _ROW_TILES * 4 * layout.tile_words(bits) + _BARRIER_BYTES
-
-
-def stages(bits: int, tokens: int, grouped: bool) -> int:
-    """Steps in flight: as many as fit."""
-    room = _SHARED_BYTES - _fixed_bytes(bits, tokens, grouped)
-    return min(_MOST_STAGES, room // _stage_bytes(bits, tokens))
-
-
-def shared_bytes(bits: int, tokens: int, grouped: bool) -> int:
-    """Shared memory of a block; as the constants of wgmma.cu add up."""
-    return _fixed_bytes(bits, tokens, grouped) + stages(bits, tokens, grouped) * _stage_bytes(bits, tokens)
-
-
-def spec(bits: int, dtype: torch.dtype, tokens: int, grouped: bool = False) -> KernelSpec:
-    """The kernel of one configuration."""
-    return KernelSpec.make(
-        "wgmma.cu",
-        bits=bits,
-        bf16=dtype == torch.bfloat16,
-        tokens=tokens,
-        stages=stages(bits, tokens, grouped),
-        experts=operands.MOST_EXPERTS if grouped else 0,
-        table_bytes=operands.table_bytes(bits, pairs=False),
-    )
-
-
-def specs() -> list[KernelSpec]:
-    """Every kernel that `plan` and `grouped_plan` may choose."""
-    return [
-        spec(bits, dtype, tokens, grouped)
-        for bits in SUPPORTED_BITS
-        for dtype in operands.DTYPES
-        for grouped in (False, True)
-        for tokens in (GROUPED_TOKENS if grouped else TOKENS)
-    ]
 
 
 def arch_refusal(arch: str) -> str | None:
@@ -105,21 +55,18 @@ def candidates(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> dict[Plan, float]:
     """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
-    rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
-    row_blocks, steps = -(-rows // block_rows), -(-in_features // _STEP_COLUMNS)
-    plans = {}
-    for tokens in TOKENS:
-        tiles = row_blocks * -(-m // tokens)
-        for cluster, share in _CLUSTERS.items():
-            if cluster > 1 and not (
-                tiles * cluster <= share * device.multiprocessors
-                and steps >= 2 * cluster
-                and _sums_fit(tokens, bits)
+    row_blocks, plans = _row_blocks(out_features, gated), {}
+    for tokens in config.TOKENS:
+        tiles, steps = row_blocks * -(-m // tokens), config.steps_of(in_features, tokens)
+        for cluster in _CLUSTERS:
+            grid = _grid(tiles, cluster, device.multiprocessors)
+            if cluster > 1 and (
+                steps < cluster
+                or not config.sums_fit(tokens, bits, cluster, grouped=False)
+                or _alone(tiles, grid, cluster) == tiles
             ):
                 continue
-            blocks = min(tiles, device.multiprocessors) if cluster == 1 else tiles * cluster
-            cost = _clocks(tiles, steps, tokens, cluster, device.multiprocessors)
-            plans[Plan(tokens, blocks, cluster)] = cost
+            plans[Plan(tokens, grid, cluster)] = _clocks(tiles, steps, tokens, cluster, grid)
     return plans
 
 
@@ -144,35 +91,54 @@ def grouped_plan(
     experts: int,
     out_features: int,
     in_features: int,
+    bits: int,
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan:
     """The launch for several weights, as if m rows were dealt to them evenly."""
+    row_blocks, each = _row_blocks(out_features, gated), -(-m // experts)
+    costs = {}
+    for tokens in config.GROUPED_TOKENS:
+        tiles, steps = experts * row_blocks * -(-each // tokens), config.steps_of(in_features, tokens)
+        for cluster in _CLUSTERS:
+            if cluster == 1 or (steps >= cluster and config.sums_fit(tokens, bits, cluster, grouped=True)):
+                grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
+                costs[Plan(tokens, grid, cluster)] = _clocks(tiles, steps, tokens, cluster, grid)
+    return min(costs, key=lambda plan: costs[plan])
+
+
+def _row_blocks(out_features: int, gated: bool) -> int:
     rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
-    row_blocks, steps = -(-rows // block_rows), -(-in_features // _STEP_COLUMNS)
-    each = -(-m // experts)
-
-    def cost(tokens: int) -> float:
-        tiles = experts * row_blocks * -(-each // tokens)
-        return _clocks(tiles, steps, tokens, 1, device.multiprocessors)
-
-    return Plan(min(GROUPED_TOKENS, key=cost), device.multiprocessors, 1)
+    return -(-rows // block_rows)
 
 
-def _sums_fit(tokens: int, bits: int) -> bool:
-    """Whether a block's float32 sums have room where its activations were."""
-    return tokens * _BLOCK_ROWS * 4 <= stages(bits, tokens, False) * tokens * _STEP_COLUMNS * 2
+def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
+    """Blocks: as many clusters as run at once, if there are tiles for them."""
+    return cluster * max(1, min(tiles, int(_CLUSTERS[cluster] * multiprocessors / cluster)))
 
 
-def _clocks(tiles: int, steps: int, tokens: int, cluster: int, multiprocessors: int) -> float:
-    """Estimate: steps of 64 columns, bound by shared memory or by the tensor cores; epilogues; cluster sums.
+def _alone(tiles: int, grid: int, cluster: int) -> int:
+    """How many tiles are of one block each, as Problem::find_alone in wgmma.cuh.
 
-    Fitted to an H200 at 4 bits, 8 layers and 16 to 4096 tokens: the choice is within 5% of the best mostly.
+    Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.
     """
-    step = max(280 + 3.06 * tokens, 4 * tokens)
-    tile = -(-steps // cluster) * step + 3000 + 20 * tokens
-    waves = -(-tiles * cluster // multiprocessors)
-    return waves * tile + (2500 + 10 * tokens if cluster > 1 else 0)
+    whole = tiles // grid * grid
+    return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
+
+
+def _clocks(tiles: int, steps: int, tokens: int, cluster: int, grid: int) -> float:
+    """Estimate: tiles of 64 columns, bound by shared memory or by the tensor cores; ends of tiles; sums.
+
+    Fitted to an H200 at 4 bits, 8 layers and 8 to 4096 tokens: the choice is within 5% of the best mostly.
+    """
+    width = config.columns(tokens) // config.TILE_COLUMNS
+    step = width * max((280 if width > 1 else 330) + 3.06 * tokens, 4 * tokens)
+    alone = _alone(tiles, grid, cluster)
+    clocks = -(-alone // grid) * (-(-steps // 2) * 2 * step + 1500 + 5 * tokens)
+    if alone < tiles:
+        rounds = -(-(tiles - alone) // (grid // cluster))
+        clocks += rounds * (-(-steps // cluster) * step + 2500 + 20 * tokens)
+    return clocks
 
 
 def linear(
@@ -194,7 +160,7 @@ def linear(
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled, (*pointers, 0), sizes, 0, silu_and_mul)
+    _launch(chosen, bits, x, tiled, (*pointers, 0), sizes, 0, silu_and_mul, out)
 
 
 def grouped_linear(
@@ -211,10 +177,10 @@ def grouped_linear(
     """Launch the kernel on a legal problem of several weights; see `kbit.backends.cuda.products`."""
     bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
     limits = driver.device_limits(x.device.index)
-    chosen = grouped_plan(x.shape[0], experts, out_features, in_features, silu_and_mul, limits)
+    chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0, out.data_ptr(), offsets.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
+    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul, out)
 
 
 def _launch(
@@ -226,19 +192,41 @@ def _launch(
     sizes: tuple[int, int, int],
     experts: int,
     gated: bool,
+    out: torch.Tensor,
 ) -> None:
     index, grouped = x.device.index, experts > 0
+    out_features, in_features, m = sizes
     x = operands.aligned(x)
-    weights = weight_map(tiled, _ROW_TILES // 2 if gated else _ROW_TILES)
+    row_blocks, token_blocks = _row_blocks(out_features, gated), -(-m // chosen.tokens)
+    alone = _alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
+    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * chosen.tokens)))
+    # The copy engine's boxes start and end at multiples of 16 bytes.
+    bulk = not gated and out.shape[1] % 8 == 0 and out.data_ptr() % 16 == 0
     activations = activation_map(x, chosen.tokens)
-    kernel = launcher.load(spec(bits, x.dtype, chosen.tokens, grouped), index, _FORMAT)
+    arguments = (
+        *pointers,
+        weight_map(tiled, config.ROW_TILES // 2 if gated else config.ROW_TILES),
+        activations,
+        activation_map(out, _BOX_TOKENS) if bulk else activations,
+        out_features,
+        m,
+        experts,
+        config.steps_of(in_features, chosen.tokens),
+        -(-out_features // 16),
+        row_blocks,
+        token_blocks,
+        alone,
+        near,
+        int(gated),
+        int(bulk),
+    )
     launcher.launch_on(
         index,
-        kernel,
+        launcher.load(config.spec(bits, x.dtype, chosen.tokens, grouped), index, _FORMAT),
         (chosen.grid, 1, 1),
         _THREADS,
-        (*pointers, weights, activations, *sizes, experts, int(gated)),
-        smem=shared_bytes(bits, chosen.tokens, grouped),
+        arguments,
+        smem=config.shared_bytes(bits, chosen.tokens, grouped),
         pdl=True,
         cluster=chosen.cluster,
     )

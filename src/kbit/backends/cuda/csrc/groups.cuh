@@ -18,7 +18,7 @@ struct Divider {
     int divisor;
     float inverse;
 
-    DEVICE Divider(int by) : divisor(by), inverse(1.0f / float(by)) {}
+    DEVICE Divider(int by) : divisor(by), inverse(__fdividef(1.0f, float(by))) {}
     DEVICE int operator()(int n) const {
         const int q = int(float(n) * inverse), rest = n - q * divisor;
         return rest < 0 ? q - 1 : rest >= divisor ? q + 1 : q;

@@ -35,6 +35,10 @@ DEVICE void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+DEVICE void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // One thread copies a box of a tensor map, completing on `barrier`; elements outside the tensor are zero.
 DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile(
@@ -42,6 +46,26 @@ DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barr
         "[%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
+}
+
+// One thread stores a box; what is outside of the tensor is left out. Groups of boxes are counted as
+// committed.
+DEVICE void store_box(const TensorMap* map, u32 from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"(column), "r"(row), "r"(from)
+                 : "memory");
+}
+DEVICE void copies_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// All groups but the last PENDING have left shared memory.
+template <int PENDING>
+DEVICE void copies_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// What this thread has written to shared memory may be copied from there, after a barrier.
+DEVICE void visible_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // The 256 threads of the two consumer warpgroups, or one of them.
@@ -52,6 +76,11 @@ DEVICE void warpgroup_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
 }
 
+// A warp of 16 gates' rows and that of their ups, for `pair` from 0 to 3.
+DEVICE void pair_sync(int pair) {
+    asm volatile("bar.sync %0, 64;" ::"r"(4 + pair) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit values, transposed; lane l gives the address of column l % 8 of matrix l / 8.
 DEVICE void store_matrices_transposed(u32 address, const u32 (&v)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
@@ -59,20 +88,22 @@ DEVICE void store_matrices_transposed(u32 address, const u32 (&v)[4]) {
                  : "memory");
 }
 
-// v[0..3]: the float4 at the same shared address of every block of the cluster, added in their order.
-DEVICE void add_over_cluster(float* v, u32 address, u32 blocks) {
-    v[0] = v[1] = v[2] = v[3] = 0.0f;
-    for (u32 rank = 0; rank < blocks; ++rank) {
-        float f[4];
-        asm volatile(
-            "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5; "
-            "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [remote]; }"
-            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
-            : "r"(address), "r"(rank)
-            : "memory");
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[i] += f[i];
-        }
-    }
+// The place of another block of the cluster that corresponds to a shared address, and a store there.
+DEVICE u32 cluster_address(u32 address, u32 rank) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+DEVICE void store_cluster(u32 to, uint4 v) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+// v[0..3] += the float4 at a shared address.
+DEVICE void add_shared(float* v, u32 address) {
+    const uint4 f = load_shared4(address);
+    v[0] += __uint_as_float(f.x);
+    v[1] += __uint_as_float(f.y);
+    v[2] += __uint_as_float(f.z);
+    v[3] += __uint_as_float(f.w);
 }

@@ -1,5 +1,5 @@
-// What the warps of wgmma.cu share: the problem and its tiles, the ring of packed weights and activations,
-// and the way of results to memory.
+// What the warps of wgmma.cu share: the problem and its tiles, and the ring of packed weights and
+// activations.
 #pragma once
 
 #include "config.h"
@@ -17,15 +17,21 @@ constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ?
 static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
 constexpr int kStages = Config::stages;
 constexpr int kRowTiles = 8;
-constexpr int kStepColumns = 64;
-constexpr int kActivationBytes = kTokens * kStepColumns * 2;
-constexpr int kWeightBytes = kRowTiles * D::kTileBytes;
+constexpr int kTileColumns = 64;
+constexpr int kTilesOfStep = Config::columns / kTileColumns;
+constexpr int kBoxBytes = kTokens * kTileColumns * 2;  // activations
+constexpr int kTilesBytes = kRowTiles * D::kTileBytes;
+constexpr int kActivationBytes = kTilesOfStep * kBoxBytes;  // of a step
+constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
-constexpr int kWeightsAt = kActivationsAt + kStages * kActivationBytes;
-constexpr int kStagingAt = kWeightsAt + kStages * kWeightBytes;
-constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
-constexpr int kStagingBytes = kStagingTokens * 128;  // of a warpgroup: 64 rows of W
-constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
+// Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
+constexpr int kRound = kTokens < 32 ? 16 : 32;
+constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
+constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
+constexpr int kWeightsAt = kStagingAt + 2 * kStagingBytes;
+constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
+constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
+constexpr int kBarriersAt = kSumsAt + Config::sums;
 constexpr int kConsumers = 256;                 // threads
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 constexpr int kScratchAt = kBarriersAt + 16 * kStages;
@@ -38,25 +44,34 @@ struct Tile {
 };
 
 struct Problem {
-    int n, k, m;
+    int n, m;
     bool gated;
-    int k_tiles, row_tiles, row_blocks, token_blocks, first_step, end_step;
+    int steps, row_tiles, row_blocks, token_blocks;
+    int alone;  // so many tiles are of one block each; clusters split the steps of the others
+    int near;   // token blocks whose activations stay in the L2 cache while all of W passes by
 
     const Group* list;  // grouped: token_blocks are those of all experts
     int groups;
 
+    // Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.
+    DEVICE void find_alone() {
+        const int blocks = cluster_size(), grid = gridDim.x, whole = Divider(grid)(tiles()) * grid;
+        const bool few = (tiles() - whole) * blocks <= (blocks - 1) * grid;
+        alone = blocks > 1 && few ? whole : tiles();
+    }
     DEVICE int tiles() const { return row_blocks * token_blocks; }
     DEVICE Tile tile(int i) const {
         if constexpr (!kGrouped) {
-            return {0, i / token_blocks, i % token_blocks * kTokens, m};
+            const int first = near < token_blocks ? Divider(near * row_blocks)(i) * near : 0;
+            const int inside = i - first * row_blocks, width = min(near, token_blocks - first);
+            const int block = Divider(width)(inside);
+            return {0, block, (first + inside - block * width) * kTokens, m};
         }
-        const int piece = i / row_blocks;
+        const int piece = Divider(row_blocks)(i);
         const Group g = find_group(list, groups, piece);
-        return {g.expert, i % row_blocks, g.first + (piece - g.before) * kTokens, g.end};
+        return {g.expert, i - piece * row_blocks, g.first + (piece - g.before) * kTokens, g.end};
     }
     DEVICE int width() const { return gated ? n / 2 : n; }
-    // Even, since registers of steps alternate; a step too many multiplies old weights by zeros.
-    DEVICE int steps() const { return (end_step - first_step + 1) / 2 * 2; }
     // Where the row tile of consumer warp `i` is among the eight of a step. Gates come first, and each
     // warpgroup has two of them and their ups.
     DEVICE int slot(int i) const { return gated ? i / 4 * 2 + i % 2 + i / 2 % 2 * 4 : i; }
@@ -83,49 +98,38 @@ struct Ring {
     }
 };
 
-struct Output {
-    const float* scale;  // of every expert's matrix
-    const u16* bias;
-    u16* y;
-    u8* staging;  // of the warpgroup
+// A block's way through the tiles. Those of full waves are a block's own; where the rest is less than
+// a wave, clusters split each tile's steps.
+struct Work {
+    int tile, stride, tiles, alone, steps;
+    bool split = false;
 
-    // A warpgroup stores the tokens in its staging buffer, 64 rows of W (or 32 pairs) each. Of a cluster,
-    // every block has some of the groups of 16 tokens.
-    // first: the buffer's in the tile.
-    DEVICE void store(const Problem& p, const Tile& tile, int first, int tokens, u32 blocks, u32 rank,
-                      int group, int thread) const {
-        const int shift = p.gated ? 2 : 3, chunk = thread & ((1 << shift) - 1), at_once = 128 >> shift;
-        const int width = p.width(), row = ((tile.block * 2 + group) << (shift + 3)) + chunk * 8;
-        const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
-        const int token0 = tile.token + first;
-        u16* to = y + u64(token0) * width + row;
-#pragma unroll 4
-        for (int token = thread >> shift; token < tokens; token += at_once) {
-            const bool mine = (u32(first + token) / 16 & (blocks - 1)) == rank;
-            if (!mine || token0 + token >= tile.end || row >= width) {
-                continue;
-            }
-            uint4 v = *reinterpret_cast<const uint4*>(staging + staged(token, chunk));
-            if (p.gated) {
-                const uint4 up = *reinterpret_cast<const uint4*>(staging + staged(token, chunk + 4));
-                v = silu_and_mul<Config::bf16>(v, up);
-            }
-            if (wide) {
-                *reinterpret_cast<uint4*>(to + u64(token) * width) = v;
-            } else {
-                store_some(to + u64(token) * width, v, width - row);
-            }
+    DEVICE Work(const Problem& p) : tiles(p.tiles()), alone(p.alone), steps(p.steps) {
+        tile = blockIdx.x;
+        stride = gridDim.x;
+        share();
+    }
+    // From a block's own tiles to those that are split.
+    DEVICE void share() {
+        if (!split && tile >= alone && alone < tiles) {
+            const Divider by_blocks(cluster_size());
+            tile = alone + by_blocks(blockIdx.x);
+            stride = by_blocks(stride);
+            split = true;
         }
     }
-    // 16-byte chunks of a token, turned by it so that tokens start in different banks.
-    static DEVICE int staged(int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); }
-    static DEVICE void store_some(u16* to, uint4 v, int count) {
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            if (e < count) {
-                to[e] = u16(words[e / 2] >> (16 * (e % 2)));
-            }
-        }
+    DEVICE bool more() const { return tile < tiles; }
+    DEVICE bool last() const { return tile + stride >= tiles; }  // of a cluster's split ones
+    DEVICE void next() {
+        tile += stride;
+        share();
     }
+    DEVICE int first() const { return split ? part(cluster_rank()) : 0; }
+    DEVICE int end() const { return split ? part(cluster_rank() + 1) : steps; }
+    DEVICE int part(int i) const { return Divider(cluster_size())(steps * i); }
+    // Of full tiles an even number, since registers of steps alternate, also from a tile to the next; a step
+    // too many multiplies zeros.
+    DEVICE int count() const { return split ? end() - first() : (steps + 1) / 2 * 2; }
+    // Whether the ring goes on to another tile without a barrier of the cluster.
+    DEVICE bool flows() const { return !split && tile + stride < alone; }
 };

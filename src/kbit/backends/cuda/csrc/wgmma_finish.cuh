@@ -1,0 +1,194 @@
+// How wgmma.cu's sums become rows of y: scaled, biased, gated, rounded, and transposed by way of shared
+// memory.
+#pragma once
+
+#include "wgmma.cuh"
+
+struct Output {
+    const float* scale;  // of every expert's matrix
+    const u16* bias;
+    u16* y;
+    const TensorMap*
+        map;  // of y, boxes of 64 columns x 16 rows in the 128-byte swizzle; null: no bulk copies
+    int width;
+    bool wide;  // 16-byte stores are aligned
+
+    // Of the rows g and g + 8 of a tile of W.
+    DEVICE void load_bias(float (&b)[2], int row_tile, int n, int g) const {
+        b[0] = b[1] = 0.0f;
+        if (bias) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = row_tile * 16 + g + 8 * i;
+                b[i] = row < n ? H::widen(bias[row]) : 0.0f;
+            }
+        }
+    }
+    // Eight columns of a row of y, those that exist.
+    DEVICE void store(int row, int column, uint4 v) const {
+        u16* const to = y + u64(row) * width + column;
+        if (wide && column < width) {
+            *reinterpret_cast<uint4*>(to) = v;
+            return;
+        }
+#pragma unroll 1
+        for (int e = 0; e < 8 && column + e < width; ++e) {
+            to[e] = u16(v.x);
+            v = {v.x >> 16 | v.y << 16, v.y >> 16 | v.z << 16, v.z >> 16 | v.w << 16, v.w >> 16};
+        }
+    }
+};
+
+// Sums of 16 rows of W by 16 tokens, as the tensor cores leave them, to 16-bit values.
+DEVICE void round_sums(u32 (&v)[4], const float* acc, float unit, const float (&bias)[2]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        v[e] = H::pack(acc[2 * e] * unit + bias[e % 2], acc[2 * e + 1] * unit + bias[e % 2]);
+    }
+}
+
+// Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, from
+// where the copy engine takes boxes of 16 tokens while the next ones are staged. Boxes that end within
+// another expert's rows, gated ones and those of a y that no tensor map describes are stored by all threads.
+DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Output& out, const Tile& tile,
+                   u32 staging, int thread) {
+    const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
+    const float unit = __ldg(out.scale + tile.expert);
+    float bias[2];
+    out.load_bias(bias, p.row_tile(tile.block, warp), p.n, lane / 4);
+    const int first_column = (tile.block * 2 + group) * (p.gated ? 32 : 64);
+    const bool bulk = out.map && !p.gated;
+    // 16-byte chunks of a token are turned by it, as the tensor map's swizzle does.
+    const auto staged = [](int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); };
+    const u32 mine = staged(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);
+#pragma unroll
+    for (int round = 0; round < (kTokens + kRound - 1) / kRound; ++round) {
+        const int first = round * kRound, tokens = kTokens - first < kRound ? kTokens - first : kRound;
+        const u32 to = staging + round % 2 * kRound * 128;
+        if (bulk && inside == 0) {
+            round == 0 ? copies_read<0>() : copies_read<1>();
+        }
+        warpgroup_sync(group);  // the buffer is free
+#pragma unroll
+        for (int i = 0; i < tokens; i += 16) {
+            u32 v[4];
+            round_sums(v, &acc[(first + i) / 2], unit, bias);
+            store_matrices_transposed(to + i * 128 + mine, v);
+        }
+        if (bulk) {
+            visible_to_copies();
+        }
+        warpgroup_sync(group);
+        if (p.gated) {
+            const int chunk = inside % 4;
+#pragma unroll 1
+            for (int token = inside / 4; token < tokens; token += 32) {
+                const int row = tile.token + first + token;
+                if (row < tile.end) {
+                    out.store(row, first_column + chunk * 8,
+                              silu_and_mul<Config::bf16>(load_shared4(to + staged(token, chunk)),
+                                                         load_shared4(to + staged(token, chunk + 4))));
+                }
+            }
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < tokens; i += 16) {
+            const int row = tile.token + first + i, token = inside / 8, chunk = inside % 8;
+            if (bulk && (!kGrouped || row + 16 <= tile.end)) {
+                if (inside == 0) {
+                    store_box(out.map, to + i * 128, first_column, row);
+                }
+            } else if (row + token < tile.end) {
+                out.store(row + token, first_column + chunk * 8, load_shared4(to + staged(i + token, chunk)));
+            }
+        }
+        if (bulk && inside == 0) {
+            copies_commit();
+        }
+    }
+}
+
+DEVICE uint4 words_of(const float* v) {
+    return {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
+}
+
+// The barriers of the cluster in finish_in_cluster, for the warps that have no sums.
+DEVICE void syncs_of_finish(const Work& work) {
+    if (!kOwnSums) {
+        cluster_sync();  // activations have been read,
+    }
+    cluster_sync();  // sums have been sent,
+    if (!work.last()) {
+        cluster_sync();  // and read
+    }
+}
+
+// Of a cluster whose blocks have parts of K. The sums of two warps (gates and their ups) for 16 tokens are
+// a unit. A block finishes its share of units: all send it theirs, and it adds them up in the blocks' order.
+DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2], const Output& out,
+                              const Work& work, u32 base, u32 staging, int thread) {
+    const Tile tile = p.tile(work.tile);
+    constexpr int kUnits = kTokens / 4, kUnitBytes = 2 * 32 * 32;  // two float4 of every thread
+    const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
+    const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
+    const u32 mine =
+        base + (kOwnSums ? kSumsAt : kActivationsAt) + warp / 2 % 2 * (kUnitBytes / 2) + lane * 16;
+    const Divider by_each(each);
+    if (!kOwnSums) {
+        cluster_sync();
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) {
+        const int unit = 4 * i + pair, owner = by_each(unit);
+        const u32 to = mine + (rank * each + unit - owner * each) * kUnitBytes;
+        if (owner == rank) {
+            store_shared4(to, words_of(&acc[8 * i]));
+            store_shared4(to + 512, words_of(&acc[8 * i + 4]));
+        } else {
+            const u32 remote = cluster_address(to, owner);
+            store_cluster(remote, words_of(&acc[8 * i]));
+            store_cluster(remote + 512, words_of(&acc[8 * i + 4]));
+        }
+    }
+    if (thread % 128 == 0) {
+        copies_read<0>();  // the staging buffers are free
+    }
+    cluster_sync();
+    const float factor = __ldg(out.scale + tile.expert);
+    const int row_tile = p.row_tile(tile.block, warp), end = min((rank + 1) * each, kUnits);
+    float bias[2];
+    out.load_bias(bias, row_tile, p.n, lane / 4);
+    constexpr int kTokenBytes = 32;
+    const u32 to = staging + warp * 16 * kTokenBytes;
+    const auto sync = [&] { p.gated ? pair_sync(pair) : __syncwarp(); };
+#pragma unroll 1
+    for (int unit = (rank * each + 3 - pair) / 4 * 4 + pair; unit < end; unit += 4) {
+        float sum[8] = {};
+        u32 from = mine + (unit - rank * each) * kUnitBytes;
+#pragma unroll 4
+        for (int block = 0; block < blocks; ++block) {
+            add_shared(sum, from);
+            add_shared(sum + 4, from + 512);
+            from += each * kUnitBytes;
+        }
+        u32 v[4];
+        round_sums(v, sum, factor, bias);
+        store_matrices_transposed(to + (lane % 8 + lane / 16 * 8) * kTokenBytes + lane / 8 % 2 * 16, v);
+        sync();
+        const int row = tile.token + unit / 4 * 16 + lane / 2;
+        if (row < tile.end && !(p.gated && warp & 2)) {
+            const u32 at = to + lane / 2 * kTokenBytes + lane % 2 * 16;
+            uint4 y = load_shared4(at);
+            if (p.gated) {
+                y = silu_and_mul<Config::bf16>(y, load_shared4(at + 2 * 16 * kTokenBytes));
+            }
+            out.store(row, row_tile * 16 + lane % 2 * 8, y);
+        }
+        sync();  // before the next one's
+    }
+    if (!work.last()) {
+        visible_to_copies();  // which may come where sums were
+        cluster_sync();
+    }
+}
