@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kbit.bench import dequant, gpu_timing, kernel_rows, kernels, ncu, peers, shapes, targets
+import kbit
+from kbit.bench import dequant, gpu_timing, kernel_rows, kernels, ncu, peers, row_kernels, shapes, targets
 from kbit.bench.kernel_rows import BASELINE, OURS, PEER
 from kbit.cli import app
 from kbit.format import SUPPORTED_BITS
@@ -188,6 +189,35 @@ def test_dequantize_rows_of_a_shape(on_cpu):
     assert [(row.rows, row.bits) for row in rows] == [(1, 2), (1, 4), (3, 2), (3, 4)]
     assert (rows[0].fp16_us, rows[0].dequantize_us, rows[0].total_us) == (1.0, 2.0, 3.0)
     assert rows[0].gb_s == pytest.approx(32 * 64 * (16 + 2.25) / 8 / 2e3)
+
+
+def test_kernels_over_rows_alone(on_cpu, monkeypatch):
+    """Bytes, names and order; the kernels themselves are made up."""
+    layer, plan = on_cpu
+
+    def quantized(w, codebook, between, bits, window):
+        q = kbit.quantize(w, bits, codebook, search=window is not None)
+        return q.packed, q.absmax, q.scale
+
+    def nothing(*args):
+        return torch.zeros(1)
+
+    monkeypatch.setattr(row_kernels.rows, "quantize", quantized)
+    for name in ("quantize_unchecked", "to_tiled", "from_tiled", "dequantize", "dequantize_tiled"):
+        monkeypatch.setattr(row_kernels.rows, name, nothing)
+    monkeypatch.setattr(gpu_timing, "warm_up", lambda arm: None)
+    rows = list(row_kernels.shape_rows(layer, plan, "cpu"))
+    names = ["quantize", row_kernels.WAITING, "tile", "untile", "dequantize", "dequantize tiles"]
+    assert [row.kernel for row in rows] == 2 * names
+    few = 32 * 64 * 2.25 / 8
+    moved = {row.kernel: row.gb_s * 1e3 * row.us for row in rows if row.bits == 2}
+    assert moved == pytest.approx(
+        dict.fromkeys(names, few + 2 * 32 * 64) | {"tile": 2 * few, "untile": 2 * few}
+    )
+    (table,) = row_kernels.tables(rows, 1000.0)
+    assert table.row_count == 12
+    (first, *_) = row_kernels.as_json(rows, 1000.0)
+    assert first["share_of_read_bandwidth"] == pytest.approx(first["gb_s"] / 1000.0, abs=1e-3)
 
 
 def test_arms_are_replayed_in_turns_and_short_graphs_repeated(monkeypatch):
@@ -445,3 +475,4 @@ def test_bench_dequant_on_a_small_layer():
     result = run("dequant", "--shape", "kv", "-m", "64", "--bits", "4", "--repeats", "7")
     assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
     assert "k=4: dequantize + cuBLAS" in result.output
+    assert "kernels over rows alone, fp16" in result.output

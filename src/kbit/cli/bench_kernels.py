@@ -234,23 +234,34 @@ def dequant(
     bits: Bits = "2,3,4,5",
     dtype: Dtypes = "fp16",
     repeats: Repeats = 11,
+    products: Annotated[bool, typer.Option(help="dequantize + cuBLAS, by shape and M.")] = True,
+    alone: Annotated[
+        bool, typer.Option(help="Also quantize, dequantize and repack alone, on 4096x14336 and 8192x28672.")
+    ] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """What decoding to 16 bits in front of cuBLAS costs, one table per width."""
+    """What decoding to 16 bits in front of cuBLAS costs, one table per width; and kernels over rows alone."""
     from kbit.bench import dequant as bench
-    from kbit.bench import gpu_timing
+    from kbit.bench import gpu_timing, row_kernels
 
     choice = choose(shape, model, rows, bits, dtype, repeats, with_peers=False)
     gpu_timing.require_gpu("kbit bench dequant")
     result = _header(TimerName.graph, choice)
+    bandwidth = result["read_bandwidth_gb_s"]
     measured: list[bench.DequantizeRow] = []
-    for item, plan in track(_plans(choice), description="dequant", console=console):
+    for item, plan in track(_plans(choice) if products else [], description="dequant", console=console):
         measured += bench.shape_rows(item, plan)
         _save(json_file, result | {"rows": bench.as_json(measured)})
-    bandwidth = result["read_bandwidth_gb_s"]
-    for name in choice.dtypes:
+    result["rows"] = bench.as_json(measured)
+    kernels_alone: list[row_kernels.RowKernelRow] = []
+    for name in choice.dtypes if alone else ():
+        kernels_alone += row_kernels.measure(replace(choice.plan, dtype=name))
+        _save(json_file, result | {"row_kernels": row_kernels.as_json(kernels_alone, bandwidth)})
+    for name in choice.dtypes if products else ():
         chosen = [row for row in measured if row.dtype == name]
         _print_tables(list(bench.tables(chosen, bandwidth)), result)
+    if alone:
+        _print_tables(list(row_kernels.tables(kernels_alone, bandwidth)), result)
 
 
 def plot(
