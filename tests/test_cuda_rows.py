@@ -161,6 +161,24 @@ def test_quantize_counts_nan_and_inf(dtype: torch.dtype) -> None:
             rows.quantize(w.to(DEVICE), codebook.to(DEVICE), midpoints(codebook).to(DEVICE), 4, window)
 
 
+def test_quantize_without_waiting_can_be_captured() -> None:
+    """A replay on other weights, with and without a factor, and after NaN: nothing is left over."""
+    codebook = get_codebook("nf", 4)
+    how = (codebook.to(DEVICE), midpoints(codebook).to(DEVICE), 4, None)
+    w = random_weight(3, 200, 1024, dtype=torch.bfloat16).to(DEVICE)
+    rows.quantize_unchecked(w, *how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        *got, nonfinite = rows.quantize_unchecked(w, *how)
+    for change in (1.0, float("nan"), 2.0**12, 2.0**-12):
+        w[1] = random_weight(200, 1024, dtype=torch.bfloat16, seed=1).to(DEVICE) * change
+        graph.replay()
+        assert int(nonfinite) == (200 * 1024 if change != change else 0)
+        if change == change:
+            for have, want in zip(got, reference_quantize(w.cpu(), codebook, "e4m4", False), strict=True):
+                assert_same("part", have, want, change)
+
+
 def test_quantize_takes_views_and_empty_weights() -> None:
     codebook = get_codebook("nf", 4).to(DEVICE)
     base = random_weight(20, 128, dtype=torch.bfloat16).to(DEVICE)
