@@ -21,7 +21,7 @@ _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 # Of y: two buffers of each warpgroup with 128 bytes a token.
 _STAGING_TOKENS, _STAGING_BYTES = 32, 512
 _BARRIER_BYTES = 16
-_LIST_BYTES = 256 + 16 * (operands.MOST_EXPERTS + 1)
+_SCRATCH_BYTES, _LIST_BYTES = 256, 16 * (operands.MOST_EXPERTS + 1)
 
 
 def columns(tokens: int) -> int:
@@ -36,7 +36,10 @@ def steps_of(in_features: int, tokens: int) -> int:
 
 def _fixed_bytes(bits: int, tokens: int, grouped: bool) -> int:
     fixed = operands.table_bytes(bits, pairs=False) + _SUMS_BYTES.get(tokens, 0)
-    return fixed + min(tokens, _STAGING_TOKENS) * _STAGING_BYTES + (_LIST_BYTES if grouped else 0)
+    fixed += min(tokens, _STAGING_TOKENS) * _STAGING_BYTES
+    if grouped:  # the list lies in unused parts of the table of 3 and 4 bits
+        fixed += _SCRATCH_BYTES + (0 if bits in (3, 4) else _LIST_BYTES)
+    return fixed
 
 
 def _stage_bytes(bits: int, tokens: int) -> int:

@@ -85,9 +85,19 @@ struct Group {
     int before;              // pieces of the experts in front of it
 };
 
+// A list in shared memory, in rows of PER_ROW experts every ROW_BYTES.
+template <int PER_ROW, int ROW_BYTES>
+struct GroupList {
+    u8* at;
+
+    DEVICE Group& operator[](int i) const {
+        return *reinterpret_cast<Group*>(at + i / PER_ROW * ROW_BYTES + i % PER_ROW * sizeof(Group));
+    }
+};
+
 // All threads write the list; ends with a block barrier.
-template <int WARPS, int EXPERTS>
-DEVICE void write_list(Group* list, const Groups<WARPS, EXPERTS>& groups, int tokens) {
+template <class LIST, int WARPS, int EXPERTS>
+DEVICE void write_list(LIST list, const Groups<WARPS, EXPERTS>& groups, int tokens) {
     int at = groups.active, before = groups.pieces;
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
@@ -101,7 +111,8 @@ DEVICE void write_list(Group* list, const Groups<WARPS, EXPERTS>& groups, int to
 }
 
 // Whose piece `piece` is, which must exist.
-DEVICE const Group& find_group(const Group* list, int groups, int piece) {
+template <class LIST>
+DEVICE const Group& find_group(LIST list, int groups, int piece) {
     int low = 0, high = groups;  // the answer is in low .. high - 1
     while (high - low > 1) {
         const int middle = (low + high) / 2;

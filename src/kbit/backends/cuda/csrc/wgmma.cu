@@ -118,6 +118,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         for (int i = 0; i < kTokens / 2; ++i) {
             acc[i] = 0.0f;
         }
+        const Addends with(p, out, work.tile, thread / 32, lane / 4);
         const int steps = work.count();
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
@@ -163,9 +164,9 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             waited = true;
         }
         if (work.split) {
-            finish_in_cluster(p, acc, out, work, ring.base, staging, thread);
+            finish_in_cluster(p, acc, out, with, work, ring.base, staging, thread);
         } else {
-            finish(p, acc, out, p.tile(work.tile), staging + thread / 128 * kStagingBytes, thread);
+            finish(p, acc, out, with, staging + thread / 128 * kStagingBytes, thread);
         }
     }
     if (thread % 128 == 0) {
@@ -182,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
-    Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, nullptr, 0};
+    Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};
     if (thread == 0) {
         Ring each = ring;
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     if constexpr (kGrouped) {
         wait_for_previous();
-        Group* const list = reinterpret_cast<Group*>(memory + kListAt);
+        const List list{memory + kListAt};
         int* const scratch = reinterpret_cast<int*>(memory + kScratchAt);
         Groups<(128 + kConsumers) / 32, Config::experts> groups;
         groups.find(scratch, offsets, experts, m, kTokensLog);

@@ -35,7 +35,9 @@ constexpr int kBarriersAt = kSumsAt + Config::sums;
 constexpr int kConsumers = 256;                 // threads
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 constexpr int kScratchAt = kBarriersAt + 16 * kStages;
-constexpr int kListAt = kScratchAt + 256;
+// The list of experts lies in the table's holes if it has any.
+using List = GroupList<D::kHoles ? 128 / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
+constexpr int kListAt = D::kHoles ? D::kRowBytes - 128 : kScratchAt + 256;
 
 // Of y: a block of rows of an expert's W, and rows of x from `token` on, of which the expert has those up to
 // `end`.
@@ -50,7 +52,7 @@ struct Problem {
     int alone;  // so many tiles are of one block each; clusters split the steps of the others
     int near;   // token blocks whose activations stay in the L2 cache while all of W passes by
 
-    const Group* list;  // grouped: token_blocks are those of all experts
+    List list;  // grouped: token_blocks are those of all experts
     int groups;
 
     // Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.

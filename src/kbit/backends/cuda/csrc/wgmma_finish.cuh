@@ -13,17 +13,6 @@ struct Output {
     int width;
     bool wide;  // 16-byte stores are aligned
 
-    // Of the rows g and g + 8 of a tile of W.
-    DEVICE void load_bias(float (&b)[2], int row_tile, int n, int g) const {
-        b[0] = b[1] = 0.0f;
-        if (bias) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = row_tile * 16 + g + 8 * i;
-                b[i] = row < n ? H::widen(bias[row]) : 0.0f;
-            }
-        }
-    }
     // Eight columns of a row of y, those that exist.
     DEVICE void store(int row, int column, uint4 v) const {
         u16* const to = y + u64(row) * width + column;
@@ -39,23 +28,38 @@ struct Output {
     }
 };
 
-// Sums of 16 rows of W by 16 tokens, as the tensor cores leave them, to 16-bit values.
-DEVICE void round_sums(u32 (&v)[4], const float* acc, float unit, const float (&bias)[2]) {
+// What a thread adds to its sums of a tile, loaded before the sums are there: it takes 600 clocks.
+struct Addends {
+    Tile tile;
+    float factor, bias[2];  // of the rows g and g + 8 of the warp's row tile
+
+    DEVICE Addends(const Problem& p, const Output& out, int number, int warp, int g) : tile(p.tile(number)) {
+        factor = __ldg(out.scale + tile.expert);
+        bias[0] = bias[1] = 0.0f;
+        if (out.bias) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        v[e] = H::pack(acc[2 * e] * unit + bias[e % 2], acc[2 * e + 1] * unit + bias[e % 2]);
+            for (int i = 0; i < 2; ++i) {
+                const int row = p.row_tile(tile.block, warp) * 16 + g + 8 * i;
+                bias[i] = row < p.n ? H::widen(__ldg(out.bias + row)) : 0.0f;
+            }
+        }
     }
-}
+    // Sums of 16 rows of W by 16 tokens, as the tensor cores leave them, to 16-bit values.
+    DEVICE void round(u32 (&v)[4], const float* sums) const {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            v[e] = H::pack(sums[2 * e] * factor + bias[e % 2], sums[2 * e + 1] * factor + bias[e % 2]);
+        }
+    }
+};
 
 // Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, from
 // where the copy engine takes boxes of 16 tokens while the next ones are staged. Boxes that end within
 // another expert's rows, gated ones and those of a y that no tensor map describes are stored by all threads.
-DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Output& out, const Tile& tile,
+DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Output& out, const Addends& with,
                    u32 staging, int thread) {
+    const Tile& tile = with.tile;
     const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
-    const float unit = __ldg(out.scale + tile.expert);
-    float bias[2];
-    out.load_bias(bias, p.row_tile(tile.block, warp), p.n, lane / 4);
     const int first_column = (tile.block * 2 + group) * (p.gated ? 32 : 64);
     const bool bulk = out.map && !p.gated;
     // 16-byte chunks of a token are turned by it, as the tensor map's swizzle does.
@@ -72,7 +76,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Outp
 #pragma unroll
         for (int i = 0; i < tokens; i += 16) {
             u32 v[4];
-            round_sums(v, &acc[(first + i) / 2], unit, bias);
+            with.round(v, &acc[(first + i) / 2]);
             store_matrices_transposed(to + i * 128 + mine, v);
         }
         if (bulk) {
@@ -127,8 +131,8 @@ DEVICE void syncs_of_finish(const Work& work) {
 // Of a cluster whose blocks have parts of K. The sums of two warps (gates and their ups) for 16 tokens are
 // a unit. A block finishes its share of units: all send it theirs, and it adds them up in the blocks' order.
 DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2], const Output& out,
-                              const Work& work, u32 base, u32 staging, int thread) {
-    const Tile tile = p.tile(work.tile);
+                              const Addends& with, const Work& work, u32 base, u32 staging, int thread) {
+    const Tile& tile = with.tile;
     constexpr int kUnits = kTokens / 4, kUnitBytes = 2 * 32 * 32;  // two float4 of every thread
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
@@ -155,10 +159,7 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2],
         copies_read<0>();  // the staging buffers are free
     }
     cluster_sync();
-    const float factor = __ldg(out.scale + tile.expert);
     const int row_tile = p.row_tile(tile.block, warp), end = min((rank + 1) * each, kUnits);
-    float bias[2];
-    out.load_bias(bias, row_tile, p.n, lane / 4);
     constexpr int kTokenBytes = 32;
     const u32 to = staging + warp * 16 * kTokenBytes;
     const auto sync = [&] { p.gated ? pair_sync(pair) : __syncwarp(); };
@@ -173,7 +174,7 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2],
             from += each * kUnitBytes;
         }
         u32 v[4];
-        round_sums(v, sum, factor, bias);
+        with.round(v, sum);
         store_matrices_transposed(to + (lane % 8 + lane / 16 * 8) * kTokenBytes + lane / 8 % 2 * 16, v);
         sync();
         const int row = tile.token + unit / 4 * 16 + lane / 2;
