@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from kbit.backends.cuda import layout
+from kbit.backends.cuda import layout, wgmma_config
+from kbit.backends.cuda.nvfp4 import tiled as tiled_products
 from kbit.format import bitplanes
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.formats import e2m1, layouts
@@ -179,6 +180,32 @@ def test_only_what_multiplies_tiles_changes_to_them_and_on_a_gpu(
     assert layer.tileable == tileable
     layer.prepare()
     assert "weight_codes" in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "arch", "kernel"),
+    [
+        (8, torch.bfloat16, "90a", "stream"),
+        (9, torch.bfloat16, "90a", "wgmma"),
+        (4096, torch.float16, "90a", "wgmma"),
+        (64, torch.bfloat16, "89", "stream"),
+        (65, torch.bfloat16, "89", None),
+        (1, torch.float32, "90a", None),
+    ],
+)
+def test_who_takes_what(m: int, dtype: torch.dtype, arch: str, kernel: str | None) -> None:
+    assert (tiled_products.refusal(m, dtype, arch) is None) == (kernel is not None)
+    assert kernel in (None, tiled_products.kernel(m, arch))
+
+
+def test_prefill_fits_and_so_do_the_sums_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans ask for k-bit tiles, of which one stage more may fit."""
+    stages, cases = wgmma_config.stages, [(t, size) for t in wgmma_config.TOKENS for size in range(2, 9)]
+    for tokens in wgmma_config.TOKENS:
+        assert wgmma_config.shared_bytes(4, tokens, False, True) <= 227 * 1024
+    fits = [wgmma_config.sums_fit(tokens, 4, size, False) for tokens, size in cases]
+    monkeypatch.setattr(wgmma_config, "stages", lambda *args: stages(*args, nvfp4=True))
+    assert [wgmma_config.sums_fit(tokens, 4, size, False) for tokens, size in cases] == fits
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 
 ARCH = "90a"
-_FORMAT = "QQQQQTTTiiiiiiiiiii"
+_FORMAT = "QQQQQQTTTiiiiiiiiiii"
 _THREADS = 384
 _BLOCK_ROWS = 128
 _BOX_TOKENS = 16  # of y, copied at once
@@ -152,15 +152,20 @@ def linear(
     silu_and_mul: bool,
     out: torch.Tensor,
     chosen: Plan | None = None,
+    row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`."""
+    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`.
+
+    NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
+    """
     bits = codebook.shape[0].bit_length() - 1
     if chosen is None:
         limits = driver.device_limits(x.device.index)
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
-    pointers = (codebook.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    bias_at, factors_at = (0 if tensor is None else tensor.data_ptr() for tensor in (bias, row_scale))
+    pointers = (codebook.data_ptr(), scale.data_ptr(), bias_at, factors_at, out.data_ptr(), 0)
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled, (*pointers, 0), sizes, 0, silu_and_mul, out)
+    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul, out)
 
 
 def grouped_linear(
@@ -178,7 +183,7 @@ def grouped_linear(
     bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
     limits = driver.device_limits(x.device.index)
     chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
-    pointers = (codebook.data_ptr(), scale.data_ptr(), 0, out.data_ptr(), offsets.data_ptr())
+    pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
     _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul, out)
 
@@ -188,13 +193,13 @@ def _launch(
     bits: int,
     x: torch.Tensor,
     tiled: torch.Tensor,
-    pointers: tuple[int, int, int, int, int],
+    pointers: tuple[int, int, int, int, int, int],
     sizes: tuple[int, int, int],
     experts: int,
     gated: bool,
     out: torch.Tensor,
 ) -> None:
-    index, grouped = x.device.index, experts > 0
+    index, grouped, nvfp4 = x.device.index, experts > 0, layout.is_nvfp4(tiled)
     out_features, in_features, m = sizes
     x = operands.aligned(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated), -(-m // chosen.tokens)
@@ -222,11 +227,11 @@ def _launch(
     )
     launcher.launch_on(
         index,
-        launcher.load(config.spec(bits, x.dtype, chosen.tokens, grouped), index, _FORMAT),
+        launcher.load(config.spec(bits, x.dtype, chosen.tokens, grouped, nvfp4), index, _FORMAT),
         (chosen.grid, 1, 1),
         _THREADS,
         arguments,
-        smem=config.shared_bytes(bits, chosen.tokens, grouped),
+        smem=config.shared_bytes(bits, chosen.tokens, grouped, nvfp4),
         pdl=True,
         cluster=chosen.cluster,
     )

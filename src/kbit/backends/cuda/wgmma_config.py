@@ -42,46 +42,55 @@ def _fixed_bytes(bits: int, tokens: int, grouped: bool) -> int:
     return fixed
 
 
-def _stage_bytes(bits: int, tokens: int) -> int:
+def _stage_bytes(bits: int, tokens: int, nvfp4: bool) -> int:
     tiles = columns(tokens) // TILE_COLUMNS
-    return tiles * (tokens * TILE_COLUMNS * 2 + ROW_TILES * 4 * layout.tile_words(bits)) + _BARRIER_BYTES
+    weights = ROW_TILES * 4 * layout.words_of(bits, nvfp4)
+    return tiles * (tokens * TILE_COLUMNS * 2 + weights) + _BARRIER_BYTES
 
 
-def stages(bits: int, tokens: int, grouped: bool) -> int:
+def stages(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
     """Steps in flight: as many as fit."""
     room = _SHARED_BYTES - _fixed_bytes(bits, tokens, grouped)
-    return min(_MOST_STAGES, room // _stage_bytes(bits, tokens))
+    return min(_MOST_STAGES, room // _stage_bytes(bits, tokens, nvfp4))
 
 
-def shared_bytes(bits: int, tokens: int, grouped: bool) -> int:
+def shared_bytes(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
     """Shared memory of a block; as the constants of wgmma.cu add up."""
-    return _fixed_bytes(bits, tokens, grouped) + stages(bits, tokens, grouped) * _stage_bytes(bits, tokens)
+    ring = stages(bits, tokens, grouped, nvfp4) * _stage_bytes(bits, tokens, nvfp4)
+    return _fixed_bytes(bits, tokens, grouped) + ring
 
 
-def spec(bits: int, dtype: torch.dtype, tokens: int, grouped: bool = False) -> KernelSpec:
-    """The kernel of one configuration."""
+def spec(
+    bits: int, dtype: torch.dtype, tokens: int, grouped: bool = False, nvfp4: bool = False
+) -> KernelSpec:
+    """The kernel of one configuration; `nvfp4`: for NVFP4's tiles."""
     return KernelSpec.make(
         "wgmma.cu",
         bits=bits,
         bf16=dtype == torch.bfloat16,
         tokens=tokens,
         columns=columns(tokens),
-        stages=stages(bits, tokens, grouped),
+        stages=stages(bits, tokens, grouped, nvfp4),
         sums=_SUMS_BYTES.get(tokens, 0),
         experts=operands.MOST_EXPERTS if grouped else 0,
         table_bytes=operands.table_bytes(bits, pairs=False),
+        **layout.nvfp4_config(nvfp4),
     )
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel that plans of kbit.backends.cuda.wgmma may choose."""
-    return [
+    k_bit = [
         spec(bits, dtype, tokens, grouped)
         for bits in SUPPORTED_BITS
         for dtype in operands.DTYPES
         for grouped in (False, True)
         for tokens in (GROUPED_TOKENS if grouped else TOKENS)
     ]
+    nvfp4 = [
+        spec(layout.NVFP4_BITS, dtype, tokens, nvfp4=True) for dtype in operands.DTYPES for tokens in TOKENS
+    ]
+    return k_bit + nvfp4
 
 
 def sums_fit(tokens: int, bits: int, cluster: int, grouped: bool) -> bool:

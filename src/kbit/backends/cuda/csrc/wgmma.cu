@@ -10,6 +10,7 @@
 //               of one tile by 8 tiles, or by 4 if gated
 //   codebook    float32 [2^bits]; scale float32 [experts]: the matrices' factors
 //   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
+//   row_scale   NVFP4's tiles: float32 [M] or null, factors of the rows of y before the bias
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //   y_map       tensor map of y: boxes of 64 columns x 16 rows, 128-byte swizzle; used if `bulk`
 //   offsets     grouped: int32 [experts + 1]
@@ -175,8 +176,8 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    wgmma(const float* __restrict__ codebook, const float* __restrict__ scale, const u16* bias, u16* y,
-          const int* offsets, const __grid_constant__ TensorMap weight_map,
+    wgmma(const float* __restrict__ codebook, const float* __restrict__ scale, const u16* bias,
+          const float* row_scale, u16* y, const int* offsets, const __grid_constant__ TensorMap weight_map,
           const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map, int n, int m,
           int experts, int steps, int row_tiles, int row_blocks, int token_blocks, int alone, int near,
           int gated, int bulk) {
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const D decode(memory, lane);
         const int width = p.width();
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
-        const Output out{scale, bias, y, bulk ? &y_map : nullptr, width, wide};
+        const Output out{scale, bias, row_scale, y, bulk ? &y_map : nullptr, width, wide};
         consume(p, Work(p), ring, decode, out, ring.base + kStagingAt, thread - 128);
         if constexpr (kGrouped) {
             clear_other_rows(y, offsets, experts, m, p.width(), thread - 128, kConsumers);

@@ -7,6 +7,7 @@
 struct Output {
     const float* scale;  // of every expert's matrix
     const u16* bias;
+    const float* row_scale;  // NVFP4: of every row of x, or null
     u16* y;
     const TensorMap*
         map;  // of y, boxes of 64 columns x 16 rows in the 128-byte swizzle; null: no bulk copies
@@ -44,11 +45,19 @@ struct Addends {
             }
         }
     }
-    // Sums of 16 rows of W by 16 tokens, as the tensor cores leave them, to 16-bit values.
-    DEVICE void round(u32 (&v)[4], const float* sums) const {
+    // Sums of 16 rows of W by 16 tokens from `token` on, as the tensor cores leave them, to 16-bit values.
+    DEVICE void round(u32 (&v)[4], const float* sums, int token, const float* row_scale) const {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            v[e] = H::pack(sums[2 * e] * factor + bias[e % 2], sums[2 * e + 1] * factor + bias[e % 2]);
+            float x = sums[2 * e] * factor, y = sums[2 * e + 1] * factor;
+            if constexpr (kUe4m3) {
+                if (row_scale) {
+                    const int at = token + e / 2 * 8 + threadIdx.x % 4 * 2;
+                    x *= row_scale[min(at, tile.end - 1)];
+                    y *= row_scale[min(at + 1, tile.end - 1)];
+                }
+            }
+            v[e] = H::pack(x + bias[e % 2], y + bias[e % 2]);
         }
     }
 };
@@ -76,7 +85,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Outp
 #pragma unroll
         for (int i = 0; i < tokens; i += 16) {
             u32 v[4];
-            with.round(v, &acc[(first + i) / 2]);
+            with.round(v, &acc[(first + i) / 2], tile.token + first + i, out.row_scale);
             store_matrices_transposed(to + i * 128 + mine, v);
         }
         if (bulk) {
@@ -174,7 +183,7 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2],
             from += each * kUnitBytes;
         }
         u32 v[4];
-        with.round(v, sum);
+        with.round(v, sum, tile.token + unit / 4 * 16, out.row_scale);
         store_matrices_transposed(to + (lane % 8 + lane / 16 * 8) * kTokenBytes + lane / 8 % 2 * 16, v);
         sync();
         const int row = tile.token + unit / 4 * 16 + lane / 2;

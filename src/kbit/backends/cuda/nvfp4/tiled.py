@@ -1,7 +1,8 @@
-"""Products with NVFP4 weights in tiles, under `tc`, by csrc/stream.cu.
+"""Products with NVFP4 weights in tiles, under `tc`: csrc/stream.cu for few tokens, csrc/wgmma.cu for many.
 
 Activations are 16-bit: NVFP4 ones are decoded to the output's dtype, which is exact, and their factors are
-applied to the sums. The kernel is that of k-bit weights, compiled for NVFP4's tiles: `kUe4m3` of decode.cuh.
+applied to the sums. The kernels are those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of
+decode.cuh.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout, operands, stream
+from kbit.backends.cuda import driver, layout, operands, stream, wgmma
 from kbit.backends.cuda.nvfp4 import products
 from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
 
@@ -17,20 +18,29 @@ from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODEBOOK = (*_POSITIVE, *(-value for value in _POSITIVE))
 _MOST_STREAMED = 64  # tokens, 16 at a time: four readings of 4.5 bits are one of 16 and a bit
+_FEW_TOKENS = 8  # on Hopper; as for k-bit weights
 _MOST_KEPT = 4096
 _kept: dict[tuple[tuple[float, ...], int], torch.Tensor] = {}
 
 
-def refusal(m: int, dtype: torch.dtype) -> str | None:
+def refusal(m: int, dtype: torch.dtype, arch: str) -> str | None:
     """Why tiles may not be multiplied as they are, or None.
 
     Args:
         m: tokens.
         dtype: of the result.
+        arch: of the device, such as "90a".
     """
     if dtype not in operands.DTYPES:
-        return f"it gives float16 and bfloat16, not {dtype}"
-    return None if m <= _MOST_STREAMED else f"it takes up to {_MOST_STREAMED} tokens, got {m}"
+        return f"the kernels give float16 and bfloat16, not {dtype}"
+    if m <= _MOST_STREAMED:
+        return None
+    return wgmma.arch_refusal(arch)
+
+
+def kernel(m: int, arch: str) -> str:
+    """Which kernel multiplies what is not refused: "stream" or "wgmma"."""
+    return "wgmma" if m > _FEW_TOKENS and wgmma.arch_refusal(arch) is None else "stream"
 
 
 def gemm_tiled(
@@ -47,7 +57,7 @@ def gemm_tiled(
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
     """
-    if refusal(a_codes.shape[0], out_dtype) is not None:
+    if refusal(a_codes.shape[0], out_dtype, _arch(tiled)) is not None:
         w = layout.from_tiled_nvfp4(tiled, out_features, 2 * a_codes.shape[1])
         return products.gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
     x = dequantize(a_codes, a_scales, 1.0, None, out_dtype)
@@ -62,11 +72,15 @@ def linear_tiled(
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
     """
-    if refusal(x.shape[0], x.dtype) is not None:
+    if refusal(x.shape[0], x.dtype, _arch(tiled)) is not None:
         w = layout.from_tiled_nvfp4(tiled, out_features, x.shape[1])
         decoded = dequantize(*w, w_scale, None, x.dtype)
         return F.linear(x, decoded[:, : x.shape[1]], bias)
     return _multiply(x, tiled, out_features, w_scale, None, bias)
+
+
+def _arch(tensor: torch.Tensor) -> str:
+    return driver.device_limits(tensor.device.index).arch
 
 
 def _multiply(
@@ -84,6 +98,9 @@ def _multiply(
         return y
     tiles = aligned(tiled, 16).view(torch.int32)
     weight = (tiles, constant(CODEBOOK, x.device), constant((w_scale,), x.device), bias)
+    if kernel(m, _arch(x)) == "wgmma":
+        wgmma.linear(x, *weight, out_features, columns, False, y, row_scale=row_scale)
+        return y
     for first in range(0, m, stream.TOKENS[-1]):
         tokens = slice(first, first + stream.TOKENS[-1])
         factors = None if row_scale is None else row_scale[tokens]
