@@ -470,25 +470,3 @@ def test_a_model_of_transformers_on_the_gpu(architecture, tmp_path):
     again = type(model).from_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    ("tokens", "cluster"), [(16, 8), (32, 8), (64, 8), (96, 8), (128, 4), (176, 2), (256, 2)]
-)
-def test_wgmma_by_clusters(bits, tokens, cluster):
-    """Every token of every block of a cluster is summed and stored, in each configuration."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    from kbit.backends.cuda import wgmma
-
-    n, k, m = 200, 1088, tokens + tokens // 2 + 1
-    q = kbit.quantize(torch.randn(n, k, device="cuda"), bits, search=False)
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-    plan = wgmma.Plan(tokens, 2 * 2 * cluster, cluster)
-    wgmma.linear(x, q.tile().tiled, q.codebook, q.scale, None, n, k, False, out, plan)
-    w = kbit.dequantize(q, torch.bfloat16).double()
-    error = (out.double() - x.double() @ w.t()).abs()
-    bound = 2**-8 * out.double().abs() + k * 2**-23 * (x.double().abs() @ w.abs().t())
-    assert bool((error <= bound).all()), float((error / bound).max())

@@ -80,16 +80,20 @@ def run_nvfp4() -> None:
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x), one, accum)
         for dedup in ("off", "gather", "scatter", "indirect"):
             nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup=dedup, accum=accum)
+    tiled = nvfp4.repack_nvfp4(one, "tiled")
+    for rows in (4, 9):
+        nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows]), tiled, "tc")
+        nvfp4.linear_nvfp4(x[:rows], tiled)
     torch.cuda.synchronize()
 
 
 def _multiply(weight, dtype) -> None:
     import torch
 
-    from kbit.backends.cuda import stream, wgmma
+    from kbit.backends.cuda import stream, wgmma, wgmma_config
 
     *_, n, k, gated = weight
-    width, block_rows = (n // 2, 64) if gated else (n, 128)
+    width = n // 2 if gated else n
 
     def operands(m: int):
         return torch.randn(m, k, device="cuda", dtype=dtype), torch.empty(
@@ -100,13 +104,11 @@ def _multiply(weight, dtype) -> None:
         x, out = operands(m)
         stream.linear(x, *weight, out)
         assert torch.isfinite(out).all()
-    for m, tokens, cluster in ((20, 16, 1), (40, 32, 2), (70, 64, 1), (100, 256, 1)):
-        if cluster > 1 and k < 256:
-            continue
-        blocks = -(-width // block_rows) * -(-m // tokens) * cluster
-        x, out = operands(m)
-        wgmma.linear(x, *weight, out, wgmma.Plan(tokens, blocks, cluster))
-        assert torch.isfinite(out).all()
+    for m, tokens, cluster in ((20, 16, 1), (40, 32, 2), (70, 64, 3), (100, 256, 1), (200, 96, 2)):
+        if wgmma_config.steps_of(k, tokens) >= cluster:
+            x, out = operands(m)
+            wgmma.linear(x, *weight, out, wgmma.Plan(tokens, 2 * cluster, cluster))
+            assert torch.isfinite(out).all()
 
 
 def _multiply_experts(tiled, codebook, sizes, dtype) -> None:

@@ -1,0 +1,99 @@
+"""csrc/wgmma.cu on a GPU: every launch, every number of tokens, the same bits on a busy machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kbit
+from kbit.backends.cuda import wgmma, wgmma_config
+from kbit.format import SUPPORTED_BITS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper"
+    ),
+]
+CLUSTERS = range(1, 9)
+N, K = 592, 1088  # five blocks of rows, the last of them in part; 17 tiles of columns
+
+
+def run(x, q, plan, bias=None, gated=False):
+    """A launch of wgmma into a poisoned result."""
+    out = torch.full((x.shape[0], N // 2 if gated else N), torch.nan, device="cuda", dtype=x.dtype)
+    weight = (q.tile().tiled, q.codebook, q.scale, bias)
+    wgmma.linear(x, *weight, N, K, gated, out, plan)
+    return out
+
+
+def expected(x, q, bias=None):
+    """float64 product and how far a float32 sum of K products, rounded once, may be from it."""
+    w = kbit.dequantize(q, x.dtype).double()
+    exact, size = x.double() @ w.T, x.double().abs() @ w.abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    return exact, torch.finfo(x.dtype).eps * exact.abs() + (K + 1) * 2.0**-23 * size
+
+
+def operands(m, bits, dtype):
+    q = kbit.quantize(torch.randn(N, K, device="cuda"), bits, search=False)
+    x = torch.randn(m, K, device="cuda").to(dtype)
+    return x, q, torch.randn(N, device="cuda").to(dtype)
+
+
+def launches(tokens, bits):
+    """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
+    for cluster in CLUSTERS:
+        fits = wgmma_config.sums_fit(tokens, bits, cluster, grouped=False)
+        if cluster == 1 or (fits and wgmma_config.steps_of(K, tokens) >= cluster):
+            for clusters in (1, 2, 7):
+                yield wgmma.Plan(tokens, clusters * cluster, cluster)
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("tokens", wgmma_config.TOKENS)
+def test_every_launch(tokens, bits):
+    """Tiles of a block, tiles that clusters split, and both in one launch; several of each."""
+    dtype = torch.bfloat16 if bits % 2 else torch.float16
+    x, q, bias = operands(tokens + tokens // 2 + 1, bits, dtype)
+    exact, bound = expected(x, q, bias)
+    gates, ups = expected(x, q)[0].to(dtype).chunk(2, dim=1)
+    activated = F.silu(gates.double()).to(dtype).double() * ups.double()
+    for plan in launches(tokens, bits):
+        y = run(x, q, plan, bias)
+        assert bool(((y.double() - exact).abs() <= bound).all()), plan
+        y = run(x, q, plan, gated=True)
+        torch.testing.assert_close(
+            y.double(), activated, rtol=0.05, atol=0.05 * float(activated.abs().mean())
+        )
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", ""])
+def test_every_number_of_tokens(kernel, monkeypatch):
+    """From 1 to 300, so that every edge of a tile is crossed, by wgmma and by whichever kernel is taken."""
+    monkeypatch.setenv("KBIT_KERNEL", kernel)
+    x, q, bias = operands(300, 4, torch.bfloat16)
+    exact, bound = expected(x, q, bias)
+    q = q.tile()
+    for m in range(1, 301):
+        out = torch.full((m, N), torch.nan, device="cuda", dtype=x.dtype)
+        kbit.linear(x[:m], q, bias, out=out)
+        assert bool(((out.double() - exact[:m]).abs() <= bound[:m]).all()), m
+
+
+@pytest.mark.parametrize("tokens", wgmma_config.TOKENS)
+def test_repeated_runs_are_bit_identical_on_a_busy_gpu(tokens):
+    noise, busy = torch.randn(1024, 1024, device="cuda"), torch.cuda.Stream()
+    x, q, bias = operands(3 * tokens + 5, 4, torch.float16)
+    q = q.tile()
+    for plan in launches(tokens, 4):
+        first = run(x, q, plan, bias)
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        for _ in range(100):
+            with torch.cuda.stream(busy):
+                torch.mm(noise, noise)
+            differing += (run(x, q, plan, bias).view(torch.int16) != first.view(torch.int16)).sum()
+        assert int(differing) == 0, plan
