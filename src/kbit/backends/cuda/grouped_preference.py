@@ -9,8 +9,8 @@ import torch
 from kbit.backends.cuda import driver, grouped, operands, wgmma
 from kbit.backends.cuda.preference import forced_kernel
 
-# Between 8 and 16 rows of an expert, wgmma wins where K is long and its tiles of so many weight rows fill the
-# machine: on an H200 128 experts of 512 x 2048 take 37 us and 43, of 2048 x 512 48 and 35.
+# Between 8 and 16 rows of an expert, wgmma loses where K is short and its tiles of so many weight rows fill
+# the machine: on an H200 128 experts of 512 x 2048 take 33 us and 43, of 2048 x 512 45 and 35.
 _SHORT, _TILE_ROWS = 1024, 128
 
 
@@ -36,7 +36,7 @@ def choose(
     forced = forced_kernel(refusals)
     if forced:
         return forced
-    short = in_features <= _SHORT or experts * out_features < _TILE_ROWS * device.multiprocessors
+    short = in_features <= _SHORT and experts * out_features >= _TILE_ROWS * device.multiprocessors
     few = m <= grouped.TOKENS[1 if short else 0] * experts
     if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
         return "grouped"

@@ -137,7 +137,7 @@ def _clocks(tiles: int, steps: int, tokens: int, cluster: int, grid: int) -> flo
     clocks = -(-alone // grid) * (-(-steps // 2) * 2 * step + 1500 + 5 * tokens)
     if alone < tiles:
         rounds = -(-(tiles - alone) // (grid // cluster))
-        clocks += rounds * (-(-steps // cluster) * step + 2500 + 20 * tokens)
+        clocks += rounds * (-(-steps // cluster) * step + 2500 + 30 * tokens)
     return clocks
 
 
