@@ -4,8 +4,8 @@
 //   row_scale  float32 [rows] or null
 //   out        Config::dtype [rows, 16 * groups], 16-byte aligned
 //
-// A thread decodes 16 elements. Memory-bound: 9 bytes in, 32 or 64 out. The next kernel may start at once: the
-// products that read this fill their tables meanwhile.
+// A thread decodes 16 elements. Memory-bound: 9 bytes in, 32 or 64 out. The next kernel may start at once:
+// the products that read this fill their tables meanwhile.
 #include "config.h"
 #include "nvfp4.cuh"
 
