@@ -22,7 +22,7 @@ from kbit.backends.cuda.compiler import CSRC, KernelSpec
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
-TOGETHER = ("nvfp4_gemm", "nvfp4_rmsnorm")
+TOGETHER = ("nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_row_scale")
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
 
@@ -30,7 +30,7 @@ FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread
 PTX = (
     # One unit in the last place off, as a GPU may be.
     (r'asm\("rcp\.approx[^;]*;"[^;]*\);', "inverse = nextafterf(1.0f / scale, 0.0f);"),
-    (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "amax = max_or_nan(amax, fabsf(v[i]));"),
+    (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "a = max_or_nan(a, b);"),
     (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),

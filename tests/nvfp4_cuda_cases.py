@@ -113,6 +113,19 @@ def check_scales(device: str) -> None:
         compare_quantize(device, bits.short().view(dtype))
 
 
+def check_row_scale(device: str, shapes: list[tuple[int, int]]) -> None:
+    """Rows of zeros, of numbers so small or large that their factor is 1, NaN and Inf; any columns."""
+    for (m, k), dtype in itertools.product(shapes, DTYPES):
+        x = normal(m, k, dtype=dtype, seed=m + k)
+        special = (0.0, 1e-37, float("nan"), float("-inf"), torch.finfo(dtype).max)
+        for row, value in zip(range(1, m), special, strict=False):
+            x[row, k * row // m] = value
+        x[-1] *= 0
+        for global_scale in (1.0, 0.37, 1e-30):
+            have = cuda.row_scale(x.to(device), global_scale)
+            assert_same("row_scale", have, reference.row_scale(x, global_scale), (m, k), dtype, global_scale)
+
+
 def check_dequantize(device: str) -> None:
     codes, scales = random_matrix(6, columns=80)
     row_scale = torch.rand(6, generator=generator())

@@ -37,6 +37,7 @@ def test_quantize_takes_views_that_are_not_aligned() -> None:
 
 
 def test_rows_equal_reference() -> None:
+    cases.check_row_scale(DEVICE, [(9, 40), (7, 17), (2, 4112), (1, 1), (4500, 2048)])
     cases.check_dequantize(DEVICE)
     cases.check_repack(DEVICE)
     cases.check_copies(DEVICE)

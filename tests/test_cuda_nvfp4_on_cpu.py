@@ -40,6 +40,7 @@ def test_quantize_beside_every_threshold() -> None:
 
 
 def test_rows() -> None:
+    cases.check_row_scale(DEVICE, [(9, 40), (7, 17), (2, 4112)])
     cases.check_dequantize(DEVICE)
     cases.check_repack(DEVICE)
     cases.check_copies(DEVICE)

@@ -82,7 +82,7 @@ def run_nvfp4() -> None:
             nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup=dedup, accum=accum)
     tiled = nvfp4.repack_nvfp4(one, "tiled")
     for rows in (4, 9):
-        nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows]), tiled, "tc")
+        nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
         nvfp4.linear_nvfp4(x[:rows], tiled)
     torch.cuda.synchronize()
 

@@ -32,6 +32,20 @@ Tensor = torch.Tensor
 class Kernels(Protocol):
     """Functions of `kbit.nvfp4.reference` and `kbit.backends.cuda.nvfp4`."""
 
+    def row_scale(self, x: Tensor, global_scale: float) -> Tensor:
+        """Factors of rows, for `quantize`: (amax / float32(global_scale)) / 2688, two correct roundings.
+
+        1 where that is zero, subnormal, infinite or NaN.
+
+        Args:
+            x: float16, bfloat16 or float32 [M, K].
+            global_scale: rounded to float32 before use.
+
+        Returns:
+            float32 [M].
+        """
+        ...
+
     def quantize(
         self, x: Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -55,10 +55,10 @@ def quantize_nvfp4(
     layouts.check_layout(layout, "quantize_nvfp4")
     factor = 1.0 if global_scale is None else global_scale
     rows = x.contiguous().view(-1, x.shape[-1])
-    row_factor = row_scale_for(rows, factor) if row_scale else None
+    kernels = kernels_for(x)
+    row_factor = kernels.row_scale(rows, factor) if row_scale else None
     if check:
         _count_non_finite(rows, factor, row_factor, where)
-    kernels = kernels_for(x)
     codes, scales = kernels.quantize(rows, search, ties == "even", factor, row_factor)
     lead = x.shape[:-1]
     scale = torch.full(lead[:-1], factor, dtype=torch.float32, device=x.device if x.dim() == 3 else "cpu")
@@ -105,18 +105,6 @@ def global_scale_for(x: torch.Tensor) -> float:
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
     return scale if is_normal(scale) else 1.0
-
-
-def row_scale_for(x: torch.Tensor, global_scale: float = 1.0) -> torch.Tensor:
-    """float32 [M]: a row's amax / global_scale / 2688; 1 where that is zero, subnormal or not finite."""
-    # Filled, not copied from the host, so that a CUDA graph can record it; and tensors, because CUDA divides
-    # by a number through its reciprocal.
-    first, second = (
-        torch.full((), each, dtype=torch.float32, device=x.device) for each in (global_scale, LARGEST)
-    )
-    scale = x.abs().amax(dim=-1).float() / first / second
-    limits = torch.finfo(torch.float32)
-    return torch.where((scale >= limits.tiny) & (scale <= limits.max), scale, 1.0)
 
 
 def _count_non_finite(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
 from kbit.nvfp4.reference.gemm import gemm, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
-from kbit.nvfp4.reference.quantize import dequantize, quantize, repack
+from kbit.nvfp4.reference.quantize import dequantize, quantize, repack, row_scale
 from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "repack",
     "rmsnorm",
     "rmsnorm_quantize",
+    "row_scale",
     "silu_mul",
     "silu_mul_quantize",
     "tiles",

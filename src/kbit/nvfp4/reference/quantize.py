@@ -13,6 +13,14 @@ OFFSETS = (0, -1, 1, -2, 2)
 _CHUNK = 1 << 13
 
 
+def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """See `Kernels.row_scale`."""
+    largest = torch.tensor(ue4m3.MAX * e2m1.MAX, dtype=torch.float32)
+    scale = x.abs().amax(dim=-1).float() / torch.tensor(global_scale, dtype=torch.float32) / largest
+    limits = torch.finfo(torch.float32)
+    return torch.where((scale >= limits.tiny) & (scale <= limits.max), scale, 1.0)
+
+
 def quantize(
     x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

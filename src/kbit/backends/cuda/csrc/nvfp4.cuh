@@ -82,6 +82,12 @@ DEVICE float squared_error(const float (&v)[kSub], float scale) {
     return error;
 }
 
+// The larger, or NaN if either is.
+DEVICE float larger(float a, float b) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+}
+
 struct Coded {
     u32 low, high;  // element i in nibble i
     u32 scale;
@@ -92,7 +98,7 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(amax) : "f"(fabsf(v[i])));
+        amax = larger(amax, fabsf(v[i]));
     }
     if (!(amax < __uint_as_float(0x7f800000u))) {
         return {0, 0, 0};

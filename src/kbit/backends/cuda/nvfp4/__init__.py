@@ -7,7 +7,14 @@ device, nothing waits, and sizes follow from shapes alone, so CUDA graphs record
 from kbit.backends.cuda.nvfp4.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
 from kbit.backends.cuda.nvfp4.moe import align, combine, moe_gemm
 from kbit.backends.cuda.nvfp4.products import gemm, tiles
-from kbit.backends.cuda.nvfp4.rows import dequantize, gather_rows, quantize, quantize_scatter, repack
+from kbit.backends.cuda.nvfp4.rows import (
+    dequantize,
+    gather_rows,
+    quantize,
+    quantize_scatter,
+    repack,
+    row_scale,
+)
 from kbit.backends.cuda.nvfp4.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
@@ -24,6 +31,7 @@ __all__ = [
     "repack",
     "rmsnorm",
     "rmsnorm_quantize",
+    "row_scale",
     "silu_mul",
     "silu_mul_quantize",
     "tiles",

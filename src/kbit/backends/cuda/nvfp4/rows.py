@@ -1,4 +1,4 @@
-"""Kernels over rows: quantize, scatter, dequantize, repack, gather. Bits: `kbit.nvfp4.kernels`."""
+"""Kernels over rows: factors, quantize, scatter, dequantize, repack, gather. Bits: `kbit.nvfp4.kernels`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, THREADS, address, groups_of, run_items
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
@@ -17,6 +17,12 @@ _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
 def quantize_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
     """The kernel that quantizes rows of a dtype."""
     return KernelSpec.make("nvfp4_quantize.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+
+
+@functools.cache
+def row_scale_spec(dtype: torch.dtype) -> KernelSpec:
+    """The kernel that finds the factors of rows of a dtype."""
+    return KernelSpec.make("nvfp4_row_scale.cu", dtype=DTYPES[dtype])
 
 
 @functools.cache
@@ -37,8 +43,18 @@ GATHER = KernelSpec("nvfp4_gather.cu")
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     quantizers = [quantize_spec(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
-    decoders = [dequantize_spec(dtype) for dtype in DTYPES]
-    return [*quantizers, *decoders, *(repack_spec(layout) for layout in _SUB_BLOCKS), GATHER]
+    by_dtype = [spec(dtype) for spec in (row_scale_spec, dequantize_spec) for dtype in DTYPES]
+    return [*quantizers, *by_dtype, *(repack_spec(layout) for layout in _SUB_BLOCKS), GATHER]
+
+
+def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.row_scale`."""
+    rows, columns = x.shape
+    scale = x.new_empty(rows, dtype=torch.float32)
+    args = (x.data_ptr(), scale.data_ptr(), rows, columns, global_scale, int(_is_wide(x)))
+    # An item a thread: a block is a row.
+    run_items(row_scale_spec(x.dtype), "QQiifi", x.device, rows * THREADS, args)
+    return scale
 
 
 def quantize(
@@ -76,11 +92,10 @@ def _quantize(
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
     codes = x.new_empty((out_rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
     scales = x.new_empty((out_rows, groups), dtype=torch.uint8)
-    wide = columns % SUB_BLOCK == 0 and x.data_ptr() % 16 == 0
     scaled = global_scale != 1.0 or row_scale is not None
     args = tuple(address(t) for t in (x, row_scale, slots, codes, scales))
     args += (rows, columns, groups, copies)
-    numbers = (global_scale, int(scaled), int(search), int(wide))
+    numbers = (global_scale, int(scaled), int(search), int(_is_wide(x)))
     spec = quantize_spec(x.dtype, ties_even)
     run_items(spec, "QQQQQiiiifiii", x.device, rows * groups, (*args, *numbers))
     return codes, scales
@@ -141,6 +156,11 @@ def gather_rows(
     sizes = (count, code_bytes, scale_bytes, *shifts)
     run_items(GATHER, "QQQQQiiiii", codes.device, items, (*args, *sizes))
     return codes_out, scales_out
+
+
+def _is_wide(x: torch.Tensor) -> bool:
+    """Whether rows are whole sub-blocks that start at multiples of 16 bytes."""
+    return x.shape[1] % SUB_BLOCK == 0 and x.data_ptr() % 16 == 0
 
 
 def _word_shift(matrix: torch.Tensor) -> int:
