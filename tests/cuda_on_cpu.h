@@ -263,6 +263,9 @@ u32 load_shared_element(u32 address) {
 inline void put_shared(u32 address, u32 value) {
     into_shared(address, value);
 }
+inline void store_shared2(u32 address, uint2 value) {
+    into_shared(address, value);
+}
 inline void store_shared4(u32 address, uint4 value) {
     into_shared(address, value);
 }

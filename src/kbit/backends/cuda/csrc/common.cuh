@@ -153,6 +153,9 @@ DEVICE void static_for(F f) {
     }
 }
 
+DEVICE void store_shared2(u32 address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
 DEVICE void store_shared4(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)

@@ -17,16 +17,19 @@
 // A warp owns 16 rows of W (the A operand of mma.m16n8k16) and meets Config::tokens rows of y (columns of B)
 // in steps of 256 columns. Its weights come by asynchronous copies, kStages steps in flight, 144 bytes a row:
 // 128 of codes, 16 of scales; so every weight is read once per tile of tokens, and 8 rows start 4 banks
-// apart. The block decodes its activations once for all warps, one step ahead, into operands in shared
-// memory.
+// apart. A team of warps decodes its activations once for all of them, one step ahead, into operands in
+// shared memory. Under `exact`, whose sums have no order, Config::teams of them take as many parts of K and
+// add up in the end: one has too few warps to hide what integers wait for.
 //
 // Instructions for 16 x 16 weights and T / 8 tiles of tokens (sm_90a, disassembled): exact 31 + 11 T / 8,
 // seq16 36 + 6 T / 8, tc 36 + 2 T / 8. At 4096 x 14336 and T = 8 exact is 18 thousand cycles of an H200's
 // schedulers, where the weights' 33 MB take 13 thousand.
 //
-// grid: x blocks of 16 * warps rows of W; y tiles of tokens, of every expert its own (more than there are:
-// the rest returns); z splits of K, only with `partial`. K is never split otherwise: sums keep their order.
-// Shared memory: warps * kStages * 2304, and the operands of two steps (kOperandBytes + kFactorBytes each).
+// grid: x blocks of 16 * warps rows of W, warps of a team; y tiles of tokens, of every expert its own (more
+// than there are: the rest returns); z splits of K, only with `partial`. Without it and with one team, sums
+// keep their order.
+// Shared memory, of each team: warps * kStages * 2304, and the operands of two steps (kOperandBytes +
+// kFactorBytes each).
 #include "nvfp4_stage.cuh"
 
 // Which expert and rows tile `slot` is; false if there are fewer tiles. Expert number `experts` owns the rows
@@ -153,24 +156,55 @@ DEVICE void store(void* y, i64 at, float value, int dtype) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+// The other teams' sums, through the memory that their weights came to.
+DEVICE void add_teams(Sums& sums, u32 base, int team, int thread, int threads) {
+    static_assert(kTeams == 1 || (kExact && kTiles * 4 * 8 * 32 <= kStages * kStageBytes));
+#pragma unroll
+    for (int other = 1; other < kTeams; ++other) {
+        __syncthreads();  // everyone is done with that memory
+#pragma unroll
+        for (int i = 0; i < kTiles * 4; ++i) {
+            const u32 at = base + u32(i * threads + thread) * 8;
+            if (team == other) {
+                const u64 sum = u64(sums[i / 4][i % 4]);
+                store_shared2(at, make_uint2(u32(sum), u32(sum >> 32)));
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kTiles * 4; ++i) {
+            if (team == 0) {
+                const uint2 part = load_shared2(base + u32(i * threads + thread) * 8);
+                sums[i / 4][i % 4] += i64(u64(part.y) << 32 | part.x);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kTeams * 256, 1)
     nvfp4_gemm(const u8* a_codes, const u8* a_scales, const int* rows, const int* bounds, const u8* w_codes,
                const u8* w_scales, const float* w_scales_f32, const float* row_scale, void* y, u64* partial,
                int m, int n, int columns, int experts, float w_scale, int out_dtype) {
     extern __shared__ __align__(16) u8 memory[];
-    const int lane = int(threadIdx.x & 31), warp = uniform(int(threadIdx.x >> 5)),
-              warps = int(blockDim.x >> 5);
+    const int threads = int(blockDim.x) / kTeams, warps = threads / 32;
+    const int lane = int(threadIdx.x & 31), all = uniform(int(threadIdx.x >> 5));
+    const int team = kTeams == 1 ? 0 : all / warps, warp = all - team * warps;
     const int g = lane >> 2, t = lane & 3, row = (int(blockIdx.x) * warps + warp) * 16;
     Problem p{a_codes, a_scales, columns};
+    p.thread = warp * 32 + lane;
+    p.threads = threads;
     if (!find_tile(p, bounds, experts, m, int(blockIdx.y))) {
         return;
     }
     const bool none = bounds != nullptr && p.expert == experts, active = row < n && !none;
     const int steps = none ? 0 : (columns + kStepColumns - 1) / kStepColumns;
-    p.begin = steps * int(blockIdx.z) / int(gridDim.z);
-    p.end_step = steps * int(blockIdx.z + 1) / int(gridDim.z);
+    const int part = int(blockIdx.z) * kTeams + team, parts = int(gridDim.z) * kTeams;
+    p.begin = steps * part / parts;
+    p.end_step = steps * (part + 1) / parts;
+    const int rounds = (steps + parts - 1) / parts;  // of the team with most steps
 
-    const u32 base = shared_address(memory), operands = base + warps * (kStages * kStageBytes);
+    const u32 memory_at = shared_address(memory), weights_bytes = warps * (kStages * kStageBytes);
+    const u32 base = memory_at + team * (weights_bytes + 2 * kStepBytes), operands = base + weights_bytes;
     const i64 expert_rows = i64(none ? 0 : p.expert) * n;
     const Weights w{w_codes + expert_rows * (columns / 2),
                     w_scales + expert_rows * (columns / 16),
@@ -189,12 +223,12 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     act.locate(p, rows);
     if (p.begin < p.end_step) {
         act.load(p, p.begin);
-        act.decode(operands);
+        act.decode(p, operands);
         act.load(p, p.begin + 1);
     }
     Sums sums = {};
     int slot = 0;
-    for (int step = p.begin; step < p.end_step; ++step) {
+    for (int step = p.begin; step < p.begin + rounds; ++step) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
         __syncthreads();  // this step is there; the one before is done with its slot and operands
         if (active && step + kStages - 1 < p.end_step) {
@@ -203,14 +237,20 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         end_stage();
         const u32 odd = u32(step - p.begin) & 1u;
         if (step + 1 < p.end_step) {
-            act.decode(operands + (odd ^ 1u) * kStepBytes);
+            act.decode(p, operands + (odd ^ 1u) * kStepBytes);
             act.load(p, step + 2);
         }
-        if (active) {
+        if (active && step < p.end_step) {
             const int quads = min(kStepColumns, columns - step * kStepColumns) / 64;
             multiply_step(sums, w.base + slot * kStageBytes, operands + odd * kStepBytes, quads, lane);
         }
         slot = slot + 1 == kStages ? 0 : slot + 1;
+    }
+    if constexpr (kTeams > 1) {
+        add_teams(sums, memory_at, team, p.thread, threads);
+        if (team > 0) {
+            return;
+        }
     }
 
     const float factor = w_scales_f32 == nullptr ? w_scale : none ? 0.0f : w_scales_f32[p.expert];

@@ -6,21 +6,23 @@
 
 constexpr bool kExact = Config::accum == 0, kChained = Config::accum == 2;
 constexpr int kTokens = Config::tokens, kTiles = kTokens / 8, kStages = Config::stages;
+constexpr int kTeams = Config::teams;
 constexpr int kStepColumns = 256, kSubBlocks = 16;
 constexpr int kRowBytes = 144, kStageBytes = 16 * kRowBytes;
 constexpr int kLaneBytes = kExact ? 4 : 8;  // of the B operand of a sub-block
 constexpr int kOperandBytes = kSubBlocks * kTiles * 32 * kLaneBytes;
 constexpr int kFactorBytes = kExact ? kSubBlocks * kTokens * 4 : 0;
 constexpr int kStepBytes = kOperandBytes + kFactorBytes;
-constexpr int kMinThreads = kTokens == 8 ? 64 : 128;
+constexpr int kMinThreads = kTokens == 8 ? 64 : 128;  // of a team
 // 32 columns of a token are a piece of work; so many has a thread at most.
 constexpr int kPieces = kTokens * 8 <= kMinThreads ? 1 : kTokens * 8 / kMinThreads;
 
 struct Problem {
     const u8 *a_codes, *a_scales;
     int columns;
-    // Of this block: rows first .. end - 1 of y; steps begin .. end_step - 1.
+    // Of this block: rows first .. end - 1 of y. Of this team: steps begin .. end_step - 1.
     int expert, first, end, begin, end_step;
+    int thread, threads;  // of this team
 };
 
 // ---- activations: raw codes in registers for a step, then operands in shared memory
@@ -30,21 +32,21 @@ struct Activations {
     uint4 codes[kPieces];
     u32 scales[kPieces];
 
-    DEVICE static int piece(int i) { return int(threadIdx.x + i * blockDim.x); }
-    DEVICE static int token(int i) { return piece(i) % kTokens; }
-    DEVICE static int part(int i) { return piece(i) / kTokens; }
+    DEVICE static int token(int piece) { return piece % kTokens; }
+    DEVICE static int part(int piece) { return piece / kTokens; }
+    DEVICE static int piece(const Problem& p, int i) { return p.thread + i * p.threads; }
 
     DEVICE void locate(const Problem& p, const int* rows) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            const int r = p.first + token(i);
-            row[i] = piece(i) < kTokens * 8 && r < p.end ? (rows != nullptr ? rows[r] : r) : -1;
+            const int at = piece(p, i), r = p.first + token(at);
+            row[i] = at < kTokens * 8 && r < p.end ? (rows != nullptr ? rows[r] : r) : -1;
         }
     }
     DEVICE void load(const Problem& p, int step) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            const int column = step * kStepColumns + part(i) * 32;
+            const int column = step * kStepColumns + part(piece(p, i)) * 32;
             codes[i] = make_uint4(0, 0, 0, 0);
             scales[i] = 0;
             if (row[i] >= 0 && column < p.columns) {
@@ -69,13 +71,14 @@ struct Activations {
             store_shared4(to + 16, make_uint4(v[4], v[5], v[6], v[7]));
         }
     }
-    DEVICE void decode(u32 step_at) const {
+    DEVICE void decode(const Problem& p, u32 step_at) const {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            if (piece(i) >= kTokens * 8) {
+            const int at = piece(p, i);
+            if (at >= kTokens * 8) {
                 continue;
             }
-            const int token = this->token(i), sub = part(i) * 2;
+            const int token = this->token(at), sub = part(at) * 2;
             const u32 clean = clean_scales(scales[i]), both = permute(clean, 0, 0x7170) << 7 & 0x3f803f80u;
             const u32 to = step_at + ((sub * kTiles + token / 8) * 32 + token % 8 * 4) * kLaneBytes;
             constexpr u32 kNext = kTiles * 32 * kLaneBytes;

@@ -27,7 +27,7 @@ _FORMAT = "QQQQQQQQQQiiiifi"
 _COLUMN_MULTIPLE = 64
 _STEP_COLUMNS = 256
 _STAGE_BYTES = 16 * 144  # of a warp: 16 rows of 128 bytes of codes and 16 of scales
-_WARP, _MAX_WARPS = 32, 8
+_WARP, _MAX_WARPS = 32, 8  # of a team
 _MAX_GRID_Y = 65535
 # Split K until each multiprocessor has so many warps: fewer do not keep its memory busy.
 _WARPS_PER_SM = 8
@@ -37,7 +37,8 @@ FINISH = KernelSpec("nvfp4_finish.cu")
 @functools.cache
 def gemm_spec(accum: str, tokens: int) -> KernelSpec:
     """The kernel under a contract, for so many tokens at a time."""
-    return KernelSpec.make("nvfp4_gemm.cu", accum=ACCUMULATIONS[accum], tokens=tokens, stages=_stages(tokens))
+    config = {"tokens": tokens, "stages": _stages(accum, tokens), "teams": teams(accum, tokens)}
+    return KernelSpec.make("nvfp4_gemm.cu", accum=ACCUMULATIONS[accum], **config)
 
 
 def specs() -> list[KernelSpec]:
@@ -55,7 +56,7 @@ def tiles(accum: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: tokens of a tile, warps of a block, splits of K."""
+    """A launch: tokens of a tile, warps of a team, splits of K among blocks."""
 
     tokens: int
     warps: int
@@ -63,14 +64,20 @@ class Plan:
     shared_bytes: int
 
 
-def _stages(tokens: int) -> int:
-    return 4 if tokens < 64 else 3  # 64 tokens and 8 warps then fit twice in 227 KB under `exact`
+def teams(accum: str, tokens: int) -> int:
+    """Parts of K among a block's warps. Only exact sums may be split; 64 tokens leave too few registers."""
+    return 2 if accum == "exact" and tokens < TOKENS[-1] else 1
+
+
+def _stages(accum: str, tokens: int) -> int:
+    """Steps in flight. Two teams keep enough bytes there with 3, and four warps each then fit in 99 KB."""
+    return 4 if tokens < TOKENS[-1] and teams(accum, tokens) == 1 else 3
 
 
 def shared_bytes(accum: str, tokens: int, warps: int) -> int:
     """Shared memory of a block, as the header of nvfp4_gemm.cu says."""
     operands = 16 * tokens * (20 if accum == "exact" else 32)
-    return warps * _stages(tokens) * _STAGE_BYTES + 2 * operands
+    return teams(accum, tokens) * (warps * _stages(accum, tokens) * _STAGE_BYTES + 2 * operands)
 
 
 def chosen_tokens(m: int) -> int:
@@ -105,8 +112,9 @@ def plan(
     warps = min(fits, key=busiest)
     steps = -(-columns // _STEP_COLUMNS)
     if split is None:
-        wanted = device.multiprocessors * _WARPS_PER_SM // (row_tiles * token_tiles)
-        split = max(1, min(wanted, steps // 2, SPLITS[-1])) if accum == "exact" else 1
+        by_teams = teams(accum, tokens)
+        wanted = device.multiprocessors * _WARPS_PER_SM // (row_tiles * token_tiles * by_teams)
+        split = max(1, min(wanted, steps // (2 * by_teams), SPLITS[-1])) if accum == "exact" else 1
     return Plan(tokens, warps, min(split, steps), shared_bytes(accum, tokens, warps))
 
 
@@ -183,7 +191,7 @@ def launch(
     kernel = launcher.load(gemm_spec(accum, chosen.tokens), y.device.index, _FORMAT)
     grid = (-(-y.shape[1] // (16 * chosen.warps)), token_tiles, chosen.split)
     args = (*(address(t) for t in ordered), *numbers)
-    threads = chosen.warps * _WARP
+    threads = chosen.warps * teams(accum, chosen.tokens) * _WARP
     launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes)
 
 
