@@ -83,7 +83,9 @@ def serve(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
 ) -> None:
     """Load test of `transformers serve`: throughput, latency, errors and memory."""
-    from kbit.bench import machine
+    import torch
+
+    from kbit.bench import gpu_timing, machine
     from kbit.bench import serve as bench
     from kbit.cli.serve import check_packages
 
@@ -107,7 +109,9 @@ def serve(
     Console(width=120).print(_table(results))
     if json_file is not None:
         rows = {name: bench.as_json(levels) for name, levels in results.items()}
-        result = {"machine": machine.describe(), "plan": vars(plan), "options": options, "models": rows}
+        on_gpu = device != "cpu" and torch.cuda.is_available()
+        about = gpu_timing.describe() if on_gpu else machine.describe()
+        result = {"machine": about, "plan": vars(plan), "options": options, "models": rows}
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     failed = sum(len(level.errors) for levels in results.values() for level in levels)
     if failed:
