@@ -23,6 +23,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
+PEERS_FILE = "h200-peers.json"
 WIDTHS_TOKENS = (1, 8, 64)
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
@@ -63,7 +64,8 @@ def widths() -> str:
 
 def peers() -> str:
     """Other people's kernels beside ours, one token."""
-    rows = load_if_there("h200-kernels.json").get("rows", [])
+    result = load_if_there(PEERS_FILE)
+    rows = result.get("rows", [])
     names = [
         f"kbit, k={GPU_BITS}",
         "cuBLAS",
@@ -76,11 +78,8 @@ def peers() -> str:
             layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
             body.setdefault(layer, {})[name] = f"{row['us']:.1f}"
     table = [[layer, *(cells.get(name, "") for name in names)] for layer, cells in body.items()]
-    return (
-        f"Microseconds, one token, bfloat16 activations.\n\n{markdown(['layer', *names], table)}"
-        if rows
-        else ""
-    )
+    caption = "Microseconds, one token, bfloat16 activations."
+    return f"{caption} {about(result)}\n\n{markdown(['layer', *names], table)}" if rows else ""
 
 
 def experts() -> str:
