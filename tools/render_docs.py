@@ -23,7 +23,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
-PEERS_FILE = "h200-peers.json"
+PEERS_FILE, NVFP4_FILE = "h200-peers.json", "h200-nvfp4.json"
 WIDTHS_TOKENS = (1, 8, 64)
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
@@ -101,6 +101,36 @@ def experts() -> str:
         "each expert, or M tokens of a whole layer. "
     )
     return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
+
+
+# Part of `kbit bench nvfp4`: what a table of it is called, and what its M is.
+_NVFP4_PARTS = {
+    "quantize": "Quantizer, 2048 columns, by rows",
+    "gemm": "Products (in brackets: times as fast as bf16 cuBLAS in the same run), by tokens M",
+    "layer": "A layer of experts, end to end, by tokens T",
+    "kernels": "Its kernels, by tokens T",
+}
+
+
+def nvfp4() -> str:
+    """NVFP4's quantizer, products and layer of experts."""
+    result = load_if_there(NVFP4_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench nvfp4` does."
+    parts = [f"Microseconds, medians of {result['repeats']}. {about(result)}"]
+    for part, title in _NVFP4_PARTS.items():
+        rows = [row for row in result["rows"] if row["part"] == part]
+        if not rows:
+            continue
+        counts = sorted({row["rows"] for row in rows})
+        cells: dict[tuple[str, str], dict[int, str]] = {}
+        for row in rows:
+            ratio = f" ({row['vs_bf16']:.2f})" if row["vs_bf16"] else ""
+            cells.setdefault((row["problem"], row["arm"]), {})[row["rows"]] = f"{row['us']:.1f}{ratio}"
+        body = [[*names, *(here.get(count, "") for count in counts)] for names, here in cells.items()]
+        header = ["problem", "arm", *(str(count) for count in counts)]
+        parts.append(f"{title}:\n\n{markdown(header, body)}")
+    return "\n\n".join(parts)
 
 
 def sanitizer() -> str:
@@ -191,7 +221,7 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    **{f.__name__: f for f in (widths, peers, experts, sanitizer, provenance, codebooks)},
+    **{f.__name__: f for f in (widths, peers, experts, nvfp4, sanitizer, provenance, codebooks)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 
