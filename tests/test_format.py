@@ -203,3 +203,28 @@ def test_no_warning_at_import_of_the_format():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kbit.normal_float(4)
+
+
+@pytest.mark.parametrize("where", ["meta", "cpu"])
+def test_codebooks_and_quantizing_do_not_depend_on_the_default_device(where):
+    w = torch.randn(4, 64)
+    expected = kbit.quantize(w, bits=3, scale="float16")
+    with torch.device(where):
+        assert torch.equal(kbit.normal_float(3), expected.codebook)
+        assert (
+            kbit.QuantizationPolicy(codebook=[-1.0, 0.0, 0.5, 1.0], bits=2).codebook_for(2).device.type
+            == "cpu"
+        )
+        for scale in ABSMAX_FORMATS:
+            assert kbit.quantize(w, bits=3, scale=scale).device.type == "cpu"
+        q = kbit.quantize(w, bits=3, scale="float16")
+    assert torch.equal(q.packed, expected.packed)
+    assert torch.equal(q.absmax, expected.absmax)
+
+
+@pytest.mark.parametrize(
+    "levels", [None, 7j, [1, "a", 2, 3], ["a"] * 4, [[1, 2], [3]], [10**400] * 4], ids=str
+)
+def test_a_codebook_that_is_no_numbers_is_refused(levels):
+    with pytest.raises(TypeError, match="codebook must be a name of"):
+        get_codebook(levels, 2)

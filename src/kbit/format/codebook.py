@@ -7,9 +7,9 @@ travels as a list of numbers.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import torch
 
@@ -28,14 +28,16 @@ def check_bits(bits: int) -> int:
     return bits
 
 
-@functools.cache
-def _normal_float_levels(bits: int) -> tuple[float, ...]:
+def _normal_float_levels(bits: int) -> list[float]:
     count = 2**bits
-    probabilities = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    levels = math.sqrt(2.0) * torch.special.erfinv(2.0 * probabilities - 1.0)
-    # The ideal levels are symmetric; mirror the upper half so that the computed ones are exactly so.
-    upper = levels[count // 2 :] / levels[-1]
-    return tuple(torch.cat([-upper.flip(0), upper]).float().tolist())
+    # The upper half, mirrored, so that the levels are symmetric exactly.
+    upper = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count // 2, count)]
+    positive = [level / upper[-1] for level in upper]
+    return [-level for level in reversed(positive)] + positive
+
+
+# Not tensors: what makes those may be a device context, a tracer or torch.inference_mode.
+_NORMAL_FLOAT = {bits: _normal_float_levels(bits) for bits in SUPPORTED_BITS}
 
 
 def normal_float(bits: int) -> torch.Tensor:
@@ -45,7 +47,7 @@ def normal_float(bits: int) -> torch.Tensor:
         bits: code width, 2 to 5.
 
     Returns:
-        float32 [2^bits], ascending, symmetric around 0, largest magnitude 1.
+        float32 [2^bits] on the CPU, ascending, symmetric around 0, largest magnitude 1.
 
     Raises:
         ValueError: `bits` is not in 2..5.
@@ -56,7 +58,7 @@ def normal_float(bits: int) -> torch.Tensor:
     >>> normal_float(2).tolist()
     [-1.0, -0.27699354..., 0.27699354..., 1.0]
     """
-    return torch.tensor(_normal_float_levels(check_bits(bits)), dtype=torch.float32)
+    return torch.tensor(_NORMAL_FLOAT[check_bits(bits)], dtype=torch.float32, device="cpu")
 
 
 CODEBOOKS: dict[str, Callable[[int], torch.Tensor]] = {"nf": normal_float}
@@ -93,7 +95,7 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
     """Resolve a codebook given by name, as numbers or as a tensor.
 
     Args:
-        codebook: a name in `CODEBOOKS` ("nf"), 2^bits numbers, or a tensor of them.
+        codebook: a name in `CODEBOOKS` ("nf"), 2^bits numbers, or a floating-point tensor of them.
         bits: code width, 2 to 5.
 
     Returns:
@@ -107,11 +109,21 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
         if codebook not in CODEBOOKS:
             raise ValueError(f"unknown codebook {codebook!r}; known: {sorted(CODEBOOKS)}.")
         return CODEBOOKS[codebook](bits)
-    levels = codebook if isinstance(codebook, torch.Tensor) else torch.tensor(codebook, dtype=torch.float32)
+    levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook)
     if levels.is_floating_point():
         levels = levels.float()
     validate_codebook(levels, bits)
     return levels
+
+
+def _from_numbers(levels: Sequence[float]) -> torch.Tensor:
+    try:
+        return torch.tensor(levels, dtype=torch.float32, device="cpu")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"codebook must be a name of {sorted(CODEBOOKS)}, 2^bits numbers or a tensor of them, got "
+            f"{str(levels)[:80]} ({error})."
+        ) from None
 
 
 def midpoints(codebook: torch.Tensor) -> torch.Tensor:

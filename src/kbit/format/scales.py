@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +54,8 @@ class AbsmaxFormat:
         smallest = torch.where(flat > 0, flat, torch.inf).amin(-1)
         fits = (largest <= self.max) & (smallest >= self.min_normal) | (largest == 0)
         mantissa, exponent = torch.frexp(largest)
-        limit_mantissa, limit_exponent = torch.frexp(torch.tensor(self.max))
-        power = exponent - limit_exponent.to(exponent.device)
-        power = (power + (mantissa > limit_mantissa.to(mantissa.device))).clamp(-126, 127)
+        limit_mantissa, limit_exponent = math.frexp(self.max)
+        power = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(-126, 127)
         return torch.where(fits, torch.ones_like(largest), torch.ldexp(torch.ones_like(largest), power))
 
 

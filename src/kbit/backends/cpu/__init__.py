@@ -153,9 +153,9 @@ def quantize(
     """
     *leading, n, k = w.shape
     blocks = -(-k // 32)
-    packed = torch.empty(*leading, n, blocks * bits, dtype=torch.int32)
-    absmax = torch.empty(*leading, n, blocks, dtype=torch.uint8)
-    scale = torch.ones(leading)
+    packed = w.new_empty((*leading, n, blocks * bits), dtype=torch.int32)
+    absmax = w.new_empty((*leading, n, blocks), dtype=torch.uint8)
+    scale = w.new_ones(leading, dtype=torch.float32)
     if w.numel() == 0:
         return packed, absmax, scale
     low, high = search_window or (0, 0)
