@@ -24,6 +24,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
 PEERS_FILE, NVFP4_FILE = "h200-peers.json", "h200-nvfp4.json"
+WORKLOAD_FILE = "h200-workload.json"
 WIDTHS_TOKENS = (1, 8, 64)
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
@@ -101,6 +102,22 @@ def experts() -> str:
         "each expert, or M tokens of a whole layer. "
     )
     return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
+
+
+def workload() -> str:
+    """Speed-up of every model's linear layers against the number of users."""
+    result = load_if_there(WORKLOAD_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench workload` does."
+    cells: dict[tuple[str, int], dict[int, str]] = {}
+    for model in result["workload"]:
+        for found in model["scenarios"]:
+            here = cells.setdefault((model["model"], found["bits"]), {})
+            here[found["users"]] = f"{found['speedup']:.2f}"
+    users = sorted({count for here in cells.values() for count in here})
+    body = [[model, str(bits), *(here.get(n, "") for n in users)] for (model, bits), here in cells.items()]
+    text = "Times as fast as float16 cuBLAS, the linear layers of a block, by users served at once."
+    return f"{text} {about(result)}\n\n{markdown(['model', 'k', *(str(n) for n in users)], body)}"
 
 
 # Part of `kbit bench nvfp4`: what a table of it is called, and what its M is.
@@ -221,7 +238,7 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    **{f.__name__: f for f in (widths, peers, experts, nvfp4, sanitizer, provenance, codebooks)},
+    **{f.__name__: f for f in (widths, peers, experts, workload, nvfp4, sanitizer, provenance, codebooks)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 
