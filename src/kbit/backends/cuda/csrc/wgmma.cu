@@ -26,6 +26,10 @@
 // splits the columns of each and adds up its sums in the blocks' order. The order of sums depends on shapes
 // alone.
 //
+// Dependent launch: the table is built and weights are on their way before the previous kernel is done. x,
+// bias, row_scale and offsets are read, and y written, after. As in stream.cu, whoever writes weights,
+// codebook or scale ends with a kernel that is launched without it.
+//
 // Shared memory: table, ring of activations, staging for y, ring of weights, sums of a cluster, barriers,
 // list of experts. Technique: decode into registers as the A operand (operands swapped) from FLUTE and
 // Machete.
@@ -112,7 +116,10 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
     const int slot = p.slot(uniform(thread / 32)), lane = thread % 32;
     Ring ahead = ring;
     u32 a[2][4 * kTilesOfStep][4];
-    bool waited = false, decoded = false;
+    bool decoded = false;
+    // The first activations come after it anyhow. Before it, biases could be those of another call: the
+    // kernel in front may be what writes them.
+    wait_for_previous();
     for (; work.more(); work.next()) {
         float acc[kTokens / 2];
 #pragma unroll
@@ -160,10 +167,6 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
         }
         warp_arrive(used, lane);
-        if (!waited) {
-            wait_for_previous();
-            waited = true;
-        }
         if (work.split) {
             finish_in_cluster(p, acc, out, with, work, ring.base, staging, thread);
         } else {
