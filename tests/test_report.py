@@ -20,6 +20,7 @@ from kbit.bench import kernel_rows
 from kbit.bench.report import markup, page, results, svg
 from kbit.bench.report.svg import Axis, Chart, Series
 from kbit.cli import app
+from made_up_results import FILES
 from made_up_rows import problem
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +162,7 @@ def everything(tmp_path):
         "sanitizer": {"shapes": [], "runs": [{"tool": "memcheck", "exit_code": 1, "summary": ["1 error"]}]},
         "strange": {"answers": [{"model": "m", "figure": 0.123456, "none": None}]},
     }
+    files |= {name: made() for name, made in FILES.items()}
     for name, data in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": MACHINE} | data))
     for name in ("cpu", "demo", "quality-tiny-moe"):
@@ -248,6 +250,13 @@ def test_every_figure_of_the_kernel_table_is_there(everything):
     assert '<td class="h3">2.00</td>' in text
     assert "cannot be imported <here>" in parsed.text
     assert "FAILED" in parsed.text
+    # Half a billion weights a second: 80 billion in 160 seconds.
+    assert "<td>500</td>" in text
+    assert "<td>2.7</td>" in text
+    # A training step of 160 ms against 200; three latencies and none; a kernel alone at 80%.
+    assert '<td class="h2">1.25</td>' in text
+    assert "<td>0.75</td>" in text
+    assert "<td>80</td>" in text
     assert "from 16 users on (RTX 4090)" in parsed.text
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kbit.bench import dequant, plots
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, Comparison, KernelRow, compare, from_json, totals
@@ -211,14 +212,26 @@ def _dequantize(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
         names = list(dequant.DequantizeRow.__dataclass_fields__)
-        rows = [dequant.DequantizeRow(**{name: item[name] for name in names}) for item in result.data["rows"]]
+        items = result.data.get("rows") or []
+        rows = [dequant.DequantizeRow(**{name: item[name] for name in names}) for item in items]
         bandwidth = float(result.data["read_bandwidth_gb_s"])
         for dtype in dict.fromkeys(row.dtype for row in rows):
             here = [row for row in rows if row.dtype == dtype]
             headers = ["layer", "k", "M", dtype, "dequantize", "total", f"vs {dtype}", "GB/s", "% of read"]
             body = [_dequantize_row(row, bandwidth) for row in here]
             parts += [_source(result, dtype), markup.table(headers, body, "Microseconds")]
+        if alone := result.data.get("row_kernels"):
+            headers = ["kernel", "layer", "k", "dtype", "us", "spread", "GB/s", "% of read"]
+            body = [_alone_row(item, bandwidth) for item in alone]
+            parts += [_source(result), markup.table(headers, body, "Kernels alone", left=2)]
     return "".join(parts)
+
+
+def _alone_row(item: Mapping[str, Any], bandwidth: float) -> Row:
+    layer = f"{item['in_features']} → {item['out_features']}"
+    speed = [f"{item['us']:.1f}", f"{100 * item['spread']:.0f}%", f"{item['gb_s']:.0f}"]
+    share = f"{100 * item['gb_s'] / bandwidth:.0f}"
+    return Row([item["kernel"], layer, str(item["bits"]), item["dtype"], *speed, share])
 
 
 def _dequantize_row(row: dequant.DequantizeRow, bandwidth: float) -> Row:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kbit._version import __version__
 from kbit.bench.kernel_rows import compare
-from kbit.bench.report import experts, kernels, machines, markup, models, quality
+from kbit.bench.report import experts, kernels, machines, markup, models, nvfp4, quality, tasks
 from kbit.bench.report.results import Result, load
 from kbit.bench.report.sections import Section
 
@@ -17,6 +17,8 @@ SECTIONS: tuple[Section, ...] = (
     *kernels.SECTIONS,
     *experts.SECTIONS,
     *models.SECTIONS,
+    *tasks.SECTIONS,
+    *nvfp4.SECTIONS,
     *quality.SECTIONS,
     *machines.SECTIONS,
 )

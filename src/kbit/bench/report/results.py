@@ -15,13 +15,18 @@ KINDS: Mapping[str, Iterable[str]] = {
     "profile": ("profile",),
     "demo": ("rows", "eval_tokens"),
     "quality": ("rows", "window"),
+    "dequantize": ("row_kernels",),
     "kernels": ("rows", "read_bandwidth_gb_s"),
     "cpu": ("linear", "quantize"),
     "decode": ("decode",),
     "model": ("arms", "plan"),
+    "serve": ("models", "options"),
+    "quantize": ("runs", "policy"),
     "sanitizer": ("runs", "shapes"),
 }
-_OF_ROWS = {"dequantize": "dequantize_us", "moe": "problem"}
+# Kinds that differ in their rows, or arms, only: by a key of the first.
+_OF_ROWS = {"dequantize": "dequantize_us", "nvfp4": "quantized_rows", "moe": "problem"}
+_OF_ARMS = {"train": "adapter_bytes"}
 OTHER = "other"
 
 
@@ -51,12 +56,11 @@ class Result:
 
 
 def kind_of(data: Mapping[str, Any]) -> str:
-    """What a file's content is; three kinds differ in their rows only."""
+    """What a file's content is."""
     kind = next((kind for kind, keys in KINDS.items() if all(key in data for key in keys)), OTHER)
-    rows = data.get("rows")
-    if kind == "kernels" and rows:
-        return next((other for other, key in _OF_ROWS.items() if key in rows[0]), kind)
-    return kind
+    others, items = {"kernels": (_OF_ROWS, "rows"), "model": (_OF_ARMS, "arms")}.get(kind, ({}, ""))
+    first = (data.get(items) or [{}])[0]
+    return next((other for other, key in others.items() if key in first), kind)
 
 
 def load(folder: Path) -> list[Result]:

@@ -1,0 +1,49 @@
+"""Result files of tasks and of NVFP4, as their benchmarks write them, with made-up numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kbit.bench import nvfp4, quantize, row_kernels, serve, train
+
+
+def training() -> dict[str, Any]:
+    arms = [
+        train.ArmResult("bf16", 16 * 10**9, 10**8, 40 * 10**9, 200.0, 0.01, 2.5, 2.25),
+        train.ArmResult("kbit k=4", 4 * 10**9, 10**8, None, 160.0, 0.01, 2.5, 2.25),
+    ]
+    return {"model": "big", "layers": 2, "plan": vars(train.Plan()), "arms": train.as_json(arms)}
+
+
+def serving() -> dict[str, Any]:
+    level = serve.Level(8, 32, 4.0, 2048, [0.5, 0.75, 1.0], ["refused <here>"], None, 9 * 10**9)
+    levels = serve.as_json([level, serve.Level(32, 0)])
+    return {"plan": {}, "options": [], "models": {"bf16": levels, "kbit-4": levels}}
+
+
+def quantizing() -> dict[str, Any]:
+    runs = quantize.as_json([quantize.Run(2, ("cuda",), 8 * 10**9, 16 * 10**9, 4 * 10**9, 16.0)])
+    return {"model": "big", "layers": None, "policy": {}, "runs": runs}
+
+
+def nvfp4_parts() -> dict[str, Any]:
+    rows = [
+        nvfp4.NVFP4Row(part, "a problem", 8, arm, us, 0.01, 10**6, 8, 0)
+        for part in ("quantize", "gemm", "layer", "kernels")
+        for arm, us in ((nvfp4.CUBLAS, 20.0), ("tc", 16.0))
+    ]
+    return {"read_bandwidth_gb_s": 4500.0, "dtype": "bf16", "rows": nvfp4.as_json(rows)}
+
+
+def alone() -> dict[str, Any]:
+    rows = [row_kernels.RowKernelRow("quantize", "l8b", 4096, 14336, 4, "fp16", 40.0, 0.01, 3600.0)]
+    return {"read_bandwidth_gb_s": 4500.0, "row_kernels": row_kernels.as_json(rows, 4500.0)}
+
+
+FILES = {
+    "train": training,
+    "serve": serving,
+    "quantize": quantizing,
+    "nvfp4": nvfp4_parts,
+    "alone": alone,
+}
