@@ -112,12 +112,18 @@ def test_weights_of_a_wrong_kind_are_refused():
         kbit.quantize(torch.randn(4, 32).double())
     with pytest.raises(ValueError, match=r"\[N, K\] or \[E, N, K\] with K >= 1, got \(32,\)"):
         kbit.quantize(torch.randn(32))
-    with pytest.raises(ValueError, match="K >= 1"):
-        kbit.quantize(torch.randn(4, 0))
+    with pytest.raises(ValueError, match=r"K >= 1, got \(4, 0\) \(layers\.1\)"):
+        kbit.quantize(torch.randn(4, 0), where="layers.1")
+    with pytest.raises(TypeError, match=r"got torch.int8 \(layers\.1\)"):
+        kbit.quantize(torch.ones(4, 32, dtype=torch.int8), where="layers.1")
     with pytest.raises(ValueError, match="unknown absmax format"):
         kbit.quantize(torch.randn(4, 32), scale="fp8")
 
 
-def test_no_rows_is_legal():
-    q = kbit.quantize(torch.randn(0, 64))
-    assert kbit.dequantize(q).shape == (0, 64)
+@pytest.mark.parametrize("absmax", ABSMAX_FORMATS)
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 8, 64), (0, 0, 1)])
+def test_no_rows_and_no_experts_are_legal(shape, absmax):
+    q = kbit.quantize(torch.randn(shape), bits=3, scale=absmax)
+    assert q.shape == shape
+    assert q.scale.shape == shape[:-2]
+    assert kbit.dequantize(q, torch.float16).shape == shape

@@ -26,18 +26,22 @@ def quantize(
     Returns:
         packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
     """
+    if w.dim() == 2:
+        return _quantize_matrix(w, codebook, absmax_format_name, search)
+    # Without an expert one of zeros says what the parts of none are like.
+    matrices = w.unbind(0) if w.shape[0] else [w.new_zeros(w.shape[1:])]
+    parts = zip(*(_quantize_matrix(m, codebook, absmax_format_name, search) for m in matrices), strict=True)
+    packed, scales, factors = (torch.stack(part)[: w.shape[0]] for part in parts)
+    return packed, scales, factors
+
+
+def _quantize_matrix(
+    w: torch.Tensor, codebook: torch.Tensor, absmax_format_name: str, search: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt = absmax_format(absmax_format_name)
     method = scale_search if search else absmax
-    rows = max(1, _CHUNK_WEIGHTS // max(1, w.shape[-1]))
-    factors, packed, scales = [], [], []
-    for matrix in w.unbind(0) if w.dim() == 3 else (w,):
-        chunks = matrix.split(rows)
-        largest = torch.cat([reference.split_blocks(chunk).abs().amax(-1) for chunk in chunks])
-        factor = fmt.tensor_factor(largest)
-        pairs = [method.quantize_blocks(reference.split_blocks(c), codebook, fmt, factor) for c in chunks]
-        factors.append(factor)
-        packed.append(torch.cat([p for p, _ in pairs]))
-        scales.append(torch.cat([s for _, s in pairs]))
-    if w.dim() == 2:
-        return packed[0], scales[0], factors[0]
-    return torch.stack(packed), torch.stack(scales), torch.stack(factors)
+    chunks = w.split(max(1, _CHUNK_WEIGHTS // max(1, w.shape[-1])))
+    largest = torch.cat([reference.split_blocks(chunk).abs().amax(-1) for chunk in chunks])
+    factor = fmt.tensor_factor(largest)
+    pairs = [method.quantize_blocks(reference.split_blocks(c), codebook, fmt, factor) for c in chunks]
+    return torch.cat([p for p, _ in pairs]), torch.cat([s for _, s in pairs]), factor
