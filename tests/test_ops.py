@@ -150,6 +150,52 @@ def test_gradients_of_grouped_linear(experts):
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["canonical", "tiled"])
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (0, 0), (8, 0)])
+def test_gradients_of_nothing_are_zero(n, m, form):
+    q, e = kbit.quantize(torch.randn(n, 64)), kbit.quantize(torch.randn(2, n, 64))
+    if form == "tiled":
+        q.tile(), e.tile()
+    x, rows = (torch.randn(m, 64, requires_grad=True) for _ in range(2))
+    kbit.linear(x, q).sum().backward()
+    kbit.grouped_linear(rows, e, torch.tensor([0, m // 2, m], dtype=torch.int32)).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(m, 64))
+    assert torch.equal(rows.grad, torch.zeros(m, 64))
+
+
+@pytest.mark.parametrize("form", ["canonical", "tiled"])
+def test_gradient_ops_called_directly_check_the_same(dense, experts, form):
+    grad, offsets = torch.randn(9, 24), torch.tensor([0, 2, 2, 7, 9], dtype=torch.int32)
+    if form == "tiled":
+        suffix, stack, sizes = "_tiled", (experts.tile().tiled, experts.codebook, experts.scale), (24, 40)
+    else:
+        suffix, stack, sizes = "", weight_parts(experts), (40,)
+    plain = getattr(torch.ops.kbit, f"linear{suffix}_grad_input")
+    grouped = getattr(torch.ops.kbit, f"grouped_linear{suffix}_grad_input")
+    with pytest.raises(ValueError, match=r"takes weight \[N, K\], got weight \(4, 24, 40\)"):
+        plain(grad, *stack, *sizes)
+    with pytest.raises(ValueError, match=r"gradient \[T, N\], got .* gradient \(1, 9, 24\)"):
+        grouped(grad[None], *stack, offsets, *sizes)
+    with pytest.raises(ValueError, match=r"4 experts need expert_offsets of shape \(5,\), got \(4,\)"):
+        grouped(grad, *stack, offsets[:-1], *sizes)
+    with pytest.raises(TypeError, match="expert_offsets must be int32, got torch.int64"):
+        grouped(grad, *stack, offsets.long(), *sizes)
+    with pytest.raises(ValueError, match="x has 23 features, the weight expects 24"):
+        grouped(grad[:, 1:], *stack, offsets, *sizes)
+
+
+def test_a_parameter_can_be_quantized_and_leaves_no_gradients_behind():
+    q = kbit.quantize(torch.nn.Parameter(torch.randn(8, 64)), codebook=kbit.normal_float(4).requires_grad_())
+    assert not any(part.requires_grad for part in weight_parts(q))
+    assert not kbit.linear(torch.randn(2, 64), q).requires_grad
+
+
+def test_quantize_can_be_traced():
+    w = torch.randn(8, 64)
+    compiled = torch.compile(lambda w: kbit.dequantize(kbit.quantize(w, bits=3)), fullgraph=True)
+    assert torch.equal(compiled(w), kbit.dequantize(kbit.quantize(w, bits=3)))
+
+
 def test_inference_does_not_pass_through_autograd(dense):
     assert kbit.linear(torch.randn(2, 72), dense).grad_fn is None
     with torch.no_grad():

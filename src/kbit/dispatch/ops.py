@@ -148,6 +148,8 @@ def _decoder(packed, absmax, codebook, scale, in_features, device):
 @implement("linear_grad_input")
 def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
     checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    if not grad.numel():  # no tokens, or no out-features to sum over
+        return grad.new_zeros((*grad.shape[:-1], in_features))
     packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
     decode = _decoder(packed, absmax, codebook, scale, in_features, grad.device)
     result = reference.grad_input(grad.reshape(-1, packed.shape[0]), in_features, decode)
@@ -156,8 +158,10 @@ def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
 
 @implement("grouped_linear_grad_input")
 def _grouped_linear_grad_input(grad, packed, absmax, codebook, scale, expert_offsets, in_features):
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    checks.grad_input(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
+    if not grad.numel():
+        return grad.new_zeros((grad.shape[0], in_features))
     packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
 
     def decoder(expert):

@@ -8,7 +8,7 @@ from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
-from kbit.ops import checks, tiled_checks
+from kbit.ops import checks, tiled_checks, tiled_schemas
 
 
 def _width(codebook):
@@ -18,6 +18,8 @@ def _width(codebook):
 @implement("tile")
 def _tile(packed, absmax, in_features, bits):
     tiled_checks.tile(packed, absmax, in_features, bits)
+    if not packed.numel():
+        return tiled_schemas.tile(packed, absmax, in_features, bits)
     run = backend_for("to_tiled", packed.device, absmax.dtype).module.to_tiled
     return run(*contiguous(packed, absmax), bits, in_features)
 
@@ -25,6 +27,8 @@ def _tile(packed, absmax, in_features, bits):
 @implement("untile")
 def _untile(tiled, bits, out_features, in_features):
     tiled_checks.untile(tiled, bits, out_features, in_features)
+    if not tiled.numel():
+        return tiled_schemas.untile(tiled, bits, out_features, in_features)
     run = backend_for("from_tiled", tiled.device, torch.uint8).module.from_tiled
     return run(tiled.contiguous(), bits, out_features, in_features)
 
@@ -130,6 +134,8 @@ def _decoder(tiled, codebook, scale, device):
 @implement("linear_tiled_grad_input")
 def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
     tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    if not grad.numel():  # no tokens, or no out-features to sum over
+        return grad.new_zeros((*grad.shape[:-1], in_features))
     tiled, codebook, scale = contiguous(tiled, codebook, scale)
     decode = _decoder(tiled, codebook, scale, grad.device)
     result = reference.grad_input(grad.reshape(-1, out_features), in_features, decode)
@@ -138,8 +144,10 @@ def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
 
 @implement("grouped_linear_tiled_grad_input")
 def _grouped_linear_grad_input(grad, tiled, codebook, scale, expert_offsets, out_features, in_features):
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
+    if not grad.numel():
+        return grad.new_zeros((grad.shape[0], in_features))
     tiled, codebook, scale = contiguous(tiled, codebook, scale)
     backend = backend_for("dequantize_tiled", grad.device, torch.uint8)
     if backend.name == "cuda" and cuda_gradients.refusal(grad, out_features, in_features) is None:

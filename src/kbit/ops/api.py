@@ -26,7 +26,7 @@ def quantize(
     """Quantize a weight, or a stack of them, in blocks of 32 along its last dimension.
 
     Args:
-        w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite; any N and K.
+        w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite; any N and K >= 1. Gradients end here.
         bits: code width, 2 to 5.
         codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
         scale: block scale format: "e4m4" (one byte), "float16" or "float32".
@@ -46,6 +46,8 @@ def quantize(
     4.25
     """
     levels = get_codebook(codebook, check_bits(bits)).to(w.device)
+    w = w.detach()  # else torch takes float results for differentiable ones
+    checks.quantize(w, levels, bits, scale, where)
     try:
         packed, absmax, factor = torch.ops.kbit.quantize(w, levels, bits, scale, search)
     except NonFiniteWeightError as error:

@@ -27,24 +27,27 @@ def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None
         )
 
 
-def quantize(w: torch.Tensor, codebook: torch.Tensor, bits: int, absmax_format_name: str) -> None:
+def quantize(
+    w: torch.Tensor, codebook: torch.Tensor, bits: int, absmax_format_name: str, where: str = ""
+) -> None:
     """Check the arguments of `kbit::quantize`.
 
     Raises:
-        TypeError: w is not float32, float16 or bfloat16; the codebook is not float32.
+        TypeError: w is not float32, float16 or bfloat16.
         ValueError: w is not [N, K] or [E, N, K] with K >= 1, or codebook, bits, format are illegal.
     """
     check_bits(bits)
     absmax_format(absmax_format_name)
-    float_dtype("quantize", "w", w.dtype)
+    float_dtype("quantize", "w", w.dtype, where)
     if w.dim() not in (2, 3) or w.shape[-1] < 1:
         raise ValueError(
-            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}. Reshape it."
+            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}{_tail(where)}. "
+            f"Reshape it."
         )
     if codebook.dtype != torch.float32 or codebook.dim() != 1 or codebook.shape[0] != 2**bits:
         raise ValueError(
             f"quantize: a {bits}-bit codebook is float32 [{2**bits}], got {codebook.dtype} "
-            f"{tuple(codebook.shape)}."
+            f"{tuple(codebook.shape)}. kbit.quantize makes one of a name or of numbers."
         )
     if codebook.device != w.device:
         raise ValueError(
@@ -131,7 +134,8 @@ def linear_inputs(
         return
     if bias.shape != shape[:1]:
         raise ValueError(
-            f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{_tail(where)}."
+            f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{_tail(where)}. "
+            f"Is it that of another layer?"
         )
     if bias.dtype != x.dtype or bias.device != x.device:
         raise TypeError(
@@ -195,19 +199,21 @@ def grouped_inputs(
         )
     if silu_and_mul:
         gate_and_up("grouped_linear", shape[1], where)
-    if expert_offsets.dtype != torch.int32:
-        raise TypeError(
-            f"grouped_linear: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. "
-            f"Use .int()."
-        )
-    if expert_offsets.dim() != 1 or expert_offsets.shape[0] != shape[0] + 1:
+    _offsets("grouped_linear", expert_offsets, shape[0], x.device, where)
+
+
+def _offsets(op: str, offsets: torch.Tensor, experts: int, device: torch.device, where: str = "") -> None:
+    """Raise TypeError or ValueError unless offsets are int32 [experts + 1] on `device`."""
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{op}: expert_offsets must be int32, got {offsets.dtype}{_tail(where)}. Use .int().")
+    if offsets.dim() != 1 or offsets.shape[0] != experts + 1:
         raise ValueError(
-            f"grouped_linear: {shape[0]} experts need expert_offsets of shape "
-            f"({shape[0] + 1},), got {tuple(expert_offsets.shape)}{_tail(where)}."
+            f"{op}: {experts} experts need expert_offsets of shape ({experts + 1},), got "
+            f"{tuple(offsets.shape)}{_tail(where)}. Expert e has rows offsets[e] to offsets[e + 1]."
         )
-    if expert_offsets.device != x.device:
+    if offsets.device != device:
         raise ValueError(
-            f"grouped_linear: expert_offsets is on {expert_offsets.device}, x on {x.device}{_tail(where)}."
+            f"{op}: expert_offsets is on {offsets.device}, x on {device}{_tail(where)}. Move one of them."
         )
 
 
@@ -228,9 +234,9 @@ def embedding(
     """
     dequantize(packed, absmax, codebook, scale, in_features, dtype)
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}.")
+        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}. Use .long().")
     if packed.dim() != 2:
-        raise ValueError(f"embedding: the weight must be [N, K], got packed {tuple(packed.shape)}.")
+        raise ValueError(f"embedding: packed must be [N, words], got {tuple(packed.shape)}. Pass one matrix.")
     if ids.device != packed.device:
         raise ValueError(
             f"embedding: ids are on {ids.device}, the weight on {packed.device}. Move one of them."
@@ -244,14 +250,36 @@ def grad_input(
     codebook: torch.Tensor,
     scale: torch.Tensor,
     in_features: int,
+    expert_offsets: torch.Tensor | None = None,
 ) -> None:
-    """Check the arguments of the grad_input ops: grad is [..., N], or [T, N] for a stack of experts.
+    """Check the arguments of the grad_input ops on canonical weights.
 
     Raises:
-        TypeError, ValueError: see `check_parts` and `activation`.
+        TypeError, ValueError: see `check_parts` and `grad_of`.
     """
     check_parts(packed, absmax, codebook, scale, in_features)
-    activation("backward of linear", grad, packed.shape[-2], packed.device)
+    grad_of((*packed.shape[:-1], in_features), grad, packed.device, expert_offsets)
+
+
+def grad_of(
+    shape: tuple[int, ...], grad: torch.Tensor, device: torch.device, expert_offsets: torch.Tensor | None
+) -> None:
+    """Check a product's gradient against its weight: grad is [..., N], or [T, N] with experts' offsets.
+
+    Raises:
+        TypeError: grad is not float, or offsets are not int32.
+        ValueError: shapes or devices do not belong together.
+    """
+    grouped = expert_offsets is not None
+    op = "backward of grouped_linear" if grouped else "backward of linear"
+    activation(op, grad, shape[-2], device)
+    if len(shape) != 2 + grouped or (grouped and grad.dim() != 2):
+        raise ValueError(
+            f"{op}: it takes weight {'[E, N, K] and gradient [T, N]' if grouped else '[N, K]'}, got weight "
+            f"{tuple(shape)} and gradient {tuple(grad.shape)}. Use the op of the other product."
+        )
+    if expert_offsets is not None:
+        _offsets(op, expert_offsets, shape[0], device)
 
 
 def output(

@@ -103,7 +103,7 @@ def linear_grad_input(grad, packed, absmax, codebook, scale, in_features):  # no
 def grouped_linear_grad_input(  # noqa: D103
     grad, packed, absmax, codebook, scale, expert_offsets, in_features
 ):
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    checks.grad_input(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
     return grad.new_empty((grad.shape[0], in_features))
 
 

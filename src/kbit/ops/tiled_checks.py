@@ -141,11 +141,12 @@ def grad_input(
     scale: torch.Tensor,
     out_features: int,
     in_features: int,
+    expert_offsets: torch.Tensor | None = None,
 ) -> None:
-    """Check the arguments of the grad_input ops on tiles: grad is [..., N], or [T, N] for experts.
+    """Check the arguments of the grad_input ops on tiles.
 
     Raises:
-        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.activation`.
+        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grad_of`.
     """
     check_tiles(tiled, codebook, scale, out_features, in_features)
-    checks.activation("backward of linear", grad, out_features, tiled.device)
+    checks.grad_of((*tiled.shape[:-3], out_features, in_features), grad, tiled.device, expert_offsets)

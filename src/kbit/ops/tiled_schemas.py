@@ -94,7 +94,7 @@ def linear_tiled_grad_input(grad, tiled, codebook, scale, out_features, in_featu
 def grouped_linear_tiled_grad_input(  # noqa: D103
     grad, tiled, codebook, scale, expert_offsets, out_features, in_features
 ):
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
     return grad.new_empty((grad.shape[0], in_features))
 
 
