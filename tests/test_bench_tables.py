@@ -216,7 +216,7 @@ def test_plots_are_drawn_from_a_result(tmp_path):
     result = run("plot", result_file(tmp_path / "rows.json", rows), "--out", tmp_path / "plots")
     assert result.exit_code == 0, result.output
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert names == ["roofline-fp16.png", "speedup-qwen3-coder-next-fp16.png"]
+    assert names == ["roofline-fp16.png", "speedup-models-k4-fp16.png", "speedup-qwen3-coder-next-fp16.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
 
 

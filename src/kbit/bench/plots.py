@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,20 +44,36 @@ def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dic
 
 
 def plot_speedup(rows: Sequence[KernelRow], model: str, dtype: str, gpu: str, file: Path) -> None:
-    """Write a PNG of one model's speed-up over 16-bit cuBLAS against the number of tokens."""
+    """Write a PNG of one model's speed-up over 16-bit cuBLAS against M, a line per width."""
+    found = sorted(speedups(rows, model, dtype).items())
+    lines = [(f"k={bits}", COLORS[bits], line) for bits, line in found]
+    _plot_lines(lines, dtype, f"{model}: linear layers of a block, {gpu}", file)
+
+
+def plot_models(rows: Sequence[KernelRow], bits: int, dtype: str, gpu: str, file: Path) -> None:
+    """Write a PNG of every model's speed-up at one width."""
+    models = dict.fromkeys(row.model for row in rows if row.dtype == dtype)
+    found = {model: speedups(rows, model, dtype).get(bits) for model in models}
+    drawn = [(model, line) for model, line in found.items() if line]
+    lines = [(model, color, line) for (model, line), color in zip(drawn, itertools.cycle(COLORS.values()))]
+    _plot_lines(lines, dtype, f"linear layers of a block in {bits} bits, {gpu}", file)
+
+
+def _plot_lines(
+    lines: Sequence[tuple[str, str, dict[int, float]]], dtype: str, title: str, file: Path
+) -> None:
+    """Label, colour and {M: speed-up} of each."""
     figure, axes = _figure()
-    counts: set[int] = set()
-    for bits, line in sorted(speedups(rows, model, dtype).items()):
-        axes.plot(list(line), list(line.values()), marker="o", color=COLORS[bits], label=f"k={bits}")
-        counts |= set(line)
+    for label, color, line in lines:
+        axes.plot(list(line), list(line.values()), marker="o", color=color, label=label)
     axes.axhline(1, color=BASELINE_COLOR, linewidth=1)
     axes.set_xscale("log", base=2)
-    ticks = sorted(counts)
+    ticks = sorted({count for _, _, line in lines for count in line})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens M")
     axes.set_ylabel(f"times as fast as {dtype} cuBLAS")
-    axes.set_title(f"{model}: linear layers of a block, {gpu}")
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)
@@ -121,6 +138,9 @@ def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> li
             file = folder / f"speedup-{model}-{dtype}.png"
             plot_speedup(rows, model, dtype, gpu, file)
             written.append(file)
+        for bits in sorted({row.bits for row in rows if row.dtype == dtype and row.bits is not None}):
+            written.append(folder / f"speedup-models-k{bits}-{dtype}.png")
+            plot_models(rows, bits, dtype, gpu, written[-1])
         written.append(folder / f"roofline-{dtype}.png")
         plot_roofline(rows, dtype, bandwidth, gpu, written[-1])
     return written
