@@ -204,6 +204,21 @@ def test_embedding_refuses_ids_out_of_range_and_renormalization():
         KbitEmbedding.from_embedding(nn.Embedding(30, 40, max_norm=1.0))
 
 
+def test_embedding_names_itself_in_errors():
+    layer = KbitEmbedding.from_embedding(nn.Embedding(30, 40), name="model.embed_tokens")
+    with pytest.raises(TypeError, match=r"got torch.float32 \(model\.embed_tokens\)"):
+        layer(torch.ones(3))
+    with pytest.raises(ValueError, match=r"ids are on meta, the weight on cpu \(model\.embed_tokens\)"):
+        layer(torch.ones(3, dtype=torch.int64, device="meta"))
+
+
+def test_weights_of_another_shape_or_width_are_not_shared():
+    layer = KbitLinear.from_linear(nn.Linear(64, 8), bits=4, name="head")
+    for other in (KbitLinear(64, 8, bits=3), KbitLinear(60, 8), KbitLinear(64, 9)):
+        with pytest.raises(ValueError, match=r"head \(8, 64\) at 4"):
+            other.share(layer)
+
+
 def test_tied_head_shares_the_table():
     table = nn.Embedding(30, 40)
     table.weight.data.mul_(2.0**-12)
@@ -343,6 +358,40 @@ def test_experts_name_themselves_in_errors():
         layer(x[:, 1:], index, weights)
 
 
+def test_experts_refuse_choices_of_other_tokens():
+    layer = KbitExperts.from_experts(Experts(), 4, kbit.QuantizationPolicy(), name="layers.0.mlp.experts")
+    x, index, weights = routed()
+    for arguments in ((x[1:], index, weights), (x, index, weights[:, 1:]), (x[None], index, weights)):
+        with pytest.raises(ValueError, match=r"experts: hidden_states must be .*\(layers\.0\.mlp\.experts\)"):
+            layer(*arguments)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["one factor", "factors of their own"])
+def test_a_rank_without_tokens_trains(scaled):
+    experts = Experts()
+    if scaled:
+        experts.gate_up_proj.data[1, :24] *= 2000
+    layer = KbitExperts.from_experts(experts, 4, kbit.QuantizationPolicy())
+    for _ in ("canonical", "tiled"):
+        x, weights = torch.zeros(0, 48, requires_grad=True), torch.zeros(0, 3, requires_grad=True)
+        layer(x, torch.zeros(0, 3, dtype=torch.int64), weights).sum().backward()
+        assert x.grad.shape == (0, 48)
+        layer.prepare(force=True)
+
+
+def test_new_layers_have_their_codebook():
+    levels = torch.linspace(-1, 1, 16).tolist()
+    experts, inputs = Experts(), routed()
+    layer = KbitExperts.from_experts(experts, 4, kbit.QuantizationPolicy(codebook=levels))
+    fresh = KbitExperts(6, 48, 24, nn.SiLU(), codebook=levels)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(*inputs), layer(*inputs))
+    for made in (KbitLinear(8, 8), KbitEmbedding(8, 8), KbitExperts(6, 48, 24, nn.SiLU())):
+        assert torch.equal(made.codebook, kbit.normal_float(4))
+    with pytest.raises(ValueError, match="ascending"):
+        KbitLinear(8, 8, codebook=levels[::-1], device="meta")
+
+
 def test_experts_of_another_layout_are_refused():
     experts = Experts()
     experts.has_bias = True
@@ -411,6 +460,18 @@ def test_a_head_tied_to_something_else_stays_tied_and_plain():
     quantize_model(model, kbit.QuantizationPolicy(embedding_bits=4))
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.embed_tokens.weight
+
+
+def test_a_module_of_several_names_is_replaced_under_each():
+    model = Toy()
+    model.again, model.blocks = model.block["up_proj"], nn.ModuleList([model.block, model.block])
+    model.more = model.experts
+    quantize_model(model, kbit.QuantizationPolicy(embedding_bits=4))
+    assert isinstance(model.again, KbitLinear)
+    assert model.again is model.block["up_proj"] is model.blocks[1]["up_proj"]
+    assert isinstance(model.more, KbitExperts)
+    assert model.more is model.experts
+    assert not any(type(module) is nn.Linear for name, module in model.named_modules() if name != "gate")
 
 
 def test_large_parameters_left_behind_are_reported():

@@ -11,7 +11,7 @@ from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
 from kbit.format.codebook import midpoints
 from kbit.format.scales import absmax_format
-from kbit.ops import checks, schemas
+from kbit.ops import checks, grad_checks, schemas
 from kbit.quantizers.scale_search import WINDOWS
 
 
@@ -147,7 +147,7 @@ def _decoder(packed, absmax, codebook, scale, in_features, device):
 
 @implement("linear_grad_input")
 def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    grad_checks.canonical(grad, packed, absmax, codebook, scale, in_features)
     if not grad.numel():  # no tokens, or no out-features to sum over
         return grad.new_zeros((*grad.shape[:-1], in_features))
     packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
@@ -158,7 +158,7 @@ def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
 
 @implement("grouped_linear_grad_input")
 def _grouped_linear_grad_input(grad, packed, absmax, codebook, scale, expert_offsets, in_features):
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
+    grad_checks.canonical(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
     if not grad.numel():
         return grad.new_zeros((grad.shape[0], in_features))

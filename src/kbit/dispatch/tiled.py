@@ -8,7 +8,7 @@ from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
-from kbit.ops import checks, tiled_checks, tiled_schemas
+from kbit.ops import checks, grad_checks, tiled_checks, tiled_schemas
 
 
 def _width(codebook):
@@ -133,7 +133,7 @@ def _decoder(tiled, codebook, scale, device):
 
 @implement("linear_tiled_grad_input")
 def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    grad_checks.tiled(grad, tiled, codebook, scale, out_features, in_features)
     if not grad.numel():  # no tokens, or no out-features to sum over
         return grad.new_zeros((*grad.shape[:-1], in_features))
     tiled, codebook, scale = contiguous(tiled, codebook, scale)
@@ -144,7 +144,7 @@ def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
 
 @implement("grouped_linear_tiled_grad_input")
 def _grouped_linear_grad_input(grad, tiled, codebook, scale, expert_offsets, out_features, in_features):
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
+    grad_checks.tiled(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
     if not grad.numel():
         return grad.new_zeros((grad.shape[0], in_features))

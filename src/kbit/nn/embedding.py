@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.format.codebook import check_bits, get_codebook
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.ops import api
+from kbit.ops import api, checks
 
 
 class KbitEmbedding(QuantizedModule, nn.Embedding):
@@ -54,9 +53,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self._set_dtype(dtype or torch.get_default_dtype(), device)
         shape = (num_embeddings, embedding_dim)
-        self._init_parts({"weight": shape}, check_bits(bits), absmax_format, device, name)
-        if self.codebook.device.type != "meta":
-            self.codebook = get_codebook(codebook, bits).to(self.codebook.device)
+        self._init_parts({"weight": shape}, bits, codebook, absmax_format, device, name)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -103,7 +100,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
             embedding.padding_idx,
             bits=bits,
             absmax_format=absmax_format,
-            device=device or embedding.weight.device,
+            device=embedding.weight.device if device is None else device,
             dtype=embedding.weight.dtype,
             name=name,
         )
@@ -139,7 +136,9 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
         Raises:
             IndexError: an id is out of range (on the CPU).
+            TypeError, ValueError: ids are no integers, or elsewhere; the message names this layer.
         """
+        checks.embedding_ids(ids, self.weight_packed.device, self.layer_name)
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
 

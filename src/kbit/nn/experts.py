@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kbit.format.codebook import check_bits
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
 from kbit.nn.parts import QuantizedModule, autocast
-from kbit.ops import api, checks
+from kbit.ops import api, checks, moe_checks
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -66,7 +66,7 @@ def _combine(
     y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
     """`kbit::moe_combine` with gradients: a gather and a sum, for atomic adds have no order."""
-    chosen = y.index_select(0, inverse.flatten()).view(*inverse.shape, -1)
+    chosen = y.index_select(0, inverse.flatten()).view(*inverse.shape, y.shape[-1])
     mine = (inverse < bounds[-1]).unsqueeze(-1)
     return torch.where(mine, chosen.float() * weights.float().unsqueeze(-1), 0.0).sum(dim=1).to(y.dtype)
 
@@ -86,8 +86,15 @@ class KbitExperts(QuantizedModule):
     from those of the inputs: CUDA graphs record it, whatever the routing will be. An expert shared by all
     tokens is a module of its own in transformers, beside this one.
 
-    Attributes:
+    A new one holds zeros; `from_experts` and `load_state_dict` fill it.
+
+    Args:
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
+        bits: code width, 2 to 5.
+        absmax_format: block scale format, "e4m4", "float16" or "float32".
+        device: where the weights live.
+        name: the module's name in its model, for error messages.
+        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
     """
 
     # transformers' expert parallelism sets this; an id equal to num_experts then means "not mine".
@@ -108,6 +115,7 @@ class KbitExperts(QuantizedModule):
         absmax_format: str = "e4m4",
         device: Any = None,
         name: str = "",
+        codebook: str | Sequence[float] | torch.Tensor = "nf",
     ) -> None:
         nn.Module.__init__(self)
         self.num_experts, self.hidden_dim, self.intermediate_dim = num_experts, hidden_dim, intermediate_dim
@@ -116,7 +124,7 @@ class KbitExperts(QuantizedModule):
             "gate_up_proj": (num_experts, 2 * intermediate_dim, hidden_dim),
             "down_proj": (num_experts, hidden_dim, intermediate_dim),
         }
-        self._init_parts(shapes, check_bits(bits), absmax_format, device, name)
+        self._init_parts(shapes, bits, codebook, absmax_format, device, name)
 
     @classmethod
     def empty_like(
@@ -132,9 +140,8 @@ class KbitExperts(QuantizedModule):
             raise ValueError(f"{name or type(experts).__name__}: cannot quantize these experts: {reason}.")
         gate_up = _weight(experts, "gate_up_proj")
         count, twice, hidden = gate_up.shape
-        layer = cls(
-            count, hidden, twice // 2, experts.act_fn, bits, absmax_format, device or gate_up.device, name
-        )
+        device = gate_up.device if device is None else device
+        layer = cls(count, hidden, twice // 2, experts.act_fn, bits, absmax_format, device, name)
         layer.config = getattr(experts, "config", None)
         layer.training = experts.training
         return layer
@@ -173,10 +180,11 @@ class KbitExperts(QuantizedModule):
             [T, hidden_dim] of hidden_states' dtype, or of autocast's where that is on.
 
         Raises:
-            TypeError, ValueError: hidden_states do not fit; the message names this layer.
+            TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
+        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         ops: Any = torch.ops.kbit
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
         results = self._grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.format.codebook import check_bits, get_codebook
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast
 from kbit.ops import api, checks
@@ -56,9 +55,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         shape = (out_features, in_features)
-        self._init_parts({"weight": shape}, check_bits(bits), absmax_format, device, name)
-        if self.codebook.device.type != "meta":
-            self.codebook = get_codebook(codebook, bits).to(self.codebook.device)
+        self._init_parts({"weight": shape}, bits, codebook, absmax_format, device, name)
         empty = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
 
@@ -106,7 +103,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
             bias=False,
             bits=bits,
             absmax_format=absmax_format,
-            device=device or linear.weight.device,
+            device=linear.weight.device if device is None else device,
             name=name,
         )
         layer.register_parameter("bias", linear.bias)

@@ -8,11 +8,12 @@ first two change form, see `kbit.nn.tiling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from kbit.format.codebook import get_codebook
 from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
@@ -48,9 +49,16 @@ class QuantizedModule(TileableModule):
     weight_scale: torch.Tensor
 
     def _init_parts(
-        self, shapes: dict[str, tuple[int, ...]], bits: int, absmax: str, device: Any, layer_name: str
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        bits: int,
+        codebook: str | Sequence[float] | torch.Tensor,
+        absmax: str,
+        device: Any,
+        layer_name: str,
     ) -> None:
-        """Register empty parts; `fill` or a checkpoint provides their content."""
+        """Register the codebook and empty parts; `fill` or a checkpoint provides their content."""
+        levels = get_codebook(codebook, bits)
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
         for name, (*rows, columns) in shapes.items():
             blocks = blocks_of(columns)
@@ -60,8 +68,7 @@ class QuantizedModule(TileableModule):
             )
             self._set_parameter(name + "_absmax", torch.zeros(*rows, blocks, dtype=stored, device=device))
             self.set_scale(name, None)
-        levels = torch.zeros(2**bits, dtype=torch.float32, device=device)
-        self.register_buffer("codebook", levels, persistent=False)
+        self.register_buffer("codebook", levels.to(self._device_of(next(iter(shapes)))), persistent=False)
 
     def set_scale(self, name: str, scale: torch.Tensor | None) -> None:
         """Set the per-matrix factors of a weight.
@@ -101,7 +108,16 @@ class QuantizedModule(TileableModule):
 
         Both keep the canonical form, which an embedding needs for its rows. A linear layer then decodes the
         weight at every call on a GPU; tiles of its own would be a second copy.
+
+        Raises:
+            ValueError: `other` has another shape or width.
         """
+        mine, theirs = (self.shapes[name], self.bits), (other.shapes[name], other.bits)
+        if mine != theirs:
+            raise ValueError(
+                f"share: {self.layer_name or 'this layer'} is {mine[0]} at {mine[1]} bits, "
+                f"{other.layer_name or 'the other'} {theirs[0]} at {theirs[1]}. Build both alike."
+            )
         other.restore(name)
         self._parameters.pop(name + "_tiled", None)
         self.stays_canonical = other.stays_canonical = True

@@ -88,15 +88,16 @@ def quantize_model(
 
 
 def _layers(model: nn.Module, policy: QuantizationPolicy) -> list[tuple[int, list[str]]]:
-    """(bits, names of the modules that share one weight) of everything to be replaced, in model order."""
+    """(bits, names that lead to one weight) of everything to be replaced, in model order."""
     shared: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    # A module may have several names; each must lead to the quantized one.
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedModule):
             continue
         if isinstance(module, nn.Linear | nn.Embedding):
             shared.setdefault(id(module.weight), []).append(name)
         elif is_experts(module):
-            shared.setdefault(id(module.gate_up_proj), []).append(name)
+            shared.setdefault(id(module), []).append(name)
     groups = []
     for names in shared.values():
         # A tied weight is stored under the embedding's name, so that name decides.
@@ -114,17 +115,24 @@ def _layers(model: nn.Module, policy: QuantizationPolicy) -> list[tuple[int, lis
 
 
 def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
-    first, *rest = names
-    module = model.get_submodule(first)
-    layer = _quantized(module, bits, policy, first)
-    model.set_submodule(first, layer)
-    for name in rest:
-        other = model.get_submodule(name)
-        tied = empty_like(other, bits, policy.absmax_format, name, device="meta")
-        tied.share(layer)
-        if isinstance(tied, KbitEmbedding):
-            tied.reset_constants(layer.codebook)
-        model.set_submodule(name, tied)
+    modules = [model.get_submodule(name) for name in names]
+    layer = _quantized(modules[0], bits, policy, names[0])
+    made = {id(modules[0]): layer}
+    for name, module in zip(names, modules, strict=True):
+        if id(module) not in made:
+            made[id(module)] = _tied(module, layer, policy, name)
+        model.set_submodule(name, made[id(module)])
+
+
+def _tied(
+    module: nn.Module, layer: QuantizedModule, policy: QuantizationPolicy, name: str
+) -> QuantizedModule:
+    """The counterpart of a module whose weight is that of `layer`."""
+    tied = empty_like(module, layer.bits, policy.absmax_format, name, device="meta")
+    tied.share(layer)
+    if isinstance(tied, KbitEmbedding):
+        tied.reset_constants(layer.codebook)
+    return tied
 
 
 def _quantized(module: nn.Module, bits: int, policy: QuantizationPolicy, name: str) -> QuantizedModule:

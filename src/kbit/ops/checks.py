@@ -199,21 +199,25 @@ def grouped_inputs(
         )
     if silu_and_mul:
         gate_and_up("grouped_linear", shape[1], where)
-    _offsets("grouped_linear", expert_offsets, shape[0], x.device, where)
+    offsets("grouped_linear", expert_offsets, shape[0], x.device, where)
 
 
-def _offsets(op: str, offsets: torch.Tensor, experts: int, device: torch.device, where: str = "") -> None:
+def offsets(
+    op: str, expert_offsets: torch.Tensor, experts: int, device: torch.device, where: str = ""
+) -> None:
     """Raise TypeError or ValueError unless offsets are int32 [experts + 1] on `device`."""
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{op}: expert_offsets must be int32, got {offsets.dtype}{_tail(where)}. Use .int().")
-    if offsets.dim() != 1 or offsets.shape[0] != experts + 1:
+    if expert_offsets.dtype != torch.int32:
+        raise TypeError(
+            f"{op}: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. Use .int()."
+        )
+    if expert_offsets.dim() != 1 or expert_offsets.shape[0] != experts + 1:
         raise ValueError(
             f"{op}: {experts} experts need expert_offsets of shape ({experts + 1},), got "
-            f"{tuple(offsets.shape)}{_tail(where)}. Expert e has rows offsets[e] to offsets[e + 1]."
+            f"{tuple(expert_offsets.shape)}{_tail(where)}. Expert e has rows offsets[e] to offsets[e + 1]."
         )
-    if offsets.device != device:
+    if expert_offsets.device != device:
         raise ValueError(
-            f"{op}: expert_offsets is on {offsets.device}, x on {device}{_tail(where)}. Move one of them."
+            f"{op}: expert_offsets is on {expert_offsets.device}, x on {device}{_tail(where)}. Move one."
         )
 
 
@@ -232,54 +236,26 @@ def embedding(
         TypeError: ids are not integers, or dtype is not float.
         ValueError: see `check_parts`; also a stacked weight or another device.
     """
-    dequantize(packed, absmax, codebook, scale, in_features, dtype)
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}. Use .long().")
+    check_parts(packed, absmax, codebook, scale, in_features)
+    float_dtype("embedding", "dtype", dtype)
+    embedding_ids(ids, packed.device)
     if packed.dim() != 2:
         raise ValueError(f"embedding: packed must be [N, words], got {tuple(packed.shape)}. Pass one matrix.")
-    if ids.device != packed.device:
-        raise ValueError(
-            f"embedding: ids are on {ids.device}, the weight on {packed.device}. Move one of them."
-        )
 
 
-def grad_input(
-    grad: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    in_features: int,
-    expert_offsets: torch.Tensor | None = None,
-) -> None:
-    """Check the arguments of the grad_input ops on canonical weights.
+def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> None:
+    """Check the ids looked up in a table on `device`.
 
     Raises:
-        TypeError, ValueError: see `check_parts` and `grad_of`.
+        TypeError: they are not integers.
+        ValueError: they are on another device.
     """
-    check_parts(packed, absmax, codebook, scale, in_features)
-    grad_of((*packed.shape[:-1], in_features), grad, packed.device, expert_offsets)
-
-
-def grad_of(
-    shape: tuple[int, ...], grad: torch.Tensor, device: torch.device, expert_offsets: torch.Tensor | None
-) -> None:
-    """Check a product's gradient against its weight: grad is [..., N], or [T, N] with experts' offsets.
-
-    Raises:
-        TypeError: grad is not float, or offsets are not int32.
-        ValueError: shapes or devices do not belong together.
-    """
-    grouped = expert_offsets is not None
-    op = "backward of grouped_linear" if grouped else "backward of linear"
-    activation(op, grad, shape[-2], device)
-    if len(shape) != 2 + grouped or (grouped and grad.dim() != 2):
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}{_tail(where)}. Use .long().")
+    if ids.device != device:
         raise ValueError(
-            f"{op}: it takes weight {'[E, N, K] and gradient [T, N]' if grouped else '[N, K]'}, got weight "
-            f"{tuple(shape)} and gradient {tuple(grad.shape)}. Use the op of the other product."
+            f"embedding: ids are on {ids.device}, the weight on {device}{_tail(where)}. Move one."
         )
-    if expert_offsets is not None:
-        _offsets(op, expert_offsets, shape[0], device)
 
 
 def output(

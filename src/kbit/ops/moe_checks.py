@@ -28,6 +28,24 @@ def moe_align(ids: torch.Tensor, num_experts: int) -> None:
         raise ValueError(f"moe_align: num_experts must be at least 1, got {num_experts}.")
 
 
+def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: str = "") -> None:
+    """Check that ids and weights [T, U] are the choices of x [T, K]: kernels read the rows that they count.
+
+    Args:
+        x, ids, weights: rows, the experts of each, and their weights.
+        where: name of the layer, for the message.
+
+    Raises:
+        ValueError: shapes do not belong together.
+    """
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"experts: hidden_states must be [T, K], top_k_index and top_k_weights [T, choices], got "
+            f"{tuple(x.shape)}, {tuple(ids.shape)} and {tuple(weights.shape)}"
+            f"{f' ({where})' if where else ''}. Flatten tokens, and pass the choices of the same ones."
+        )
+
+
 def moe_combine(
     y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor | None
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
-from kbit.ops import checks
+from kbit.ops import checks, grad_checks
 
 LIBRARY = torch.library.Library("kbit", "DEF")
 
@@ -95,7 +95,7 @@ def embedding(ids, packed, absmax, codebook, scale, in_features, dtype):  # noqa
 
 @torch.library.register_fake("kbit::linear_grad_input", lib=LIBRARY)
 def linear_grad_input(grad, packed, absmax, codebook, scale, in_features):  # noqa: D103
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features)
+    grad_checks.canonical(grad, packed, absmax, codebook, scale, in_features)
     return grad.new_empty((*grad.shape[:-1], in_features))
 
 
@@ -103,7 +103,7 @@ def linear_grad_input(grad, packed, absmax, codebook, scale, in_features):  # no
 def grouped_linear_grad_input(  # noqa: D103
     grad, packed, absmax, codebook, scale, expert_offsets, in_features
 ):
-    checks.grad_input(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
+    grad_checks.canonical(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
     return grad.new_empty((grad.shape[0], in_features))
 
 

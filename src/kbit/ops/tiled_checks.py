@@ -132,21 +132,3 @@ def grouped_linear_tiled(
             f"{source.device}. It names a row of x for every sorted row."
         )
     return source.shape[0], columns
-
-
-def grad_input(
-    grad: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    out_features: int,
-    in_features: int,
-    expert_offsets: torch.Tensor | None = None,
-) -> None:
-    """Check the arguments of the grad_input ops on tiles.
-
-    Raises:
-        TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.grad_of`.
-    """
-    check_tiles(tiled, codebook, scale, out_features, in_features)
-    checks.grad_of((*tiled.shape[:-3], out_features, in_features), grad, tiled.device, expert_offsets)

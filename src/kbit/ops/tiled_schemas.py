@@ -12,7 +12,7 @@ import torch
 
 from kbit.format.reference import blocks_of
 from kbit.format.tiles import tile_shape
-from kbit.ops import tiled_checks
+from kbit.ops import grad_checks, tiled_checks
 from kbit.ops.schemas import LIBRARY, TAGS, out_variant
 
 _WEIGHT = "Tensor tiled, Tensor codebook, Tensor scale"
@@ -86,7 +86,7 @@ def grouped_linear_tiled(  # noqa: D103
 
 @torch.library.register_fake("kbit::linear_tiled_grad_input", lib=LIBRARY)
 def linear_tiled_grad_input(grad, tiled, codebook, scale, out_features, in_features):  # noqa: D103
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features)
+    grad_checks.tiled(grad, tiled, codebook, scale, out_features, in_features)
     return grad.new_empty((*grad.shape[:-1], in_features))
 
 
@@ -94,7 +94,7 @@ def linear_tiled_grad_input(grad, tiled, codebook, scale, out_features, in_featu
 def grouped_linear_tiled_grad_input(  # noqa: D103
     grad, tiled, codebook, scale, expert_offsets, out_features, in_features
 ):
-    tiled_checks.grad_input(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
+    grad_checks.tiled(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
     return grad.new_empty((grad.shape[0], in_features))
 
 

@@ -1,0 +1,65 @@
+"""Argument checks of the ops that compute gradients in x; the same eager and traced."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.tensor import check_parts, check_tiles
+from kbit.ops import checks
+
+
+def canonical(
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    in_features: int,
+    expert_offsets: torch.Tensor | None = None,
+) -> None:
+    """Check the arguments of the grad_input ops on canonical weights.
+
+    Raises:
+        TypeError, ValueError: see `check_parts`; also what does not fit the weight.
+    """
+    check_parts(packed, absmax, codebook, scale, in_features)
+    _product((*packed.shape[:-1], in_features), grad, packed.device, expert_offsets)
+
+
+def tiled(
+    grad: torch.Tensor,
+    tiles: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    expert_offsets: torch.Tensor | None = None,
+) -> None:
+    """Check the arguments of the grad_input ops on tiles.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles`; also what does not fit the weight.
+    """
+    check_tiles(tiles, codebook, scale, out_features, in_features)
+    _product((*tiles.shape[:-3], out_features, in_features), grad, tiles.device, expert_offsets)
+
+
+def _product(
+    shape: tuple[int, ...], grad: torch.Tensor, device: torch.device, expert_offsets: torch.Tensor | None
+) -> None:
+    """Check a product's gradient against its weight: grad is [..., N], or [T, N] with experts' offsets.
+
+    Raises:
+        TypeError: grad is not float, or offsets are not int32.
+        ValueError: shapes or devices do not belong together.
+    """
+    grouped = expert_offsets is not None
+    op = "backward of grouped_linear" if grouped else "backward of linear"
+    checks.activation(op, grad, shape[-2], device)
+    if len(shape) != 2 + grouped or (grouped and grad.dim() != 2):
+        raise ValueError(
+            f"{op}: it takes weight {'[E, N, K] and gradient [T, N]' if grouped else '[N, K]'}, got weight "
+            f"{tuple(shape)} and gradient {tuple(grad.shape)}. Use the op of the other product."
+        )
+    if expert_offsets is not None:
+        checks.offsets(op, expert_offsets, shape[0], device)
