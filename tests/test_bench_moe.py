@@ -109,8 +109,8 @@ def test_rows_say_what_was_measured():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "gu,up"], "unknown up; known: gu, dn"),
-        (["--routing", "none"], "unknown none; known: uniform, zipf"),
+        (["--shape", "gu,up"], "--shape takes gu, dn, joined by commas; got 'gu,up'"),
+        (["--routing", "none"], "--routing takes uniform, zipf, joined by commas; got 'none'"),
         (["--batch", "0"], "--batch takes positive whole numbers"),
     ],
 )

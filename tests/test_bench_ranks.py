@@ -55,14 +55,14 @@ def test_the_command_on_two_ranks(config_file, tmp_path):
 def test_a_rank_that_fails_says_why(config_file):
     job = model_ranks.Job(config_file, None, PLAN, {"kbit k=4": QuantizationPolicy()}, "cpu", timeout_s=60)
     with pytest.raises(RuntimeError, match=r"(?s)rank \d of 2 failed \(1\).*96 in-features into 48 each"):
-        model_ranks.measure(job, 2)
+        list(model_ranks.measure(job, 2))
 
 
 def test_ranks_that_take_too_long_are_stopped(tmp_path):
     policies = {"bf16": None}
     job = model_ranks.Job(str(tmp_path / "no.json"), None, PLAN, policies, "cpu", timeout_s=0.1)
     with pytest.raises(RuntimeError, match=r"rank 0 of 2 was not done after 0 s"):
-        model_ranks.measure(job, 2)
+        list(model_ranks.measure(job, 2))
 
 
 def test_jobs_survive_the_way_to_another_process():

@@ -68,13 +68,13 @@ def test_the_server_answers_as_the_model_does(served, folders):
 
 
 def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
-    levels = bench.load(*served, str(folders["kbit"]), PLAN)
+    levels = list(bench.load(*served, str(folders["kbit"]), PLAN))
     for level in levels:
         assert not level.errors
         assert len(level.latencies) == level.requests == level.clients * PLAN.requests
         assert level.tokens == level.requests * PLAN.new_tokens
         assert level.percentile(95) >= level.percentile(50) > 0
-    again = bench.load(*served, str(folders["kbit"]), PLAN)
+    again = list(bench.load(*served, str(folders["kbit"]), PLAN))
     # After as many requests again; torch and the web server keep a few buffers of their own.
     assert again[-1].resident_bytes - levels[-1].resident_bytes < 50e6
 

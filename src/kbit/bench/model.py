@@ -7,8 +7,7 @@ record; the faster one is what quantized arms are compared with.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -110,8 +109,8 @@ def measure(
     progress: Callable[[str], None] = lambda words: None,
     builder: Builder = model_build.build,
     gpus: int = 1,
-) -> list[ArmResult]:
-    """Build and run every arm.
+) -> Iterator[ArmResult]:
+    """Build and run every arm; yields each as it is done.
 
     Args:
         config: a transformers config.
@@ -122,22 +121,15 @@ def measure(
         builder: makes a model, or this rank's part of one.
         gpus: ranks that run the model together, each of which calls this.
     """
-    results = []
     for name, policy in policies.items():
         absent = _too_large(config, device, gpus) if policy is None else None
         if absent is not None:
-            results.append(ArmResult(name, absent=absent, gpus=gpus))
+            yield ArmResult(name, absent=absent, gpus=gpus)
             continue
-        progress(f"{name}: building")
-        built = builder(config, device, plan.dtype, policy)
-        result = ArmResult(name, built.weight_bytes, built.peak_bytes, gpus=gpus)
-        _run(built.model, result, plan, device, progress)
-        results.append(result)
-        del built
-        gc.collect()  # models hold themselves in cycles
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return results
+        with model_build.freeing(device):
+            progress(f"{name}: building")
+            result = _run(name, builder(config, device, plan.dtype, policy), gpus, plan, device, progress)
+        yield result
 
 
 def _too_large(config: Any, device: torch.device, gpus: int) -> str | None:
@@ -152,22 +144,29 @@ def _too_large(config: Any, device: torch.device, gpus: int) -> str | None:
 
 
 def _run(
-    model: Any, result: ArmResult, plan: Plan, device: torch.device, progress: Callable[[str], None]
-) -> None:
+    name: str,
+    built: model_build.Built,
+    gpus: int,
+    plan: Plan,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> ArmResult:
+    model, result = built.model, ArmResult(name, built.weight_bytes, built.peak_bytes, gpus=gpus)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if plan.prefill:
-        progress(f"{result.name}: prefill")
+        progress(f"{name}: prefill")
         result.prefill_tokens = plan.prefill
         result.prefill_ms = model_decode.prefill(model, plan.prefill, plan.repeats).ms
     for batch in plan.batches:
-        for arm, chosen in _implementations(model, result.name, batch):
+        for arm, chosen in _implementations(model, name, batch):
             progress(f"{arm}: {batch} sequences")
             if chosen is not None:
                 model.set_experts_implementation(chosen)
-            result.decode.append(_decode(model, arm, batch, plan, result.gpus))
+            result.decode.append(_decode(model, arm, batch, plan, gpus))
     if device.type == "cuda":
         result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
+    return result
 
 
 def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, str | None]]:

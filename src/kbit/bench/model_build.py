@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +93,17 @@ class Built:
     model: Any
     weight_bytes: int
     peak_bytes: int | None
+
+
+@contextlib.contextmanager
+def freeing(device: torch.device) -> Iterator[None]:
+    """At the end, free the memory of models that nobody holds any more: the next one may need all of it."""
+    try:
+        yield
+    finally:
+        gc.collect()  # models hold themselves in cycles
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def sixteen_bit_bytes(config: Any) -> int:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kbit.bench import child, model_build, model_split
 from kbit.bench import model as bench
-from kbit.bench import model_build, model_split
 from kbit.format.policy import QuantizationPolicy
 
 ALL_REDUCES = ("nccl", "one-shot")
 _LOG_LINES = 40
 _POLL_S = 0.05
+# One line of JSON for each arm.
+_RESULTS = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ def check(device: str, ranks: int) -> None:
         raise ValueError(f"--gpus {ranks}: torch sees {count} GPUs. Ask for fewer.")
 
 
-def measure(job: Job, ranks: int) -> list[bench.ArmResult]:
-    """Start the ranks, wait for them, and read what the first one measured.
+def measure(job: Job, ranks: int) -> Iterator[bench.ArmResult]:
+    """Start the ranks, wait for them, and yield what the first one measured: before a failure, too.
 
     Raises:
         RuntimeError: a rank failed, or they were not done in time; the message ends with what it said.
@@ -87,25 +90,30 @@ def measure(job: Job, ranks: int) -> list[bench.ArmResult]:
     with tempfile.TemporaryDirectory(prefix="kbit-ranks-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.to_json())
-        program = [sys.executable, "-m", __spec__.name, str(folder)]
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in enumerate(model_split.rank_environment(ranks)):
                 with (folder / f"{rank}.log").open("w") as log:
-                    process = subprocess.Popen(program, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                processes.append(process)
+                    processes.append(
+                        child.start(__spec__.name, name, env=environment, stdout=log, stderr=log)
+                    )
             _wait(processes, job.timeout_s, folder)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        arms = json.loads((folder / "results.json").read_text())
-    return [_arm(values) for values in arms]
+            yield from _found(folder)
 
 
-def _arm(values: dict[str, Any]) -> bench.ArmResult:
-    rows = [bench.DecodeRow(**row) for row in values.pop("decode")]
-    return bench.ArmResult(**values, decode=rows)
+def _found(folder: Path) -> Iterator[bench.ArmResult]:
+    """What the first rank has measured so far."""
+    file = folder / _RESULTS
+    for line in file.read_text().splitlines(keepends=True) if file.is_file() else ():
+        if not line.endswith("\n"):
+            return  # killed while it wrote
+        values = json.loads(line)
+        rows = [bench.DecodeRow(**row) for row in values.pop("decode")]
+        yield bench.ArmResult(**values, decode=rows)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float, folder: Path) -> None:
@@ -141,7 +149,7 @@ def _start(job: Job) -> torch.device:
     return device
 
 
-def _run(job: Job) -> list[bench.ArmResult]:
+def _run(job: Job) -> Iterator[bench.ArmResult]:
     device, ranks = _start(job), dist.get_world_size()
     _progress(f"{ranks} ranks have met")
     config = model_build.load_config(job.model, job.layers)
@@ -149,9 +157,10 @@ def _run(job: Job) -> list[bench.ArmResult]:
     policies = {name + named: policy for name, policy in job.policies.items()}
     builder = functools.partial(_build, one_shot=bool(named), by_expert=job.by_expert)
     try:
-        return bench.measure(config, job.plan, device, policies, _progress, builder, ranks)
+        yield from bench.measure(config, job.plan, device, policies, _progress, builder, ranks)
     except _NoOneShotError as error:
-        return [bench.ArmResult(name, absent=str(error), gpus=ranks) for name in policies]
+        for name in policies:
+            yield bench.ArmResult(name, absent=str(error), gpus=ranks)
 
 
 class _NoOneShotError(Exception):
@@ -183,9 +192,10 @@ def main() -> None:
     """One rank."""
     folder = Path(sys.argv[1])
     job = Job.from_json((folder / "job.json").read_text())
-    results = _run(job)
-    if dist.get_rank() == 0:
-        (folder / "results.json").write_text(json.dumps([asdict(result) for result in results]))
+    for result in _run(job):
+        if dist.get_rank() == 0:
+            with (folder / _RESULTS).open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
     dist.barrier()
     # Taking NCCL down waits for CUDA graphs that Python may still hold; the process ends with everything.
     sys.stdout.flush()

@@ -7,7 +7,7 @@ compiled before, and CUDA started, as in a run of minutes they do not count.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ def measure(
     devices: Sequence[str],
     folder: Path,
     progress: Callable[[str], object] = lambda words: None,
-) -> list[Run]:
-    """Write a checkpoint of random weights, and quantize it with each number of workers.
+) -> Iterator[Run]:
+    """Write a checkpoint of random weights, and quantize it with each number of workers; yields every run.
 
     Args:
         name, layers: see `model_build.load_config`.
@@ -67,18 +67,16 @@ def measure(
     progress("writing a checkpoint")
     random_models.write(name, layers, source, torch.device(devices[0]))
     warm_up(policy, devices)
-    runs = []
     try:
         for count in jobs:
             random_models.forget(source)
             progress(f"quantizing, {count} shards at a time")
             report = quantize_checkpoint(source, target, policy, jobs=count, devices=devices)
             sizes = (report.written_weights, report.bytes_in, report.bytes_out)
-            runs.append(Run(count, tuple(devices), *sizes, report.seconds))
             shutil.rmtree(target)
+            yield Run(count, tuple(devices), *sizes, report.seconds)
     finally:
         shutil.rmtree(source)
-    return runs
 
 
 def warm_up(policy: QuantizationPolicy, devices: Sequence[str]) -> None:

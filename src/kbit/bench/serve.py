@@ -17,7 +17,6 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from kbit.bench import child
+
 # Started by name, for the command line stands above this layer.
-SERVER = ("-m", "kbit", "serve")
+SERVER = ("kbit", "serve")
 _LOG_LINES = 30
 
 
@@ -93,11 +94,10 @@ def server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, *SERVER, str(model), "--host", "127.0.0.1", "--port", str(port), *options]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command,
-        env=environment,
+    place = ("--host", "127.0.0.1", "--port", str(port))
+    process = child.start(
+        *(*SERVER, str(model), *place, *options),
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -170,10 +170,11 @@ def chat(port: int, model: str, prompt: str, new_tokens: int, timeout: float = 3
     return json.loads(answer)
 
 
-def load(port: int, pid: int, model: str, plan: Plan) -> list[Level]:
-    """Put every level of load on a server, after one request that warms it up."""
+def load(port: int, pid: int, model: str, plan: Plan) -> Iterator[Level]:
+    """Put every level of load on a server, after one request that warms it up; yields each as it is done."""
     chat(port, model, "warm up", plan.new_tokens, plan.timeout)
-    return [_level(port, pid, model, plan, clients) for clients in plan.clients]
+    for clients in plan.clients:
+        yield _level(port, pid, model, plan, clients)
 
 
 def _level(port: int, pid: int, model: str, plan: Plan, clients: int) -> Level:
@@ -229,8 +230,8 @@ def as_json(levels: Sequence[Level]) -> list[dict[str, Any]]:
         asdict(level)
         | {
             "tokens_per_second": level.tokens_per_second,
-            "p50_s": level.percentile(50),
-            "p95_s": level.percentile(95),
+            "p50_s": level.percentile(50) if level.latencies else None,  # JSON has no nan
+            "p95_s": level.percentile(95) if level.latencies else None,
         }
         for level in levels
     ]

@@ -7,11 +7,10 @@ in the bf16 arm (it adds B A to the 16-bit parameter) and kbit's in the others (
 
 from __future__ import annotations
 
-import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,8 @@ def measure(
     device: torch.device,
     policies: Mapping[str, QuantizationPolicy | None],
     show: Callable[[str], object] = lambda text: None,
-) -> list[ArmResult]:
-    """Train every arm for a few steps.
+) -> Iterator[ArmResult]:
+    """Train every arm for a few steps; yields each as it is done.
 
     Args:
         config: a transformers config; weights are random.
@@ -94,20 +93,23 @@ def measure(
         import peft  # noqa: F401
     except ImportError:
         raise ImportError("kbit bench train needs peft. Install it: pip install 'kbit[train]'.") from None
-    results = []
     for name, policy in policies.items():
-        show(f"{name}: building")
-        built = model_build.build(config, device, torch.bfloat16, policy)
-        show(f"{name}: training")
-        results.append(_arm(name, built, plan, device))
-        del built
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return results
+        with model_build.freeing(device):
+            show(f"{name}: building")
+            result = _train(
+                name, model_build.build(config, device, torch.bfloat16, policy), plan, device, show
+            )
+        yield result
 
 
-def _arm(name: str, built: model_build.Built, plan: Plan, device: torch.device) -> ArmResult:
+def _train(
+    name: str,
+    built: model_build.Built,
+    plan: Plan,
+    device: torch.device,
+    show: Callable[[str], object],
+) -> ArmResult:
+    show(f"{name}: training")
     model = adapt(built.model, plan)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
@@ -196,7 +198,7 @@ def _peak(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def as_json(results: list[ArmResult]) -> list[dict[str, Any]]:
+def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:
     """The results as JSON values, with the ratios to bf16 where that was measured."""
     base = next((result for result in results if result.name == BASELINE), None)
     items = []

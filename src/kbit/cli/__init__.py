@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -62,13 +63,22 @@ def _options(
 
 def main() -> None:
     """Run the command line; what goes wrong is one line on stderr and exit code 1."""
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no second one
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, _stop)
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("KBIT_DEBUG"):
             raise
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(error)}")
         sys.exit(1)
+
+
+def _stop(number: int, _: object) -> None:
+    """Leave as at Ctrl-C, so that servers are stopped and temporary folders removed on the way."""
+    sys.exit(128 + number)
 
 
 def escape(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +20,9 @@ from kbit.cli import (
     bench_train,
     bench_workload,
 )
+from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.options import labels
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from kbit.bench.cpu import LinearRow, QuantizeRow
@@ -36,7 +38,6 @@ bench_quantize.register(app)
 bench_serve.register(app)
 console = Console()
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads, for kbit and torch alike.")]
 
 
@@ -63,24 +64,25 @@ def cpu(
     if unknown:
         raise ValueError(f"bench cpu: unknown shapes {sorted(unknown)}; known: {list(bench.SHAPES)}.")
     bandwidth = timing.read_bandwidth()
+    about = machine.describe()
+    head = {"machine": about, "read_bandwidth_gb_s": round(bandwidth, 2)}
     linear: list[LinearRow] = []
+    quantize: list[QuantizeRow] = []
+
+    def save() -> None:
+        write_json(json_file, head | {"linear": bench.as_json(linear), "quantize": bench.as_json(quantize)})
+
     for name in track(shapes, description="linear", console=console):
         linear += bench.linear_rows(name, rows or bench.ROWS, bits or SUPPORTED_BITS, repeats)
-    quantize = list(track(bench.quantize_rows(), description="quantize")) if quantizers else []
-    about = machine.describe()
+        save()  # so that an interruption loses one shape
+    if quantizers:
+        quantize += track(bench.quantize_rows(), description="quantize", console=console)
+        save()
     console.print(f"{about['cpu']}, {threads} threads, {bandwidth:.1f} GB/s read bandwidth")
     for name in shapes:
-        console.print(_linear_table([row for row in linear if row.shape == name], bandwidth))
+        show(_linear_table([row for row in linear if row.shape == name], bandwidth))
     if quantize:
-        console.print(_quantize_table(quantize))
-    if json_file is not None:
-        result = {
-            "machine": about,
-            "read_bandwidth_gb_s": round(bandwidth, 2),
-            "linear": bench.as_json(linear),
-            "quantize": bench.as_json(quantize),
-        }
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        show(_quantize_table(quantize))
 
 
 def _linear_table(rows: list[LinearRow], bandwidth: float) -> Table:
@@ -132,15 +134,19 @@ def decode(
 
     from kbit.bench import machine
     from kbit.bench.decode import DecodeSpeed, tokens_per_second
-    from kbit.cli.generate import load_model
+    from kbit.cli.generate import check_model_folder, load_model
 
     torch.set_num_threads(threads)
-    speeds: dict[str, DecodeSpeed] = {}
-    for folder in track(models, description="decode", console=console):
+    for folder in models:
+        check_model_folder(folder)
+    about, speeds = machine.describe(), dict[str, DecodeSpeed]()
+    for name, folder in track(labels(models).items(), description="decode", console=console):
         model = load_model(folder)
         prompt = torch.arange(prompt_tokens)[None] % model.config.get_text_config().vocab_size
-        speeds[folder.name] = tokens_per_second(model, prompt, new_tokens)
+        speeds[name] = tokens_per_second(model, prompt, new_tokens)
         del model
+        rows = {each: vars(speed) for each, speed in speeds.items()}
+        write_json(json_file, {"machine": about, "decode": rows})
     base = next(iter(speeds.values())).decode_tokens_s
     table = Table(title=f"one stream, {prompt_tokens} prompt and {new_tokens} new tokens, {threads} threads")
     for header in ("model", "prefill tok/s", "decode tok/s", "vs first"):
@@ -148,7 +154,4 @@ def decode(
     for name, speed in speeds.items():
         ratio = f"{speed.decode_tokens_s / base:.2f}"
         table.add_row(name, f"{speed.prefill_tokens_s:.0f}", f"{speed.decode_tokens_s:.1f}", ratio)
-    console.print(table)
-    if json_file is not None:
-        rows = {name: vars(speed) for name, speed in speeds.items()}
-        json_file.write_text(json.dumps({"machine": machine.describe(), "decode": rows}, indent=1) + "\n")
+    show(table)

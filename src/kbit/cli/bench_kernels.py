@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,7 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import numbers, words
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from kbit.bench.shapes import LayerShape
 
 console = Console()
-# Wider than any table: they are never cut to the terminal's width, nor to the 80 columns of a pipe.
-MAX_WIDTH = 500
 
 
 class TimerName(str, Enum):
@@ -41,7 +40,6 @@ Rows = Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M, su
 Bits = Annotated[str, typer.Option(help="Widths, such as 2,4.")]
 Dtypes = Annotated[str, typer.Option("--dtype", help="fp16, bf16, or both: fp16,bf16.")]
 Repeats = Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results here.")]
 Variants = Annotated[
     list[str] | None,
     typer.Option("--with", help="One more arm with this setting, such as KBIT_KERNEL=stream; repeatable."),
@@ -138,15 +136,10 @@ def _measure(choice: Choice, result: dict[str, Any], file: Path | None, timer: A
     absent: dict[str, list[str]] = {}
     for shape, plan in track(_plans(choice, timer), description="kernels", console=console):
         rows += kernels.shape_rows(shape, plan, absent)
-        _save(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
+        write_json(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
     for name, reasons in absent.items():
         console.print(f"{name}: {'; '.join(reasons)}", markup=False, soft_wrap=True)
     return rows
-
-
-def _save(file: Path | None, result: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _print_tables(tables: Sequence[Table], result: dict[str, Any]) -> None:
@@ -156,9 +149,8 @@ def _print_tables(tables: Sequence[Table], result: dict[str, Any]) -> None:
         f"{result['read_bandwidth_gb_s']:.0f} GB/s ({result['read_bandwidth_method']})",
         markup=False,
     )
-    wide = Console(width=MAX_WIDTH)
     for table in tables:
-        wide.print(table, width=wide.measure(table).maximum)
+        show(table)
 
 
 def kernels(
@@ -185,7 +177,7 @@ def kernels(
     if timer is TimerName.ncu:
         recorded, measured = ncu.run(choice.arguments(), repeats)
         result |= {"peers_absent": recorded["peers_absent"], "rows": kernel_rows.as_json(measured)}
-        _save(json_file, result)
+        write_json(json_file, result)
     else:
         measured = _measure(choice, result, json_file)
     _print_tables(list(kernel_tables.tables(measured, result["read_bandwidth_gb_s"])), result)
@@ -251,12 +243,12 @@ def dequant(
     measured: list[bench.DequantizeRow] = []
     for item, plan in track(_plans(choice) if products else [], description="dequant", console=console):
         measured += bench.shape_rows(item, plan)
-        _save(json_file, result | {"rows": bench.as_json(measured)})
+        write_json(json_file, result | {"rows": bench.as_json(measured)})
     result["rows"] = bench.as_json(measured)
     kernels_alone: list[row_kernels.RowKernelRow] = []
     for name in choice.dtypes if alone else ():
         kernels_alone += row_kernels.measure(replace(choice.plan, dtype=name))
-        _save(json_file, result | {"row_kernels": row_kernels.as_json(kernels_alone, bandwidth)})
+        write_json(json_file, result | {"row_kernels": row_kernels.as_json(kernels_alone, bandwidth)})
     for name in choice.dtypes if products else ():
         chosen = [row for row in measured if row.dtype == name]
         _print_tables(list(bench.tables(chosen, bandwidth)), result)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,10 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli import bench_moe
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kbit.bench.model import ArmResult
     from kbit.format.policy import QuantizationPolicy
@@ -102,7 +102,7 @@ def model(
     ] = "nccl",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that several GPUs may take.")] = 600,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Decode and prefill of a whole model, random weights quantized layer by layer, against bf16."""
     import torch
@@ -119,23 +119,25 @@ def model(
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
     about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
     results: list[ArmResult] = []
 
-    def write() -> None:
-        if json_file is not None:
-            found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
-            json_file.write_text(json.dumps(found | {"arms": bench.as_json(results)}, indent=1) + "\n")
-
-    with console.status(name) as status:
+    def arms(progress: Callable[[str], None]) -> Iterator[ArmResult]:
         if 1 in counts:
-            results += bench.measure(config, plan, torch.device(device), policies, status.update)
-            write()
+            yield from bench.measure(config, plan, torch.device(device), policies, progress)
         for ranks, sum_by in ((count, way) for count in counts if count > 1 for way in sums):
-            status.update(f"{name} on {ranks} GPUs, {sum_by}")
+            progress(f"{name} on {ranks} GPUs, {sum_by}")
             job = model_ranks.Job(name, layers, plan, policies, device, by_expert, sum_by, timeout)
-            results += model_ranks.measure(job, ranks)
-            write()  # what there is, should the next one fail
-    _show(results)
+            yield from model_ranks.measure(job, ranks)
+
+    try:
+        with console.status(name) as status:
+            for arm in arms(status.update):
+                results.append(arm)  # written at once: an interruption loses one arm
+                write_json(json_file, found | {"arms": bench.as_json(results)})
+    finally:
+        if results:
+            _show(results)
 
 
 def _policies(
@@ -153,11 +155,10 @@ def _policies(
 
 
 def _show(results: Sequence[ArmResult]) -> None:
-    wide = Console(width=200)
     for table in (_sizes(results), _decode(results)):
-        wide.print(table)
+        show(table)
     for row in (row for result in results for row in result.decode if row.profile):
-        wide.print(_profile(row.arm, row.batch, row.profile or {}))
+        show(_profile(row.arm, row.batch, row.profile or {}))
 
 
 def register(app: typer.Typer) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.options import numbers
+from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.options import names, numbers
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from kbit.bench.moe import MoeRow
@@ -66,16 +66,14 @@ def moe(
     routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
     bits: Annotated[str, typer.Option(help="Widths, such as 2,4.")] = "4",
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Grouped products and a layer of 512 experts against 16-bit paths: cold weights, CUDA-graph replays."""
     from kbit.bench import gpu_timing, moe_layer
     from kbit.bench import moe as bench
 
-    shapes, routings = shape.split(","), routing.split(",")
-    for given, known in ((shapes, tuple(bench.SHAPES)), (routings, moe_layer.ROUTINGS)):
-        if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"bench moe: unknown {', '.join(unknown)}; known: {', '.join(known)}.")
+    shapes = names("--shape", shape, list(bench.SHAPES))
+    routings = names("--routing", routing, moe_layer.ROUTINGS)
     widths, counts = numbers("--bits", bits), numbers("--rows", rows)
     sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
     gpu_timing.require_gpu("kbit bench moe")
@@ -98,12 +96,11 @@ def moe(
         for row in run:
             measured.append(row)
             console.print(f"{row.problem}, {row.rows}: {row.kernel} {row.us:.2f} us", markup=False)
-            if json_file is not None:  # at once, so that an interruption loses one row
-                json_file.write_text(json.dumps(result | {"rows": bench.as_json(measured)}, indent=1) + "\n")
-    wide = Console(width=140)
+            # At once, so that an interruption loses one row.
+            write_json(json_file, result | {"rows": bench.as_json(measured)})
     for problem in dict.fromkeys(row.problem for row in measured):
         chosen = [row for row in measured if row.problem == problem]
-        wide.print(_table(problem, chosen, bandwidth.gb_s))
+        show(_table(problem, chosen, bandwidth.gb_s))
 
 
 def register(app: typer.Typer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
@@ -12,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from kbit.bench.nvfp4 import NVFP4Row
@@ -68,7 +69,7 @@ def nvfp4(
     routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
     accum: Annotated[str, typer.Option(help="Layer: contracts.")] = "tc,exact",
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """W4A4 in NVFP4 against bf16 cuBLAS, and ways to quantize for experts: cold weights, graph replays."""
     from kbit.bench import gpu_timing, nvfp4_layer, shapes
@@ -107,12 +108,11 @@ def _run(runs: Sequence[Iterator[NVFP4Row]], repeats: int, file: Path | None) ->
         for row in run:
             measured.append(row)
             console.print(f"{row.part}, {row.problem}, {row.rows}: {row.arm} {row.us:.2f} us", markup=False)
-            if file is not None:  # at once, so that an interruption loses one row
-                file.write_text(json.dumps(result | {"rows": bench.as_json(measured)}, indent=1) + "\n")
-    wide = Console(width=140)
+            # At once, so that an interruption loses one row.
+            write_json(file, result | {"rows": bench.as_json(measured)})
     for key in dict.fromkeys((row.part, row.problem) for row in measured):
         chosen = [row for row in measured if (row.part, row.problem) == key]
-        wide.print(_table(": ".join(key), chosen, bandwidth.gb_s))
+        show(_table(": ".join(key), chosen, bandwidth.gb_s))
 
 
 def register(app: typer.Typer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import numbers, words
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ def quantize(
     folder: Annotated[
         Path | None, typer.Option(help="On the disk to measure, with room for the model; default: temporary.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Weights per second of `kbit quantize --jobs`, on a checkpoint of random weights written first."""
     from kbit.bench import gpu_timing, machine
@@ -63,12 +64,16 @@ def quantize(
         gpu_timing.require_gpu("kbit bench quantize")
     about = gpu_timing.describe() if on_gpu else machine.describe()
     policy = QuantizationPolicy(bits=bits, search=not plain)
-    with console.status(name) as status, tempfile.TemporaryDirectory(prefix="kbit-", dir=folder) as place:
-        runs = bench.measure(name, layers, policy, counts, devices, Path(place), status.update)
-    Console(width=120).print(_table(runs))
-    if json_file is not None:
-        result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}
-        json_file.write_text(json.dumps(result | {"runs": bench.as_json(runs)}, indent=1) + "\n")
+    result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}
+    runs: list[Run] = []
+    try:
+        with console.status(name) as status, tempfile.TemporaryDirectory(prefix="kbit-", dir=folder) as place:
+            for run in bench.measure(name, layers, policy, counts, devices, Path(place), status.update):
+                runs.append(run)  # written at once: an interruption loses one run
+                write_json(json_file, result | {"runs": bench.as_json(runs)})
+    finally:
+        if runs:
+            show(_table(runs))
 
 
 def register(app: typer.Typer) -> None:

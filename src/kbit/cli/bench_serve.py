@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.options import numbers
+from kbit.cli.generate import check_model_folder
+from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.options import labels, numbers
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kbit.bench.serve import Level
+    from kbit.bench.serve import Level, Plan
 
 console = Console()
 
@@ -80,43 +83,69 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(help="More of transformers serve, such as --cb-block-size=256.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Load test of `transformers serve`: throughput, latency, errors and memory."""
-    import torch
-
-    from kbit.bench import gpu_timing, machine
     from kbit.bench import serve as bench
     from kbit.cli.serve import check_packages
 
     if (models is None) == (random is None):
         raise ValueError("bench serve takes model folders, or --random and a model's name.")
     check_packages()
+    for folder in models or ():
+        check_model_folder(folder)
     plan = bench.Plan(numbers("--clients", clients), requests, prompt_words, new_tokens, timeout)
     options = ["--device", device, *(option or [])]
     if continuous_batching:
         options.append("--continuous-batching")
     results: dict[str, list[Level]] = {}
-    with console.status("") as status, tempfile.TemporaryDirectory(prefix="kbit-") as place:
-        if random is not None:
-            status.update(f"{random}: random weights")
-            models = _random(random, layers, Path(place), bits, device)
-        for folder in models or ():
-            status.update(f"{folder.name}: starting")
-            with bench.server(folder.resolve(), options, timeout) as (port, pid):
-                status.update(f"{folder.name}: serving")
-                results[folder.name] = bench.load(port, pid, str(folder.resolve()), plan)
-    Console(width=120).print(_table(results))
-    if json_file is not None:
-        rows = {name: bench.as_json(levels) for name, levels in results.items()}
-        on_gpu = device != "cpu" and torch.cuda.is_available()
-        about = gpu_timing.describe() if on_gpu else machine.describe()
-        result = {"machine": about, "plan": vars(plan), "options": options, "models": rows}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    failed = sum(len(level.errors) for levels in results.values() for level in levels)
-    if failed:
-        first = next(error for levels in results.values() for level in levels for error in level.errors)
-        raise OSError(f"{failed} requests failed, the first with: {first}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="kbit-") as place:
+            if random is not None:
+                with console.status(f"{random}: random weights"):
+                    models = _random(random, layers, Path(place), bits, device)
+            _measure(labels(models or ()), plan, options, results, json_file)
+    finally:
+        if any(results.values()):
+            show(_table(results))
+    errors = [error for levels in results.values() for level in levels for error in level.errors]
+    if errors:
+        raise OSError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+
+
+def _measure(
+    models: Mapping[str, Path],
+    plan: Plan,
+    options: Sequence[str],
+    results: dict[str, list[Level]],
+    json_file: Path | None,
+) -> None:
+    """Fill `results` level by level, and write them as often: an interruption loses one level."""
+    from kbit.bench import serve as bench
+
+    for name, folder in models.items():
+        with (
+            console.status(f"{name}: starting") as status,
+            bench.server(folder.resolve(), options, plan.timeout) as (port, pid),
+        ):
+            status.update(f"{name}: {plan.clients[0]} clients")
+            levels = results.setdefault(name, [])
+            for level in bench.load(port, pid, str(folder.resolve()), plan):
+                levels.append(level)
+                rows = {each: bench.as_json(found) for each, found in results.items()}
+                about = {"machine": _machine("cpu" in options), "plan": vars(plan), "options": options}
+                write_json(json_file, about | {"models": rows})
+                status.update(f"{name}: {level.clients} clients done")
+
+
+@functools.cache
+def _machine(on_cpu: bool) -> dict[str, Any]:
+    """Asked for once a server runs: a CUDA context of our own would take memory that the server counts."""
+    import torch
+
+    from kbit.bench import gpu_timing, machine
+
+    return machine.describe() if on_cpu or not torch.cuda.is_available() else gpu_timing.describe()
 
 
 def register(app: typer.Typer) -> None:

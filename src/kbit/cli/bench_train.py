@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import numbers
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def train(
     repeats: Annotated[int, typer.Option(min=7, help="Timed steps; the median counts.")] = 7,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time and peak memory of a LoRA training step, random weights, against bf16."""
     import torch
@@ -73,12 +73,16 @@ def train(
     }
     config = model_build.load_config(name, layers)
     about = gpu_timing.describe() if device == "cuda" else machine.describe()
-    with console.status(name) as status:
-        results = bench.measure(config, plan, torch.device(device), policies, status.update)
-    Console(width=140).print(_table(results, sequences * tokens))
-    if json_file is not None:
-        result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}
-        json_file.write_text(json.dumps(result | {"arms": bench.as_json(results)}, indent=1) + "\n")
+    result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}
+    arms: list[ArmResult] = []
+    try:
+        with console.status(name) as status:
+            for arm in bench.measure(config, plan, torch.device(device), policies, status.update):
+                arms.append(arm)  # written at once: an interruption loses one arm
+                write_json(json_file, result | {"arms": bench.as_json(arms)})
+    finally:
+        if arms:
+            show(_table(arms, sequences * tokens))
 
 
 def register(app: typer.Typer) -> None:

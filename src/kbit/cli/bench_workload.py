@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from kbit.cli.bench_kernels import MAX_WIDTH
+from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import numbers, words
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from kbit.bench.workload.model_layers import ModelLayers
@@ -36,7 +36,7 @@ def workload(
     turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Also draw speed-up against users here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Share of time per kernel and speed-up over 16 bits, weighted by how often each M happens.
 
@@ -60,15 +60,12 @@ def workload(
     models = _models(words(model), measured)
     found = [scenarios.analyse(item, measured, steps, widths) for item in models]
     result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
-    wide = Console(width=MAX_WIDTH)
     for analysis in found:
-        printed = tables.table(analysis)
-        wide.print(printed, width=wide.measure(printed).maximum)
+        show(tables.table(analysis))
         for line in (*tables.verdicts(analysis), *analysis.notes):
             console.print(line, markup=False, soft_wrap=True)
     console.print(times.INTERPOLATION, markup=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(json_file, result)
     if plot is not None:
         plots.write(result, plot)
 

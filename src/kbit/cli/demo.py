@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
+from kbit.cli.json_file import JsonFile, write_json
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -56,9 +57,10 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to ask each model.")] = PROMPT,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much text is scored.")] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Quantize SmolLM2-135M to 4, 3 and 2 bits, talk to each, and compare with bfloat16 in one table."""
+    from kbit.bench import machine
     from kbit.cli.eval import encode_windows, read_text
     from kbit.cli.generate import load_model
     from kbit.format import QuantizationPolicy
@@ -86,11 +88,8 @@ def demo(
     console.print(EXPLANATION.format(tokens=ids.shape[0] * (ids.shape[1] - 1), rounds=ROUNDS), style="dim")
     console.print(f"\nThe models are in {folder}/. Talk on: kbit generate {variants[1][0]} 'your question'")
     console.print(f"{time.perf_counter() - start:.0f} s", style="dim")
-    if json_file is not None:
-        from kbit.bench import machine
-
-        about = {"machine": machine.describe(), "eval_tokens": ids.numel(), "rows": [asdict(r) for r in rows]}
-        json_file.write_text(json.dumps(about, indent=1) + "\n")
+    about = {"machine": machine.describe(), "eval_tokens": ids.numel()}
+    write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
 
 
 def prepare(folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from importlib import resources
 from pathlib import Path
@@ -15,6 +14,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kbit.cli.generate import load_model
+from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     import torch
@@ -60,19 +61,18 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; a shipped one by default.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Score at most so many.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence, teacher forced, computed in float32."""
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
         rows = _in_memory(folder, _widths(bits), plain, embedding_bits, text, window, max_tokens)
-    console.print(_table(rows, window))
-    if json_file is not None:
-        from kbit.bench import machine
+    from kbit.bench import machine
 
-        about = {"machine": machine.describe(), "model": folder.name, "window": window, "rows": rows}
-        json_file.write_text(json.dumps(about, indent=1) + "\n")
+    show(_table(rows, window))
+    name = folder.resolve().name
+    write_json(json_file, {"machine": machine.describe(), "model": name, "window": window, "rows": rows})
 
 
 def _widths(bits: str) -> list[int]:

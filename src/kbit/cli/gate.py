@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from kbit.cli.json_file import check, write_json
 
 console = Console(soft_wrap=True)
 
@@ -17,9 +18,12 @@ def gate(
     tokens: Annotated[str, typer.Option(help="Batch sizes, such as 1,32,128.")] = "1,32,128",
     accum: Annotated[str, typer.Option(help="Accumulation contract: exact, seq16 or tc.")] = "exact",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the verdicts here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=check, help="Also write the verdicts here.")
+    ] = None,
     write_reference: Annotated[
-        Path | None, typer.Option(help="Write the reference for these batch sizes here, and run nothing.")
+        Path | None,
+        typer.Option(callback=check, help="Write the reference for these batch sizes here, and run nothing."),
     ] = None,
 ) -> None:
     """Run a small MoE model with a lever off and on, and compare every byte; exit 1 if one differs."""
@@ -28,7 +32,7 @@ def gate(
 
     batches = _batches(tokens)
     if write_reference is not None:
-        write_reference.write_text(json.dumps(make_reference(batches), indent=1) + "\n")
+        write_json(write_reference, make_reference(batches))
         return
     toggles = _toggles(toggle, accum, device, TOGGLES)
     console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")
@@ -43,11 +47,9 @@ def gate(
                 console.print(f"       {len(verdict.digests)} digests equal those of {verdict.compared}")
             else:
                 console.print(f"       {verdict.failure}", markup=False)
-    if json_file is not None:
-        contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
-        about = {"machine": _machine(device), **contract}
-        rows = [vars(verdict) for verdict in verdicts]
-        json_file.write_text(json.dumps({**about, "verdicts": rows}, indent=1) + "\n")
+    contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
+    rows = [vars(verdict) for verdict in verdicts]
+    write_json(json_file, {"machine": _machine(device), **contract, "verdicts": rows})
     if any(verdict.failure for verdict in verdicts):
         raise typer.Exit(1)
 

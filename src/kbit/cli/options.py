@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def words(text: str) -> list[str]:
@@ -20,6 +21,15 @@ def numbers(option: str, text: str) -> list[int]:
     if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
         raise ValueError(f"{option} takes positive whole numbers such as 1,2,4; got {text!r}.")
     return [int(word) for word in found]
+
+
+def labels(folders: Sequence[Path]) -> dict[str, Path]:
+    """Folders by what tables call them: their names, or their paths where names would be the same."""
+    ends = [folder.resolve().name for folder in folders]
+    return {
+        end if ends.count(end) == 1 else str(folder): folder
+        for end, folder in zip(ends, folders, strict=True)
+    }
 
 
 def names(option: str, text: str, known: Sequence[str]) -> list[str]:

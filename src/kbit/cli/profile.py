@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli.generate import load_model
+from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from kbit.bench.profile import Part
@@ -30,7 +31,7 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,
     graph: Annotated[bool, typer.Option(help="Replay the step as a CUDA graph where it can be.")] = True,
     top: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 20,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """One decode step per kernel: share, calls, device busy, and the ceiling of removing each."""
     import torch
@@ -46,16 +47,14 @@ def profile(
     about = gpu_timing.describe() if found.device == "cuda" else machine.describe()
     how = "CUDA graph" if found.reason is None else f"no CUDA graph: {found.reason}"
     console.print(
-        f"{folder.name}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
+        f"{folder.resolve().name}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
         f"{found.device} busy {100 * found.busy:.1f}% ({how})",
         markup=False,
         soft_wrap=True,
     )
-    console.print(_table("levers, by purpose", found.groups))
-    console.print(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
-    if json_file is not None:
-        result = {"machine": about, "profile": bench.as_json(found, folder.name)}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    show(_table("levers, by purpose", found.groups))
+    show(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
+    write_json(json_file, {"machine": about, "profile": bench.as_json(found, folder.resolve().name)})
 
 
 def _table(title: str, parts: Sequence[Part]) -> Table:

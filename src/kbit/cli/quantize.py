@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
+
+from kbit.cli.json_file import check, write_json
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -52,7 +53,9 @@ def quantize(
         int | None, typer.Option(min=1, help="Shards in work at a time; default 1, or 2 for each GPU.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the summary here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=check, help="Also write the summary here.")
+    ] = None,
 ) -> None:
     """Quantize a model, shard by shard; run it again to go on after an interruption."""
     from kbit.format import QuantizationPolicy
@@ -69,7 +72,7 @@ def quantize(
     report = run(source, target, policy, force, jobs, device)
     _print_summary(report, target)
     if json_file is not None:
-        json_file.write_text(json.dumps(_summary(report, source, policy), indent=1) + "\n")
+        write_json(json_file, _summary(report, source, policy))
 
 
 def run(
@@ -100,7 +103,7 @@ def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[s
     speed = report.weights_per_second
     return {
         "machine": machine.describe(),
-        "model": source.name,
+        "model": source.resolve().name,
         "policy": policy.to_dict(),
         **values,
         "weights_per_second": speed,

@@ -1,0 +1,54 @@
+"""The `--json` option of commands that measure: refused before they start, and whole whenever it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def check(file: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before hours are spent on what belongs there."""
+    if file is None:
+        return None
+    if file.is_dir():
+        raise typer.BadParameter(f"{file} is a folder. Name a file in it.")
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}. Create it first.")
+    if not os.access(file.parent if _can_be_replaced(file) else file, os.W_OK):
+        raise typer.BadParameter(f"{file} cannot be written. Name another place.")
+    return file
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", callback=check, help="Also write the results here.")]
+
+
+def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result, if it is wanted: readers, and whoever interrupts, find the old file or the new one.
+
+    Raises:
+        OSError: the disk is full, say; the old file is still there.
+    """
+    if file is None:
+        return
+    text = json.dumps(result, indent=1) + "\n"
+    if not _can_be_replaced(file):
+        file.write_text(text)
+        return
+    file = file.resolve()  # of a link, what it points to
+    new = file.with_name(f".{file.name}.new")
+    try:
+        new.write_text(text)
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _can_be_replaced(file: Path) -> bool:
+    """Whether another file can be renamed to it: not to /dev/stdout, nor in a folder of somebody else's."""
+    return os.access(file.resolve().parent, os.W_OK) and (file.is_file() or not file.exists())
