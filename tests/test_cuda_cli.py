@@ -48,31 +48,51 @@ def compile_command(*arguments: str):
 
 
 def rows(output: str) -> list[list[str]]:
-    """Cells of the table's rows."""
+    """Words of the lines of single kernels: registers, ..., how, architecture, name."""
+    return [line.split() for line in output.splitlines() if " fill[" in line]
+
+
+def sources(output: str) -> list[list[str]]:
+    """Cells of the table's rows: a source file and architecture each."""
     return [
-        [cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│ fill[" in line
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in output.splitlines()
+        if "│ fill.cu" in line
     ]
 
 
 def test_compile_fills_the_cache(tmp_path):
-    result = compile_command("--arch", "90a", "--arch", "sm_80", "--arch", "9.0a", "--jobs", "2")
+    result = compile_command("--arch", "90a", "--arch", "sm_80", "--arch", "9.0a", "--jobs", "2", "-v")
     assert result.exit_code == 0, result.output
     table = rows(result.output)
-    assert [row[:2] for row in table] == [
-        [f"fill[value={v}]", arch] for arch in ("90a", "80") for v in (1, 2)
+    assert [row[-2:] for row in table] == [
+        [arch, f"fill[value={v}]"] for arch in ("90a", "80") for v in (1, 2)
     ]
-    assert {row[-1] for row in table} == {"compiled"}
-    assert all(int(row[2]) > 0 and row[3] == "0" for row in table)
+    assert {row[4] for row in table} == {"compiled"}
+    assert all(int(row[0]) > 0 and row[1] == "0" for row in table)
     assert len(list((tmp_path / "cache" / "cubin").glob("*.cubin"))) == 4
     again = rows(compile_command("--arch", "90a", "--kernel", "value=2").output)
-    assert [(row[0], row[-1]) for row in again] == [("fill[value=2]", "cached")]
+    assert [row[-3:] for row in again] == [["cached", "90a", "fill[value=2]"]]
+
+
+def test_compile_sums_kernels_up_by_source(specs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    compile_command("--arch", "80", "--kernel", "value=2")
+    specs.append(KernelSpec.make("fill.cu", value=13))
+    result = compile_command("--arch", "80")
+    ((source, arch, kernels, compiled, registers, *_, refused),) = sources(result.stdout)
+    assert (source, arch, kernels, compiled, refused) == ("fill.cu", "80", "3", "1", "1")
+    assert int(registers) > 0
+    assert "1 compiled in" in result.stdout
+    assert "1 were in the cache, 1 refused" in result.stdout
+    assert not rows(result.stdout)
 
 
 def test_compile_goes_on_after_a_refused_kernel(specs):
     specs.insert(0, KernelSpec.make("fill.cu", value=13))
-    result = compile_command("--arch", "80")
+    result = compile_command("--arch", "80", "--verbose")
     assert result.exit_code == 1
-    assert [row[-1] for row in rows(result.stdout)] == ["refused", "compiled", "compiled"]
+    assert [row[-3] for row in rows(result.stdout)] == ["refused", "compiled", "compiled"]
     assert "fill.cu(3): error" in result.stderr
     assert "unlucky" in result.stderr
 
@@ -80,7 +100,10 @@ def test_compile_goes_on_after_a_refused_kernel(specs):
 def test_compile_takes_the_architectures_of_the_gpus(monkeypatch):
     monkeypatch.setattr(driver, "device_count", lambda: 3)
     monkeypatch.setattr(driver, "device_arch", lambda index: ("89", "90a", "89")[index])
-    assert [row[1] for row in rows(compile_command().output)] == ["89", "89", "90a", "90a"]
+    assert [row[:3] for row in sources(compile_command().output)] == [
+        ["fill.cu", "89", "2"],
+        ["fill.cu", "90a", "2"],
+    ]
 
 
 @pytest.mark.parametrize(

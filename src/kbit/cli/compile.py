@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,10 +12,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kbit.cli.tables import show
+
 if TYPE_CHECKING:
     from kbit.backends.cuda.compiler import KernelSpec, Outcome
 
-COLUMNS = ("kernel", "arch", "registers", "spill bytes", "shared bytes", "seconds", "")
+    # With its architecture.
+    Kernel = tuple[KernelSpec, str, Outcome]
+
+_ERRORS_SHOWN = 20
 
 
 def compile_kernels(
@@ -24,7 +31,10 @@ def compile_kernels(
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Threads; the cores by default.")
     ] = None,
-    kernel: Annotated[str, typer.Option(help="Only kernels with this in their name.")] = "",
+    kernel: Annotated[str, typer.Option(help="Only kernels with this in their name, and list each.")] = "",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every kernel, not only every source file.")
+    ] = False,
 ) -> None:
     """Compile every CUDA kernel into the cache, so that the first run need not; exit 1 if one is refused."""
     from kbit.backends.cuda.compiler import chosen_compiler, cubin_folder, folder_problem
@@ -41,12 +51,21 @@ def compile_kernels(
         )
     console = Console()
     console.print(f"{chosen_compiler().name}, {len(wanted)} kernels into {cubin_folder()}", soft_wrap=True)
+    start = time.perf_counter()
     outcomes = _compile_with_progress(wanted, jobs, console)
-    console.print(_table(wanted, outcomes))
+    kernels = [(*pair, outcome) for pair, outcome in zip(wanted, outcomes, strict=True)]
+    if verbose or kernel:
+        _print_each(kernels)
+    else:
+        show(_by_source(kernels))
     errors = [outcome for outcome in outcomes if isinstance(outcome, ValueError)]
-    for error in errors:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(str(error))}")
+    cached = sum(not isinstance(outcome, ValueError) and outcome.cached for outcome in outcomes)
+    console.print(
+        f"{len(outcomes) - cached - len(errors)} compiled in {time.perf_counter() - start:.0f} s, "
+        f"{cached} were in the cache, {len(errors)} refused"
+    )
     if errors:
+        _print_errors(errors)
         raise typer.Exit(1)
 
 
@@ -84,25 +103,58 @@ def _compile_with_progress(
         return compile_many(wanted, jobs, on_done=on_done)
 
 
-def _table(wanted: list[tuple[KernelSpec, str]], outcomes: list[Outcome]) -> Table:
+def _by_source(kernels: Sequence[Kernel]) -> Table:
+    """A row for each source and architecture; registers and shared memory are the most of any kernel."""
     table = Table()
-    for header in COLUMNS:
-        table.add_column(
-            header, justify="left" if header in ("kernel", "arch", "") else "right", overflow="fold"
-        )
-    for (spec, arch), outcome in zip(wanted, outcomes, strict=True):
-        name = escape(spec.name)
-        if isinstance(outcome, ValueError):
-            table.add_row(name, arch, "", "", "", "", "refused", style="red")
-            continue
+    for header in (
+        "source",
+        "arch",
+        "kernels",
+        "compiled",
+        "registers",
+        "shared bytes",
+        "spilling",
+        "refused",
+    ):
+        table.add_column(header, justify="left" if header in ("source", "arch") else "right")
+    for source, arch in dict.fromkeys((spec.source, arch) for spec, arch, _ in kernels):
+        found = [outcome for spec, at, outcome in kernels if (spec.source, at) == (source, arch)]
+        done = [outcome for outcome in found if not isinstance(outcome, ValueError)]
+        spilling, refused = sum(bool(one.spill_bytes) for one in done), len(found) - len(done)
         table.add_row(
-            name,
+            source,
             arch,
-            str(outcome.registers),
-            str(outcome.spill_bytes),
-            str(outcome.shared_bytes),
-            f"{outcome.seconds:.2f}",
-            "cached" if outcome.cached else "compiled",
-            style="yellow" if outcome.spill_bytes else None,
+            str(len(found)),
+            str(sum(not one.cached for one in done)),
+            str(max((one.registers for one in done), default="")),
+            str(max((one.shared_bytes for one in done), default="")),
+            str(spilling or ""),
+            str(refused or ""),
+            style="red" if refused else "yellow" if spilling else None,
         )
     return table
+
+
+def _print_each(kernels: Sequence[Kernel]) -> None:
+    """A line for each kernel, its name last: names have up to 120 characters, and figures stay in columns."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print("registers  spill bytes  shared bytes  seconds            arch  kernel", style="bold")
+    for spec, arch, outcome in kernels:
+        name = f"{arch:5} {spec.name}"
+        if isinstance(outcome, ValueError):
+            console.print(f"{'':9}  {'':11}  {'':12}  {'':7}  refused   {name}", style="red", markup=False)
+            continue
+        figures = f"{outcome.registers:9}  {outcome.spill_bytes:11}  {outcome.shared_bytes:12}"
+        how = f"{outcome.seconds:7.2f}  {'cached' if outcome.cached else 'compiled':8}"
+        style = "yellow" if outcome.spill_bytes else None
+        console.print(f"{figures}  {how}  {name}", style=style, markup=False)
+
+
+def _print_errors(errors: Sequence[ValueError]) -> None:
+    """Each message once: a compiler that does not know an architecture refuses all kernels alike."""
+    console = Console(stderr=True, soft_wrap=True)
+    messages = list(dict.fromkeys(map(str, errors)))
+    for message in messages[:_ERRORS_SHOWN]:
+        console.print(f"[bold red]error:[/bold red] {escape(message)}")
+    if len(messages) > _ERRORS_SHOWN:
+        console.print(f"and {len(messages) - _ERRORS_SHOWN} more; --kernel picks some")
