@@ -228,3 +228,25 @@ def test_codebooks_and_quantizing_do_not_depend_on_the_default_device(where):
 def test_a_codebook_that_is_no_numbers_is_refused(levels):
     with pytest.raises(TypeError, match="codebook must be a name of"):
         get_codebook(levels, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("bits", 0, "^bits must be one of"),
+        ("embedding_bits", 0, "embedding_bits must be one of"),
+        ("overrides", {"mlp": 7}, r"overrides\['mlp'\] must be one of .* got 7"),
+        ("overrides", {"(": 4}, "not a regular expression"),
+        ("overrides", {3: 4}, "3 is not a regular expression"),
+        ("overrides", ["mlp"], "overrides must map"),
+        ("modules_to_not_convert", "lm_head", "must be a list of names, got 'lm_head'"),
+        ("modules_to_not_convert", 5, "must be a list of names, got 5"),
+        ("modules_to_not_convert", [5], "must hold names only"),
+        ("absmax_format", "fp8", "unknown absmax format 'fp8'"),
+        ("codebook", {"x": [1]}, r"no levels for 4 bits, only for \['x'\]"),
+        ("codebook", {"4": None}, "codebook must be a name of"),
+    ],
+)
+def test_bad_fields_of_a_policy_are_named(field, value, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kbit.QuantizationPolicy(**{field: value})

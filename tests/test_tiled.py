@@ -319,6 +319,25 @@ def test_tiled_weights_move_and_stack():
     assert torch.equal(kbit.embedding(torch.tensor([3]), q, torch.float32), kbit.dequantize(q)[3:4])
 
 
+def test_matrices_that_differ_are_not_stacked():
+    stack, w = kbit.QuantizedTensor.stack, torch.randn(8, 64)
+    q = kbit.quantize(w)
+    others = [
+        weight(9, 64),
+        weight(8, 63),
+        kbit.quantize(w, scale="float16"),
+        q.to("meta"),
+        weight(8, 64, bits=3),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="one shape, width, scale format and device"):
+            stack([q, other])
+    with pytest.raises(ValueError, match="one codebook"):
+        stack([q, kbit.quantize(w, codebook=torch.linspace(-1, 1, 16))])
+    with pytest.raises(ValueError, match="got none"):
+        stack([])
+
+
 def test_other_block_scales_stay_canonical(tiles_pay):
     q = kbit.quantize(torch.randn(8, 64), scale="float16")
     kbit.linear(torch.randn(2, 64), q)

@@ -17,14 +17,18 @@ SUPPORTED_BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
 
 
-def check_bits(bits: int) -> int:
+def check_bits(bits: int, name: str = "bits") -> int:
     """Return `bits` if the format supports that width.
+
+    Args:
+        bits: code width.
+        name: what the caller calls it, for the message.
 
     Raises:
         ValueError: `bits` is not an integer in 2..5.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in SUPPORTED_BITS:
-        raise ValueError(f"bits must be one of {SUPPORTED_BITS}, got {bits!r}. Pick a width from 2 to 5.")
+        raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, got {bits!r}. Pick a width from 2 to 5.")
     return bits
 
 

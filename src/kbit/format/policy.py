@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,18 +57,22 @@ class QuantizationPolicy:
         Raises:
             TypeError, ValueError: see the class.
         """
+        if not isinstance(self.overrides, Mapping | None):
+            raise TypeError(f"overrides must map regular expressions to bits, got {self.overrides!r}.")
         self.overrides = dict(self.overrides or {})
         for width in self.widths():
             get_codebook(self._codebook_entry(width), width)
         for pattern in self.overrides:
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from None
         absmax_format(self.absmax_format)
-        skipped = self.modules_to_not_convert
-        if isinstance(skipped, str) or not all(isinstance(name, str) for name in skipped or ()):
+        skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
+        if isinstance(skipped, str) or not isinstance(skipped, Iterable):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
+        if not all(isinstance(name, str) for name in skipped):
+            raise TypeError(f"modules_to_not_convert must hold names only, got {skipped!r}.")
 
     def widths(self) -> list[int]:
         """Every width this policy can assign, ascending.
@@ -76,10 +80,11 @@ class QuantizationPolicy:
         Raises:
             ValueError: one of them is not in 2..5.
         """
-        named = [self.bits, *self.overrides.values()]
+        used = {check_bits(self.bits)}
         if self.embedding_bits is not None:
-            named.append(self.embedding_bits)
-        return sorted({check_bits(bits) for bits in named if bits != 0} | {check_bits(self.bits)})
+            used.add(check_bits(self.embedding_bits, "embedding_bits"))
+        used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in self.overrides.items() if bits != 0)
+        return sorted(used)
 
     def bits_for(self, module_name: str) -> int | None:
         """The width of a module, or None where it stays unquantized.
@@ -106,10 +111,10 @@ class QuantizationPolicy:
     def _codebook_entry(self, bits: int) -> str | Sequence[float]:
         if isinstance(self.codebook, Mapping):
             # JSON turns integer keys into strings.
-            by_width = {int(width): levels for width, levels in self.codebook.items()}
-            if bits not in by_width:
+            by_width = {str(width): levels for width, levels in self.codebook.items()}
+            if str(bits) not in by_width:
                 raise ValueError(f"codebook: no levels for {bits} bits, only for {sorted(by_width)}.")
-            return by_width[bits]
+            return by_width[str(bits)]
         return self.codebook
 
     def to_dict(self) -> dict[str, Any]:

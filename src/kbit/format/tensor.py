@@ -153,8 +153,24 @@ class QuantizedTensor:
 
     @classmethod
     def stack(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """One [E, N, K] weight from E quantized matrices of one shape, width and codebook."""
+        """One [E, N, K] weight from E quantized matrices.
+
+        Args:
+            matrices: at least one, [N, K] each, of one shape, width, scale format, codebook and device.
+
+        Raises:
+            ValueError: there is none, or they differ.
+        """
+        kinds = {(tuple(q.shape), q.bits, q.absmax_format, q.device) for q in matrices}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"stack: matrices must be of one shape, width, scale format and device, got "
+                f"{sorted(map(str, kinds)) or 'none'}. Quantize them alike."
+            )
         first = matrices[0]
+        codebooks = torch.stack([q.codebook for q in matrices])
+        if not codebooks.is_meta and not bool((codebooks == first.codebook).all()):
+            raise ValueError("stack: matrices must have one codebook. Quantize them with the same one.")
         packed, absmax = (
             torch.stack(parts) for parts in zip(*(q.canonical() for q in matrices), strict=True)
         )
@@ -176,7 +192,6 @@ def check_parts(
     scale: torch.Tensor,
     in_features: int,
     bits: int | None = None,
-    where: str = "",
 ) -> None:
     """Check dtypes, shapes and devices of a quantized weight's parts; reads no data, so it can be traced.
 
@@ -184,39 +199,36 @@ def check_parts(
         packed, absmax, codebook, scale: see `QuantizedTensor`.
         in_features: K.
         bits: expected width; taken from the codebook's length when None.
-        where: name of the layer, for the message.
 
     Raises:
         TypeError: a part has the wrong dtype.
         ValueError: a part has the wrong shape or device.
     """
-    tail = f" ({where})" if where else ""
     scale_dtypes = tuple(fmt.dtype for fmt in ABSMAX_FORMATS.values())
     _check_same_device(
-        tail,
         packed=(packed, (torch.int32,)),
         absmax=(absmax, scale_dtypes),
         codebook=(codebook, (torch.float32,)),
         scale=(scale, (torch.float32,)),
     )
-    width = _code_width(codebook, bits, tail)
+    width = _code_width(codebook, bits)
     if packed.dim() not in (2, 3) or absmax.dim() != packed.dim():
         raise ValueError(
             f"quantized weight: packed must be [N, blocks * bits] or [E, N, blocks * bits] and absmax alike, "
-            f"got {tuple(packed.shape)} and {tuple(absmax.shape)}{tail}."
+            f"got {tuple(packed.shape)} and {tuple(absmax.shape)}."
         )
     blocks = reference.blocks_of(in_features)
     rows = packed.shape[:-1]
     if in_features < 1 or packed.shape[-1] != blocks * width or absmax.shape[-1] != blocks:
         raise ValueError(
             f"quantized weight: {in_features} in-features at {width} bits need {blocks * width} words and "
-            f"{blocks} scales a row, got {packed.shape[-1]} and {absmax.shape[-1]}{tail}. "
+            f"{blocks} scales a row, got {packed.shape[-1]} and {absmax.shape[-1]}. "
             f"Is in_features or the codebook that of another layer?"
         )
     if rows != absmax.shape[:-1] or scale.shape != rows[:-1]:
         raise ValueError(
             f"quantized weight: packed {tuple(packed.shape)}, absmax {tuple(absmax.shape)} and scale "
-            f"{tuple(scale.shape)} do not belong to one weight{tail}."
+            f"{tuple(scale.shape)} do not belong to one weight."
         )
 
 
@@ -227,7 +239,6 @@ def check_tiles(
     out_features: int,
     in_features: int,
     bits: int | None = None,
-    where: str = "",
 ) -> None:
     """Check dtypes, shapes and devices of a weight in tiled form; reads no data, so it can be traced.
 
@@ -236,55 +247,51 @@ def check_tiles(
         out_features: N.
         in_features: K.
         bits: expected width; taken from the codebook's length when None.
-        where: name of the layer, for the message.
 
     Raises:
         TypeError: a part has the wrong dtype.
         ValueError: a part has the wrong shape or device.
     """
-    tail = f" ({where})" if where else ""
     _check_same_device(
-        tail,
         tiles=(tiled, (torch.int32,)),
         codebook=(codebook, (torch.float32,)),
         scale=(scale, (torch.float32,)),
     )
-    width = _code_width(codebook, bits, tail)
+    width = _code_width(codebook, bits)
     expected = tile_shape(out_features, in_features, width)
     if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
         raise ValueError(
             f"tiled weight: [{out_features}, {in_features}] at {width} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}{tail}. Are the sizes or the "
+            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes or the "
             f"codebook those of another layer?"
         )
     if scale.shape != tiled.shape[:-3]:
         raise ValueError(
             f"tiled weight: tiles {tuple(tiled.shape)} and scale {tuple(scale.shape)} do not belong to one "
-            f"weight{tail}."
+            f"weight."
         )
 
 
-def _check_same_device(tail: str, **parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
+def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
     """Check each part's dtype, and that all are where the first is."""
     first = next(iter(parts))
     device = parts[first][0].device
     for name, (part, dtypes) in parts.items():
         if part.dtype not in dtypes:
-            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {part.dtype}{tail}.")
+            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {part.dtype}.")
         if part.device != device:
             raise ValueError(
-                f"quantized weight: {name} is on {part.device}, {first} on {device}{tail}. "
-                f"Move them together."
+                f"quantized weight: {name} is on {part.device}, {first} on {device}. Move them together."
             )
 
 
-def _code_width(codebook: torch.Tensor, bits: int | None, tail: str) -> int:
+def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
     """Bits of a code, from the codebook's length; `bits` is what is expected."""
     levels = codebook.shape[0] if codebook.dim() == 1 else 0
     width = levels.bit_length() - 1
     if levels not in (4, 8, 16, 32) or (bits is not None and check_bits(bits) != width):
         expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
-        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}{tail}.")
+        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}.")
     return width
 
 

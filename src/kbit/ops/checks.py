@@ -98,15 +98,14 @@ def linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     in_features: int,
-    where: str = "",
 ) -> None:
     """Check the arguments of `kbit::linear`.
 
     Raises:
         TypeError, ValueError: see `check_parts` and `activation`; also a stacked weight or a wrong bias.
     """
-    check_parts(packed, absmax, codebook, scale, in_features, where=where)
-    linear_inputs(x, (*packed.shape[:-1], in_features), packed.device, bias, where=where)
+    check_parts(packed, absmax, codebook, scale, in_features)
+    linear_inputs(x, (*packed.shape[:-1], in_features), packed.device, bias)
 
 
 def linear_inputs(
@@ -165,7 +164,6 @@ def grouped_linear(
     scale: torch.Tensor,
     expert_offsets: torch.Tensor,
     in_features: int,
-    where: str = "",
 ) -> None:
     """Check the arguments of `kbit::grouped_linear`.
 
@@ -173,8 +171,8 @@ def grouped_linear(
         TypeError: offsets are not int32; x is not float.
         ValueError: shapes or devices do not belong together.
     """
-    check_parts(packed, absmax, codebook, scale, in_features, where=where)
-    grouped_inputs(x, (*packed.shape[:-1], in_features), packed.device, expert_offsets, where=where)
+    check_parts(packed, absmax, codebook, scale, in_features)
+    grouped_inputs(x, (*packed.shape[:-1], in_features), packed.device, expert_offsets)
 
 
 def grouped_inputs(
