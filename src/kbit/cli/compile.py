@@ -104,18 +104,9 @@ def _compile_with_progress(
 
 
 def _by_source(kernels: Sequence[Kernel]) -> Table:
-    """A row for each source and architecture; registers and shared memory are the most of any kernel."""
+    """A row for each source and architecture; registers are the most of any kernel."""
     table = Table()
-    for header in (
-        "source",
-        "arch",
-        "kernels",
-        "compiled",
-        "registers",
-        "shared bytes",
-        "spilling",
-        "refused",
-    ):
+    for header in ("source", "arch", "kernels", "compiled", "registers", "spilling", "refused"):
         table.add_column(header, justify="left" if header in ("source", "arch") else "right")
     for source, arch in dict.fromkeys((spec.source, arch) for spec, arch, _ in kernels):
         found = [outcome for spec, at, outcome in kernels if (spec.source, at) == (source, arch)]
@@ -127,7 +118,6 @@ def _by_source(kernels: Sequence[Kernel]) -> Table:
             str(len(found)),
             str(sum(not one.cached for one in done)),
             str(max((one.registers for one in done), default="")),
-            str(max((one.shared_bytes for one in done), default="")),
             str(spilling or ""),
             str(refused or ""),
             style="red" if refused else "yellow" if spilling else None,

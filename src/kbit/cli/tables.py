@@ -11,6 +11,8 @@ from rich.text import Text
 _UNLIMITED = 10_000
 # Characters that a column keeps whose words may be broken.
 _FOLDED = 16
+# Characters that padding and lines between columns take, at most.
+_BETWEEN = 3
 
 
 def show(table: Table) -> None:
@@ -26,7 +28,7 @@ def show(table: Table) -> None:
         table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
         for column in table.columns:
             column.min_width = _FOLDED if column.overflow == "fold" else _longest_word(column)
-        wanted = sum((column.min_width or 0) + 2 for column in table.columns) + 2
+        wanted = sum((column.min_width or 0) + _BETWEEN for column in table.columns)
     Console(width=max(console.width, wanted)).print(table)
 
 
