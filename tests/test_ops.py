@@ -348,3 +348,19 @@ def test_cuda_tensors_without_cuda_kernels_are_the_reference_s_and_it_says_so_on
     assert not module.tiles_pay("linear", torch.device("cpu"))
     monkeypatch.setenv("KBIT_BACKEND", "reference")
     assert not module.tiles_pay("linear", device)
+
+
+def test_explain_says_what_a_product_does(dense, experts, monkeypatch):
+    monkeypatch.delenv("KBIT_BACKEND", raising=False)
+    cpu = importlib.import_module("kbit.backends.cpu")
+    if cpu.available():
+        assert kbit.explain((1, 40), experts).endswith(f"instruction set {cpu.isa()}"), (
+            "no other for short rows"
+        )
+        monkeypatch.setattr(cpu, "panels_win", lambda *_: True)
+        assert kbit.explain((99, 72), dense).endswith("for decoding; torch multiplies")
+    assert kbit.explain((1, 72), dense.tile()).endswith("backend reference: taken"), "tiles are for GPUs"
+    with pytest.raises(ValueError, match="explain: activation must be None or 'silu_and_mul', got 'gelu'"):
+        kbit.explain((1, 72), dense, activation="gelu")
+    with pytest.raises(TypeError, match="explain: dtype must be float32"):
+        kbit.explain((1, 72), dense, torch.float64)

@@ -12,6 +12,7 @@ from kbit.backends.cuda import driver, grouped_preference, preference, tables
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
+from kbit.ops import checks, forms
 
 
 def explain(
@@ -32,7 +33,9 @@ def explain(
         A few lines: the backend and what keeps earlier ones away, then its kernels likewise.
 
     Raises:
-        ValueError: the shape does not fit the weight, or KBIT_BACKEND or KBIT_KERNEL force what cannot be.
+        TypeError: dtype is not float32, float16 or bfloat16.
+        ValueError: the shape or activation does not fit the weight, or KBIT_BACKEND or KBIT_KERNEL force what
+            cannot be.
 
     >>> print(kbit.explain((1, 256), q))
     1 token of 256 -> 64, 4 bits, bfloat16 on cpu
@@ -41,11 +44,17 @@ def explain(
     n, k = q.shape[-2:]
     if not x_shape or x_shape[-1] != k:
         raise ValueError(f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features.")
+    checks.float_dtype("explain", "dtype", dtype)
+    fused = checks.is_silu_and_mul("explain", activation)
+    if fused:
+        checks.gate_and_up("explain", n)
     m = math.prod(x_shape[:-1])
     stored = absmax_format(q.absmax_format).dtype
-    tiled = q.device.type == "cuda" and stored == torch.uint8
     experts = len(q.shape) == 3
-    op = ("grouped_linear" if experts else "linear") + ("_tiled" if tiled else "")
+    op = "grouped_linear" if experts else "linear"
+    # As the product will find it: a weight that is to change to tiles does so in the first call.
+    tiled = q.tiled is not None or (not q.stays_canonical and forms.tiles_pay(op, q.device, stored))
+    op += "_tiled" * tiled
     chosen = backend_for(op, q.device, stored)
     name, each = str(dtype).removeprefix("torch."), f" in each of {q.shape[0]} experts" * experts
     lines = [f"{m} token{'s' * (m != 1)} of {k} -> {n}{each}, {q.bits} bits, {name} on {q.device}"]
@@ -56,16 +65,22 @@ def explain(
         reason = backend.legal(op, q.device, stored)
         lines.append(f"backend {backend.name}: {reason or 'another one is forced'}")
     if chosen.name == "cuda":
-        lines += _cuda_lines(m, dtype, q, activation) if tiled else ["  cublas: taken, on decoded weights"]
+        lines += _cuda_lines(m, dtype, q, fused) if tiled else ["  cublas: taken, on decoded weights"]
     elif chosen.name == "cpu":
-        lines.append(f"  instruction set {cpu.isa_for(m, k, dtype)}")
+        lines.append(f"  {_cpu_kernel(m, k, dtype, experts)}")
     return "\n".join(lines)
 
 
-def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, activation: str | None) -> list[str]:
+def _cpu_kernel(m: int, k: int, dtype: torch.dtype, experts: bool) -> str:
+    isa = cpu.isa() if experts else cpu.isa_for(m, k, dtype)
+    panels = not experts and cpu.panels_win(m, dtype, isa)
+    return f"instruction set {isa}" + ", for decoding; torch multiplies" * panels
+
+
+def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, silu_and_mul: bool) -> list[str]:
     index = q.device.index or 0
     n, k = q.shape[-2:]
-    shape = (n, k, q.bits, activation == "silu_and_mul", driver.device_limits(index))
+    shape = (n, k, q.bits, silu_and_mul, driver.device_limits(index))
     if len(q.shape) == 3:
         reasons = grouped_preference.reasons(m, dtype, q.shape[0], *shape)
     else:

@@ -120,7 +120,7 @@ def linear(
     >>> kbit.linear(torch.randn(3, 256), q).shape
     torch.Size([3, 64])
     """
-    fused = _is_silu_and_mul("linear", activation)
+    fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     return _multiply("linear", x, q, bias, out, fused, needs_grad)
@@ -153,7 +153,7 @@ def grouped_linear(
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
-    fused = _is_silu_and_mul("grouped_linear", activation)
+    fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad)
@@ -223,9 +223,3 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
 
 def _parts(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return *q.canonical(), q.codebook, q.scale
-
-
-def _is_silu_and_mul(op: str, activation: str | None) -> bool:
-    if activation not in (None, "silu_and_mul"):
-        raise ValueError(f"{op}: activation must be None or 'silu_and_mul', got {activation!r}.")
-    return activation is not None

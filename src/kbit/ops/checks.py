@@ -143,6 +143,19 @@ def linear_inputs(
         )
 
 
+def is_silu_and_mul(op: str, activation: str | None) -> bool:
+    """Whether `activation` asks for silu(gate) * up.
+
+    Raises:
+        ValueError: it asks for something else.
+    """
+    if activation not in (None, "silu_and_mul"):
+        raise ValueError(
+            f"{op}: activation must be None or 'silu_and_mul', got {activation!r}. Apply others yourself."
+        )
+    return activation is not None
+
+
 def gate_and_up(op: str, out_features: int, where: str = "") -> None:
     """Check that rows can be gate above up.
 
