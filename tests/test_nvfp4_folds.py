@@ -129,6 +129,11 @@ ERRORS = {
         ValueError,
         "residual must be torch.float32",
     ),
+    "devices": (
+        lambda: rmsnorm(torch.zeros(2, 4), torch.ones(4, device="meta"), 1e-6),
+        ValueError,
+        "weight is on meta, the operand beside it on cpu",
+    ),
     "odd": (lambda: silu_mul(torch.zeros(2, 5)), ValueError, r"gate_up must be \[R, 2I\]"),
     "gate dtype": (lambda: silu_mul(torch.zeros(2, 4).int()), TypeError, "got torch.int32"),
     "factor": (

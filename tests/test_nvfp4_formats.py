@@ -181,6 +181,15 @@ def test_a_stack_and_its_experts_share_memory() -> None:
         matrices[0].expert(0)
 
 
+def test_slices_of_columns_are_copied() -> None:
+    whole = parts()
+    half = NVFP4Tensor(whole["codes"][:, :8], whole["scales"][:, :1], whole["global_scale"], (4, 16))
+    assert half.codes.is_contiguous()
+    assert half.scales is not None
+    assert half.scales.is_contiguous()
+    assert torch.equal(half.codes, whole["codes"][:, :8])
+
+
 # -- exact arithmetic ----------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,17 @@ def test_linear_w4a16_multiplies_the_decoded_weight_and_has_gradients() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_a_bias_of_another_dtype_is_added_in_that_of_the_activations(activations: str) -> None:
+    linear = nn.Linear(32, 24).requires_grad_(False)
+    layer = NVFP4Linear.from_linear(linear, NVFP4Settings(activations=activations))
+    x = torch.randn(3, 32).bfloat16()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    layer.bias = nn.Parameter(linear.bias.bfloat16(), requires_grad=False)
+    assert torch.equal(layer(x), y)
+
+
 def test_row_scales_keep_small_activations() -> None:
     linear = nn.Linear(64, 16, bias=False).requires_grad_(False)
     x = torch.randn(4, 64) * 1e-3

@@ -48,7 +48,8 @@ def rmsnorm(
         TypeError, ValueError: the arguments do not fit.
     """
     _check_norm(x, weight, residual)
-    return kernels_for(x).rmsnorm(x.contiguous(), weight, eps, _contiguous(residual))
+    kernels = kernels_for(x, weight=weight, residual=residual)
+    return kernels.rmsnorm(x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
 
 
 def rmsnorm_quantize_nvfp4(
@@ -80,9 +81,9 @@ def rmsnorm_quantize_nvfp4(
     """
     _check_norm(x, weight, residual)
     factor = _factor(global_scale, "rmsnorm_quantize_nvfp4")
-    codes, scales, norm, h = kernels_for(x).rmsnorm_quantize(
-        x.contiguous(), weight, eps, _contiguous(residual), write_norm, search, ties == "even", factor
-    )
+    kernels = kernels_for(x, weight=weight, residual=residual)
+    operands = (x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
+    codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
     return Normed(_tensor(codes, scales, factor, tuple(x.shape)), norm, h)
 
 

@@ -66,8 +66,8 @@ def linear_nvfp4(
 ) -> torch.Tensor:
     """x @ w^T + bias with a weight in NVFP4 and activations as they are (W4A16).
 
-    A weight in layout "tiled" is multiplied as it is on a GPU, for few tokens, unless x needs a gradient.
-    Others are decoded to x's dtype, which rounds once, and multiplied by torch.
+    A weight in layout "tiled" is multiplied as it is on a GPU, unless x or the bias needs a gradient. Others
+    are decoded to x's dtype, which rounds once, and multiplied by torch.
 
     Args:
         x: float16, bfloat16 or float32 [..., K].
@@ -92,10 +92,17 @@ def linear_nvfp4(
             f"linear_nvfp4: x must be [..., {w.shape[-1]}] and w [N, K] without row_scale, got "
             f"{tuple(x.shape)} and {w.shape}{tail}. Check the input projection."
         )
-    if w.layout != "tiled" or (x.requires_grad and torch.is_grad_enabled()):
+    if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != w.shape[:1]):
+        raise ValueError(
+            f"linear_nvfp4: bias must be {x.dtype} [{w.shape[0]}] for these x and w, got {bias.dtype} "
+            f"{tuple(bias.shape)}{tail}. Cast it to x's dtype."
+        )
+    kernels = kernels_for(x, w=w.codes, bias=bias)
+    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
+    if w.layout != "tiled" or (needs_grad and torch.is_grad_enabled()):
         return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
-    rows = x.detach().reshape(-1, x.shape[-1])
-    kernels = kernels_for(x)
+    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    bias = None if bias is None else bias.detach().contiguous()
     y = kernels.linear_tiled(rows, w.codes, w.shape[0], float(w.global_scale), bias)
     return y.view(*x.shape[:-1], w.shape[0])
 

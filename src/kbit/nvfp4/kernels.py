@@ -249,12 +249,22 @@ class Kernels(Protocol):
         ...
 
 
-def kernels_for(tensor: Tensor) -> Kernels:
+def kernels_for(tensor: Tensor, **others: Tensor | None) -> Kernels:
     """Who computes on a tensor's device.
 
+    Args:
+        tensor: an operand.
+        **others: operands by name that have to be on the same device; a kernel would read any address.
+
     Raises:
-        ValueError: neither CPU nor CUDA, or CUDA without a usable compiler.
+        ValueError: neither CPU nor CUDA, or CUDA without a usable compiler; operands on several devices.
     """
+    for name, other in others.items():
+        if other is not None and other.device != tensor.device:
+            raise ValueError(
+                f"nvfp4: {name} is on {other.device}, the operand beside it on {tensor.device}. Move one of "
+                f"them."
+            )
     if tensor.device.type == "cpu":
         return cast(Kernels, reference)
     if tensor.device.type != "cuda":

@@ -122,7 +122,7 @@ def quantize_for_experts(
         return ExpertInput(t, None, count, 0)
     if dedup == "scatter":
         factor = 1.0 if global_scale is None else global_scale
-        kernels = kernels_for(x)
+        kernels = kernels_for(x, routing=routing.inverse)
         parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
         t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
         return ExpertInput(t, None, tokens, count)
@@ -134,7 +134,7 @@ def quantize_for_experts(
 
 def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
     """Rows `rows` (int32 [R]) of a matrix, as a matrix [R, K] in layout nv."""
-    codes, scales = kernels_for(t.codes).gather_rows(*t.nv(), rows)
+    codes, scales = kernels_for(t.codes, rows=rows).gather_rows(*t.nv(), rows.contiguous())
     row_scale = None if t.row_scale is None else t.row_scale.index_select(0, rows)
     return NVFP4Tensor(codes, scales, t.global_scale, (len(rows), t.shape[1]), row_scale=row_scale)
 
@@ -190,7 +190,7 @@ def expert_product(
         )
     # Rounded to float32 as in gemm_nvfp4. A 0-dim CPU tensor multiplies on any device without a wait.
     scale = w.global_scale * a.tensor.global_scale
-    kernels = kernels_for(a.tensor.codes)
+    kernels = kernels_for(a.tensor.codes, rows=a.rows, routing=routing.bounds)
     operands = (*a.tensor.nv(), a.rows, routing.bounds, *w.nv(), scale, a.tensor.row_scale)
     return kernels.moe_gemm(*operands, accum, out_dtype, tile)
 
@@ -260,4 +260,5 @@ def combine_sorted(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> t
         raise TypeError(f"moe_combine: p must be float32, got {p.dtype}. Convert it with .float().")
     if p.shape != inverse.shape:
         raise ValueError(f"moe_combine: p must be {tuple(inverse.shape)}, got {tuple(p.shape)}.")
-    return kernels_for(y).combine(y.contiguous(), inverse, p.contiguous())
+    kernels = kernels_for(y, inverse=inverse, p=p)
+    return kernels.combine(y.contiguous(), inverse.contiguous(), p.contiguous())

@@ -35,15 +35,15 @@ class NVFP4Tensor:
 
     Attributes:
         codes: uint8, e2m1 codes in layout nv; scales and codes together in the interleaved layouts. Shape:
-        see
-            `layouts.codes_shape`.
+            see `layouts.codes_shape`.
         scales: uint8 [..., N, K16 / 16], ue4m3; None in the interleaved layouts, which hold their own.
         global_scale: float32 [...] of the leading dimensions, multiplied: one for a matrix, one per expert
-        for a
-            stack. That of a matrix stays on the CPU, because launches need its value and must not wait.
+            for a stack. That of a matrix stays on the CPU: launches need its value and must not wait.
         shape: (N, K) or (E, N, K).
         layout: "nv", "ggml", "mmq" or "tiled".
         row_scale: float32 [N], multiplied; None for 1. Only for a matrix.
+
+    Parts that are not contiguous, such as slices of columns, are copied: kernels get addresses alone.
 
     Raises:
         TypeError, ValueError: the parts do not belong together.
@@ -76,6 +76,10 @@ class NVFP4Tensor:
             if stacked:
                 raise ValueError("NVFP4 tensor: row_scale is for a matrix [N, K], got a stack of experts.")
             _check_part("row_scale", self.row_scale, torch.float32, self.shape[:1], self.codes.device)
+        for name in ("codes", "scales", "global_scale", "row_scale"):
+            part = getattr(self, name)
+            if part is not None and not part.is_contiguous():
+                object.__setattr__(self, name, part.contiguous())
 
     @property
     def device(self) -> torch.device:

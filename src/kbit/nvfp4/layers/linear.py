@@ -65,11 +65,15 @@ class NVFP4Linear(NVFP4Module):
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         weight = self.quantized("weight")
+        bias: torch.Tensor | None = self.bias
+        # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         if self.settings.activations == "16bit":
-            return linear_nvfp4(x, weight, self.bias, self.layer_name)
+            return linear_nvfp4(x, weight, bias, self.layer_name)
         rows = x.detach().reshape(-1, x.shape[-1])
         settings = self.settings
         a = quantize_nvfp4(rows, settings.search, settings.ties, settings.row_scale, where=self.layer_name)
         y = gemm_nvfp4(a, weight, settings.accum, x.dtype, where=self.layer_name)
         y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias

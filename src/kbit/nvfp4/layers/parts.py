@@ -23,16 +23,15 @@ class NVFP4Settings:
     """How NVFP4 layers compute.
 
     Attributes:
-        activations: "nvfp4" (W4A4), or "16bit" (W4A16: weights are decoded and multiplied by torch).
+        activations: "nvfp4" (W4A4), or "16bit" (W4A16; see `linear_nvfp4`).
         accum: accumulation contract of W4A4 products, "exact", "seq16" or "tc".
         search: try neighbouring block scales, of weights and activations.
         ties: "zero" or "even".
-        row_scale: give each row of activations a float32 factor. Without it activations below 0.1 lose
-        accuracy,
-            because block scales below 2^-6 are subnormal.
+        row_scale: give each row of activations a float32 factor. Without it, activations below 0.1 lose
+            accuracy, because block scales below 2^-6 are subnormal.
         dedup: how activations are quantized for experts; changes no bit.
-        fold: quantize the activation product in the kernel that computes it; changes no bit, needs row_scale
-        off.
+        fold: quantize the activation product in the kernel that computes it; changes no bit, needs
+            row_scale off.
 
     Raises:
         ValueError: a field is out of range; the message names it.

@@ -3,8 +3,8 @@
 Both store layout nv: e2m1 codes uint8 [N, K / 2] and block scales float8_e4m3fn [N, K / 16].
  * ModelOpt: `weight`, `weight_scale`, and `weight_scale_2` float32, the factor amax / 2688.
  * compressed-tensors: `weight_packed`, `weight_scale`, and `weight_global_scale` float32, its reciprocal. We
- keep
-   the correctly rounded reciprocal, so decoded values may differ from its own by one unit in the last place.
+   keep the correctly rounded reciprocal, so decoded values may differ from its own by one unit in the last
+   place.
 """
 
 from __future__ import annotations
