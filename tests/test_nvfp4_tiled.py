@@ -118,10 +118,19 @@ def test_weight_only_products_have_gradients_and_checks() -> None:
     linear_nvfp4(x, w).sum().backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, dequantize_nvfp4(w).sum(0).expand(3, -1), rtol=1e-4, atol=1e-2)
+    bias = torch.zeros(20, requires_grad=True)
+    linear_nvfp4(x.detach(), w, bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((20,), 3.0))
     with pytest.raises(ValueError, match=r"x must be \[..., 48\].*\(up\)"):
         linear_nvfp4(torch.zeros(2, 32), w, where="up")
     with pytest.raises(TypeError, match="x must be float16, bfloat16 or float32, got torch.int64"):
         linear_nvfp4(torch.zeros(2, 48, dtype=torch.int64), w)
+    for wrong in (bias.bfloat16(), bias[:19]):
+        with pytest.raises(ValueError, match=r"bias must be torch.float32 \[20\].*\(up\)"):
+            linear_nvfp4(x, w, wrong, "up")
+    with pytest.raises(ValueError, match="bias is on meta, the operand beside it on cpu"):
+        linear_nvfp4(x, w, bias.to("meta"))
 
 
 def layers(settings: NVFP4Settings, bias: bool = False) -> tuple[NVFP4Linear, NVFP4Linear]:
@@ -273,6 +282,23 @@ def test_weight_only_products(m: int, dtype: torch.dtype) -> None:
     # The decoded weight may be rounded to the dtype, and so is the result.
     step = 2.0**-11 if dtype == torch.float16 else 2.0**-8
     assert bool(((y - want).abs() <= step * (x.double().abs() @ dense.abs().t() + want.abs())).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [3, 20])
+def test_strided_activations_and_weights_made_by_the_call_in_front(m: int) -> None:
+    """Rows of any stride; tiles and bias that the kernels just before write."""
+    x, bias = torch.randn(m, 528, device="cuda").half(), torch.randn(130, device="cuda")
+    for seed in range(20):
+        w = random_tensor((130, 528), seed).to("cuda")
+        torch.cuda.synchronize()
+        y = linear_nvfp4(x, repack_nvfp4(w, "tiled"), bias.half())
+        torch.cuda.synchronize()
+        assert torch.equal(y, linear_nvfp4(x, repack_nvfp4(w, "tiled"), bias.half()))
+    tiled = repack_nvfp4(w, "tiled")
+    expected = linear_nvfp4(x, tiled)
+    for strided in (x.t().contiguous().t(), torch.cat([x, x[:, :1]], dim=1)[:, :528]):
+        assert torch.equal(linear_nvfp4(strided, tiled), expected)
 
 
 @pytest.mark.gpu

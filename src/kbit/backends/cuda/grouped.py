@@ -218,10 +218,11 @@ def linear(
     limits = driver.device_limits(index)
     chosen = plan(rows, experts, out_features, in_features, bits, limits)
     assert chosen is not None
-    x_rows, x = x.shape[0], operands.aligned(x)
+    x = operands.aligned(x)
+    x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
     kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
     pointers = (tiled, codebook, scale, x, out, offsets)
-    sizes = (out_features, in_features, rows, x.stride(0), x_rows, experts, int(silu_and_mul))
+    sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))
     places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.jobs_at, chosen.parts_at)
     launcher.launch_on(
         index,

@@ -34,7 +34,7 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x [M, K] with rows that start at multiples of 16 bytes, zeros behind K up to the next one."""
+    """Contiguous x [M, K], its rows at multiples of 16 bytes, with zeros behind K up to the next one."""
     if x.shape[1] % 8:
         return F.pad(x, (0, -x.shape[1] % 8))
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import layout
+from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import aligned, block_grid, joined, launch, staying_grid, tile_grid
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
@@ -234,9 +234,10 @@ def dequantize_tiled(
     spec = dequantize_spec(bits, out.dtype, tiled=True)
     used = -(-(row_begin + rows) // layout.TILE_ROWS) - row_begin // layout.TILE_ROWS
     wide = int(k * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0)
-    pointers = tuple(t.data_ptr() for t in (aligned(tiled), codebook, scale, out))
+    tiled = aligned(tiled)  # by name: a clone must live until the launch
+    pointers = tuple(t.data_ptr() for t in (tiled, codebook, scale, out))
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
-    table = 1 << 16 if bits <= 4 and out.element_size() == 2 else 128 << bits  # kTableBytes
+    table = operands.table_bytes(bits, pairs=False) if out.element_size() == 2 else 128 << bits
     smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
     grid = staying_grid(out.device, matrices * used * column_tiles, _DECODE_WARPS, _DECODE_PER_SM)
     launch(spec, "QQQQQQQQQi", out.device, grid, _DECODE_WARPS, (*pointers, *sizes), smem=smem)
@@ -248,10 +249,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
-    # Kernels launched as dependents read weights before the kernel in front of them is done. This one is no
-    # dependent: it waits for the permutation, and then stands in front.
-    tiled.new_zeros(1, dtype=torch.uint8)
-    return tiled
+    return layout.settled(tiled)
 
 
 def from_tiled(

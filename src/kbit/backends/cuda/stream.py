@@ -219,8 +219,7 @@ def linear(
             out.data_ptr(),
             out_features,
             in_features,
-            x.shape[0],
-            x.stride(0),
+            *x.shape,  # contiguous; the stride of a single row may be anything
             int(silu_and_mul),
             chosen.ring_at,
             chosen.parts_at,

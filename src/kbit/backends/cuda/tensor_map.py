@@ -11,13 +11,14 @@ import torch
 from kbit.backends.cuda import driver
 
 _BYTES = 128
+_BOX_COLUMNS = 64  # of 16 bits: the 128 bytes that are swizzled
 
 
 def activation_map(x: torch.Tensor, box_rows: int) -> bytes:
     """The map of boxes [box_rows, 64] of a 16-bit matrix, in the 128-byte swizzle.
 
     Args:
-        x: [M, K], float16 or bfloat16, K-contiguous, rows at multiples of 16 bytes.
+        x: [M, K], float16 or bfloat16, contiguous, rows at multiples of 16 bytes.
         box_rows: at most 256.
 
     Returns:
@@ -27,7 +28,9 @@ def activation_map(x: torch.Tensor, box_rows: int) -> bytes:
         DriverError: the driver refused.
     """
     kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
-    return _encode(x.data_ptr(), x.shape[0], x.shape[1], 2 * x.stride(0), kind, box_rows, 64, "128B")
+    (rows, columns), device = x.shape, x.device.index
+    # Not x.stride(0): that of a single row may be anything.
+    return _encode(device, x.data_ptr(), rows, columns, 2 * columns, kind, box_rows, _BOX_COLUMNS, "128B")
 
 
 def weight_map(tiled: torch.Tensor, box_rows: int) -> bytes:
@@ -44,12 +47,13 @@ def weight_map(tiled: torch.Tensor, box_rows: int) -> bytes:
         DriverError: the driver refused.
     """
     rows, columns, words = tiled.shape
-    stride = 4 * columns * words
-    return _encode(tiled.data_ptr(), rows, columns * words, stride, "UINT32", box_rows, words, "NONE")
+    sizes = (rows, columns * words, 4 * columns * words)
+    return _encode(tiled.device.index, tiled.data_ptr(), *sizes, "UINT32", box_rows, words, "NONE")
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode(
+    device_index: int,
     address: int,
     rows: int,
     columns: int,
@@ -61,8 +65,8 @@ def _encode(
 ) -> bytes:
     """Cached: a model's activations come back to the same addresses, and encoding takes microseconds."""
     cuda = driver.api()
-    encoded: Any = driver.check(
-        cuda.cuTensorMapEncodeTiled(
+    with driver.current(device_index):  # a thread that torch gave memory from its cache may have none yet
+        result = cuda.cuTensorMapEncodeTiled(
             getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
             2,
             address,
@@ -74,7 +78,6 @@ def _encode(
             getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-        "cuTensorMapEncodeTiled",
-    )
+        )
+    encoded: Any = driver.check(result, "cuTensorMapEncodeTiled")
     return ctypes.string_at(encoded.getPtr(), _BYTES)

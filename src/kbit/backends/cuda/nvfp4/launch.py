@@ -26,9 +26,14 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 def run_items(
-    spec: KernelSpec, format: str, device: torch.device, items: int, args: tuple[int | float, ...]
+    spec: KernelSpec,
+    format: str,
+    device: torch.device,
+    items: int,
+    args: tuple[int | float, ...],
+    per_block: int = THREADS,
 ) -> None:
-    """Launch a kernel whose threads deal `items` among them.
+    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time.
 
     Raises:
         ValueError: there are 2^31 items or more.
@@ -41,4 +46,4 @@ def run_items(
         return
     most = driver.device_limits(device.index).multiprocessors * _PER_SM
     kernel = launcher.load(spec, device.index, format)
-    launcher.launch_on(device.index, kernel, (min(-(-items // THREADS), most), 1, 1), THREADS, args)
+    launcher.launch_on(device.index, kernel, (min(-(-items // per_block), most), 1, 1), THREADS, args)

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, THREADS, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, groups_of, run_items
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
@@ -48,12 +48,15 @@ def specs() -> list[KernelSpec]:
 
 
 def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """See `kbit.nvfp4.kernels.Kernels.row_scale`."""
+    """See `kbit.nvfp4.kernels.Kernels.row_scale`.
+
+    Raises:
+        ValueError: x has 2^31 rows or more.
+    """
     rows, columns = x.shape
     scale = x.new_empty(rows, dtype=torch.float32)
     args = (x.data_ptr(), scale.data_ptr(), rows, columns, global_scale, int(_is_wide(x)))
-    # An item a thread: a block is a row.
-    run_items(row_scale_spec(x.dtype), "QQiifi", x.device, rows * THREADS, args)
+    run_items(row_scale_spec(x.dtype), "QQiifi", x.device, rows, args, per_block=1)
     return scale
 
 

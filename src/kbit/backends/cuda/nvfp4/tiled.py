@@ -115,10 +115,12 @@ def constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """
     key = (values, device.index)
     known = _kept.get(key)
-    if known is None:
+    if known is not None:
+        return known
+    with torch.cuda.device(device):  # whose current stream may be recorded
         # Filled, not copied from the host, so that a CUDA graph can record it.
         parts = [torch.full((1,), value, dtype=torch.float32, device=device) for value in values]
-        known = torch.cat(parts) if len(parts) > 1 else parts[0]
+        known = layout.settled(torch.cat(parts) if len(parts) > 1 else parts[0])
         if len(_kept) < _MOST_KEPT and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).synchronize()  # any stream may read it next
             _kept[key] = known
