@@ -23,6 +23,11 @@ N, K = 608, 1088  # five blocks of rows, the last of them in part; 17 tiles of c
 def run(x, q, plan, bias=None, gated=False):
     """A launch of wgmma into a poisoned result."""
     out = torch.full((x.shape[0], N // 2 if gated else N), torch.nan, device="cuda", dtype=x.dtype)
+    return run_into(out, x, q, plan, bias, gated)
+
+
+def run_into(out, x, q, plan, bias=None, gated=False):
+    """A launch of wgmma, with no other kernel before it."""
     weight = (q.tile().tiled, q.codebook, q.scale, bias)
     wgmma.linear(x, *weight, N, K, gated, out, plan)
     return out
@@ -81,6 +86,21 @@ def test_every_number_of_tokens(kernel, monkeypatch):
         out = torch.full((m, N), torch.nan, device="cuda", dtype=x.dtype)
         kbit.linear(x[:m], q, bias, out=out)
         assert bool(((out.double() - exact[:m]).abs() <= bound[:m]).all()), m
+
+
+def test_a_bias_is_what_the_kernel_in_front_writes():
+    """Which may still run when this one starts: it lets its dependents start at once."""
+    x, q, _ = operands(24, 4, torch.bfloat16)
+    q, source = q.tile(), kbit.quantize(torch.randn(N, 16384, device="cuda"), 4, search=False).tile()
+    made = torch.empty(1, N, device="cuda", dtype=x.dtype)
+    for seed in range(20):
+        one = torch.randn(1, 16384, device="cuda").to(x.dtype)
+        wanted = run(x, q, wgmma.Plan(32, 10, 2), kbit.linear(one, source)[0].clone())
+        made.fill_(torch.nan)
+        torch.cuda.synchronize()
+        kbit.linear(one, source, out=made)
+        y = run_into(torch.empty_like(wanted), x, q, wgmma.Plan(32, 10, 2), made[0])
+        assert torch.equal(y, wanted), seed
 
 
 @pytest.mark.parametrize("tokens", wgmma_config.TOKENS)
