@@ -184,6 +184,33 @@ def test_gradient_ops_called_directly_check_the_same(dense, experts, form):
         grouped(grad[:, 1:], *stack, offsets, *sizes)
 
 
+@pytest.mark.parametrize("form", ["canonical", "tiled"])
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_gradients_can_be_differentiated_again(dense, experts, op, form):
+    q = dense if op == "linear" else experts
+    w = kbit.dequantize(q)
+    if form == "tiled":
+        q.tile()
+    offsets = torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32)
+    owner = [0, 0, 2, 2, 3]
+
+    def product(x, quantized):
+        if op == "linear":
+            return kbit.linear(x, q) if quantized else x @ w.T
+        if quantized:
+            return kbit.grouped_linear(x, q, offsets)
+        return torch.stack([x[row] @ w[expert].T for row, expert in enumerate(owner)])
+
+    start, results = torch.randn(5, w.shape[-1]) * 0.1, []
+    for quantized in (True, False):
+        x = start.clone().requires_grad_()
+        (first,) = torch.autograd.grad(product(x, quantized).tanh().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        (third,) = torch.autograd.grad(second.square().sum(), x)
+        results.append((first.detach(), second.detach(), third))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-2)
+
+
 def test_a_parameter_can_be_quantized_and_leaves_no_gradients_behind():
     q = kbit.quantize(torch.nn.Parameter(torch.randn(8, 64)), codebook=kbit.normal_float(4).requires_grad_())
     assert not any(part.requires_grad for part in weight_parts(q))
