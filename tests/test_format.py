@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pytest
@@ -197,12 +196,6 @@ def test_moving_to_the_same_device_is_free():
     assert q.to("cpu") is q
     assert "bits_per_weight=4.25" in repr(q)
     assert q.to("meta").packed.is_meta
-
-
-def test_no_warning_at_import_of_the_format():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kbit.normal_float(4)
 
 
 @pytest.mark.parametrize("where", ["meta", "cpu"])

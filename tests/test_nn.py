@@ -15,11 +15,6 @@ from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule, qua
 PARTS = ("weight_packed", "weight_absmax", "weight_scale", "codebook")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def tiny_weights(linear):
     """Give some blocks magnitudes below E4M4's range, so that the matrix gets a factor."""
     with torch.no_grad():

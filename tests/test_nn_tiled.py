@@ -20,11 +20,6 @@ from test_nn import Experts, Toy, decoded, routed, tiny_weights
 from tiny_models import ARCHITECTURES, build
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def tiles_pay():
     """As if the CPU had kernels that multiply tiles."""

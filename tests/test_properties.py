@@ -62,9 +62,8 @@ def test_pack_and_unpack_are_inverse(data, width):
 
 
 @given(w=weights(), width=bits, search=st.booleans(), scale=st.sampled_from(sorted(ABSMAX_FORMATS)))
-def test_quantizing_decoded_weights_again_changes_no_code_without_search(w, width, search, scale):
-    q = kbit.quantize(w, width, scale=scale, search=search)
-    decoded = kbit.dequantize(q)
+def test_decoded_weights_are_finite_and_no_larger_than_the_search_allows(w, width, search, scale):
+    decoded = kbit.dequantize(kbit.quantize(w, width, scale=scale, search=search))
     assert torch.isfinite(decoded).all()
     assert (decoded.abs() <= w.float().abs().amax() * 2.1).all()
 

@@ -19,11 +19,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (17, 33), (16, 64), (50, 100), (3, 40, 72)]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def tiles_pay():
     """As if the CPU had kernels that multiply tiles."""
@@ -263,7 +258,7 @@ def test_ops_called_directly_check_tiles():
         ops.linear_tiled(x, q.tiled[None], q.codebook, q.scale[None], None, 48, 72)
     with pytest.raises(TypeError, match="absmax uint8"):
         ops.tile(packed, absmax.half(), 72, 4)
-    with pytest.raises(ValueError, match="73 in-features|72 in-features|97 in-features"):
+    with pytest.raises(ValueError, match="97 in-features at 4 bits"):
         ops.tile(packed, absmax, 97, 4)
     with pytest.raises(ValueError, match="of another layer"):
         ops.untile(q.tiled, 4, 80, 72)
