@@ -164,6 +164,18 @@ def test_gradients_of_nothing_are_zero(n, m, form):
 
 
 @pytest.mark.parametrize("form", ["canonical", "tiled"])
+def test_rows_without_experts_are_zero(form):
+    q = kbit.quantize(torch.randn(0, 8, 64))
+    if form == "tiled":
+        q.tile()
+    x = torch.randn(3, 64, requires_grad=True)
+    y = kbit.grouped_linear(x, q, torch.tensor([2], dtype=torch.int32))
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(3, 8))
+    assert torch.equal(x.grad, torch.zeros(3, 64))
+
+
+@pytest.mark.parametrize("form", ["canonical", "tiled"])
 def test_gradient_ops_called_directly_check_the_same(dense, experts, form):
     grad, offsets = torch.randn(9, 24), torch.tensor([0, 2, 2, 7, 9], dtype=torch.int32)
     if form == "tiled":

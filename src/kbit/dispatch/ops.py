@@ -116,6 +116,8 @@ def check_offsets(expert_offsets, rows):
 
 def _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out):
     check_offsets(expert_offsets, x.shape[0])
+    if not packed.numel():  # no experts, so every row is nobody's
+        return out.zero_()
     if out.numel():
         run = backend_for("grouped_linear", x.device, absmax.dtype).module.grouped_linear
         weight = contiguous(packed, absmax, codebook, scale)
@@ -160,7 +162,7 @@ def _linear_grad_input(grad, packed, absmax, codebook, scale, in_features):
 def _grouped_linear_grad_input(grad, packed, absmax, codebook, scale, expert_offsets, in_features):
     grad_checks.canonical(grad, packed, absmax, codebook, scale, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
-    if not grad.numel():
+    if not grad.numel() or not packed.numel():
         return grad.new_zeros((grad.shape[0], in_features))
     packed, absmax, codebook, scale = contiguous(packed, absmax, codebook, scale)
 

@@ -116,6 +116,8 @@ def _run_grouped(
     x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source, out
 ):
     check_offsets(expert_offsets, out.shape[0])
+    if not tiled.numel():  # no experts, so every row is nobody's
+        return out.zero_()
     if out.numel():
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
         weight = contiguous(tiled, codebook, scale)
@@ -146,7 +148,7 @@ def _linear_grad_input(grad, tiled, codebook, scale, out_features, in_features):
 def _grouped_linear_grad_input(grad, tiled, codebook, scale, expert_offsets, out_features, in_features):
     grad_checks.tiled(grad, tiled, codebook, scale, out_features, in_features, expert_offsets)
     check_offsets(expert_offsets, grad.shape[0])
-    if not grad.numel():
+    if not grad.numel() or not tiled.numel():
         return grad.new_zeros((grad.shape[0], in_features))
     tiled, codebook, scale = contiguous(tiled, codebook, scale)
     backend = backend_for("dequantize_tiled", grad.device, torch.uint8)

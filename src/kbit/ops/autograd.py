@@ -24,9 +24,12 @@ class _Differentiable(torch.autograd.Function):
     """compute(grad), whose gradient is derive(...)."""
 
     @staticmethod
-    def forward(ctx, grad, compute, derive):
-        ctx.derive = derive
+    def forward(grad, compute, derive):
         return compute(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.derive = inputs[2]
 
     @staticmethod
     def backward(ctx, grad):
