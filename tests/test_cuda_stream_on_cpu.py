@@ -39,6 +39,7 @@ inline void barrier_init(u32, int) {}
 inline void barriers_visible() {}
 inline void barrier_wait(u32, u32) {}
 inline void copy(u32, const u8*, u32, u32, int) {}
+inline u32 after_loads(u32, u32) { return 0; }
 """
 
 RUN = """

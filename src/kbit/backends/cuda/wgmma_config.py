@@ -21,7 +21,7 @@ _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 # Of y: two buffers of each warpgroup with 128 bytes a token.
 _STAGING_TOKENS, _STAGING_BYTES = 32, 512
 _BARRIER_BYTES = 16
-_SCRATCH_BYTES, _LIST_BYTES = 256, 16 * (operands.MOST_EXPERTS + 1)
+_SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
 def columns(tokens: int) -> int:
@@ -55,7 +55,7 @@ def stages(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
 
 
 def shared_bytes(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
-    """Shared memory of a block; as the constants of wgmma.cu add up."""
+    """Shared memory of a block, which the constants of wgmma.cuh are checked against."""
     ring = stages(bits, tokens, grouped, nvfp4) * _stage_bytes(bits, tokens, nvfp4)
     return _fixed_bytes(bits, tokens, grouped) + ring
 
@@ -73,6 +73,7 @@ def spec(
         stages=stages(bits, tokens, grouped, nvfp4),
         sums=_SUMS_BYTES.get(tokens, 0),
         experts=operands.MOST_EXPERTS if grouped else 0,
+        shared_bytes=shared_bytes(bits, tokens, grouped, nvfp4),
         table_bytes=operands.table_bytes(bits, pairs=False),
         **layout.nvfp4_config(nvfp4),
     )

@@ -112,10 +112,9 @@ struct Ring {
         barrier_wait(barriers + 8 * (taken % kStages), taken / kStages & 1);
         return base + taken % kStages * kStageBytes;
     }
-    // As in stream.cuh: all lanes have read the stage, and `last & zero` says so to the copy engine.
+    // The next tiles into the stage that all lanes have read; see after_loads.
     DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        __syncwarp();
-        fetch(p, taken % kStages, last & zero);
+        fetch(p, taken % kStages, after_loads(last, zero));
         ++taken;
     }
 };

@@ -19,14 +19,6 @@ using D = Dense<Config::dtype>;
 constexpr int kWidth = Config::vector ? D::kPerPiece : 1;
 constexpr int kBatch = 10;  // Qwen3-Next's choices; one more round of memory latency beyond
 
-DEVICE float weight_at(const void* weights, u64 at, int dtype) {
-    if (dtype == 0) {
-        return static_cast<const float*>(weights)[at];
-    }
-    const u16 bits = static_cast<const u16*>(weights)[at];
-    return dtype == 1 ? Half<false>::widen(bits) : Half<true>::widen(bits);
-}
-
 // 16 bytes, or one element in the low bits of the first word.
 DEVICE void load_piece(u32 (&words)[4], const u8* from) {
     if constexpr (Config::vector) {
@@ -67,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128)
         for (int i = 0; i < kBatch; ++i) {
             const bool there = first + i < choices;
             const int row = there ? int(inverse[token + first + i]) : -1;
-            weight[i] = there ? weight_at(weights, token + first + i, weights_dtype) : 0.0f;
+            weight[i] = there ? load_widened(weights, token + first + i, weights_dtype) : 0.0f;
             mine[i] = row >= 0 && row < owned;
             if (mine[i]) {
                 load_piece(piece[i], y + (u64(row) * columns + column) * D::kBytes);

@@ -166,12 +166,3 @@ DEVICE void store_coded(u8* codes, u8* scales, i64 at, const Coded& coded) {
     *reinterpret_cast<uint2*>(codes + at * 8) = make_uint2(coded.low, coded.high);
     scales[at] = u8(coded.scale);
 }
-
-// One element of a dtype (0 float32, 1 float16, 2 bfloat16), rounded to nearest even.
-DEVICE void store_rounded(void* out, i64 at, float value, int dtype) {
-    if (dtype == 0) {
-        static_cast<float*>(out)[at] = value;
-    } else {
-        static_cast<u16*>(out)[at] = dtype == 1 ? Half<false>::narrow(value) : Half<true>::narrow(value);
-    }
-}

@@ -2,14 +2,13 @@
 //
 //   partial    int64 [m, n], units of 2^-20
 //   row_scale  float32 [m] or null; y [m, n] of dtype `out_dtype` (0 float32, 1 float16, 2 bfloat16)
-#include "nvfp4.cuh"
+#include "nvfp4_decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
     nvfp4_finish(const i64* __restrict__ partial, const float* __restrict__ row_scale, void* y, i64 total,
                  int n, float w_scale, int out_dtype) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
-        const float unit = __uint_as_float(u32(127 - 20) << 23);
-        float value = __fmul_rn(__fmul_rn(__ll2float_rn(partial[i]), unit), w_scale);
+        float value = __fmul_rn(__fmul_rn(__ll2float_rn(partial[i]), kExactUnit), w_scale);
         if (row_scale != nullptr) {
             value = __fmul_rn(value, row_scale[i / n]);
         }

@@ -66,10 +66,6 @@ DEVICE bool find_tile(Problem& p, const int* bounds, int experts, int m, int slo
     return false;
 }
 
-DEVICE u32 load_shared_u16(u32 address) {
-    return load_shared_element<2>(address);
-}
-
 // ---- sums of a lane: [tile][i] is row g, g, g + 8, g + 8 and token 2t, 2t + 1 alternately
 
 template <bool EXACT>
@@ -85,7 +81,8 @@ typedef Sum<kExact>::Type Sums[kTiles][4];
 // sums += 16 rows at `stage` (this lane's codes of row g) times sub-block J of 4 of all tokens.
 template <int J, class SUMS>
 DEVICE void multiply(SUMS& sums, u32 stage, u32 operands, u32 factors, u32 upper, u32 lower) {
-    const u32 a = load_shared_u16(stage + J * 8), b = load_shared_u16(stage + 8 * kRowBytes + J * 8);
+    const u32 a = load_shared_element<2>(stage + J * 8);
+    const u32 b = load_shared_element<2>(stage + 8 * kRowBytes + J * 8);
     const u32 scales = two_scales<J>(upper, lower) & 0x3f803f80u;
     const u32 from = operands + J * (kTiles * 32 * kLaneBytes);
     if constexpr (kExact) {
@@ -146,14 +143,6 @@ DEVICE float rounded(i64 sum) {
 }
 DEVICE float rounded(float sum) {
     return __fmul_rn(sum, kHalfUnit);
-}
-
-DEVICE void store(void* y, i64 at, float value, int dtype) {
-    if (dtype == 0) {
-        static_cast<float*>(y)[at] = value;
-    } else {
-        static_cast<u16*>(y)[at] = dtype == 1 ? Half<false>::narrow(value) : Half<true>::narrow(value);
-    }
 }
 
 // The other teams' sums, through the memory that their weights came to.
@@ -273,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kTeams * 256, 1)
             if (row_scale != nullptr && !none) {
                 value = __fmul_rn(value, row_scale[rows != nullptr ? rows[r] : r]);
             }
-            store(y, at, none ? 0.0f : value, out_dtype);
+            store_rounded(y, at, none ? 0.0f : value, out_dtype);
         }
     }
 }

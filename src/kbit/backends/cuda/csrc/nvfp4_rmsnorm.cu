@@ -69,14 +69,6 @@ DEVICE void store_vector(u8* to, const float (&v)[kVector], int count, bool wide
     }
 }
 
-DEVICE float weight_at(const void* weight, int column, int dtype) {
-    if (dtype == 0) {
-        return static_cast<const float*>(weight)[column];
-    }
-    const u16 bits = static_cast<const u16*>(weight)[column];
-    return dtype == 1 ? Half<false>::widen(bits) : Half<true>::widen(bits);
-}
-
 // The sum over the block of every thread's partial sum.
 DEVICE float add_block(float partial) {
     __shared__ float warps[kThreads / 32];
@@ -130,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
         load_vector(v, memory + first * D::kBytes, kVector, true);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            const float own = first + i < columns ? weight_at(weight, first + i, weight_dtype) : 0.0f;
+            const float own = first + i < columns ? load_widened(weight, first + i, weight_dtype) : 0.0f;
             const float normed = D::round(__fmul_rn(D::round(__fmul_rn(v[i], factor)), own));
             v[i] = first + i < columns ? normed : 0.0f;
         }

@@ -1,10 +1,10 @@
 // round(round(g / (1 + exp(-g))) * u), the product of a layer's gates and ups; with Config::quantize as
 // NVFP4.
 //
-//   gate_up  Config::dtype [rows, 2 * columns], 16-byte aligned where `wide`: columns is a multiple of 16
-//   then out      Config::dtype [rows, columns], without Config::quantize codes    uint8 [rows, 8 * groups],
-//   8-byte aligned, and scales uint8 [rows, groups], with it groups   ceil(columns / 16); rows * groups <
-//   2^31
+//   gate_up  Config::dtype [rows, 2 * columns]; with `wide` 16-byte aligned, columns a multiple of 16
+//   out      Config::dtype [rows, columns], 16-byte aligned; without Config::quantize
+//   codes    uint8 [rows, 8 * groups], 8-byte aligned, and scales uint8 [rows, groups]; with it
+//   groups   ceil(columns / 16); rows * groups < 2^31
 //
 // exp is the polynomial of kbit/nvfp4/exact.py. The fold saves writing and reading the product, 4 bytes an
 // element of 16 bits; the arithmetic is the same.

@@ -64,6 +64,23 @@ struct Dense {
     }
 };
 
+// One element of a dtype that is known at run time, by the numbers of Dense.
+template <class INDEX>
+DEVICE float load_widened(const void* from, INDEX at, int dtype) {
+    if (dtype == 0) {
+        return static_cast<const float*>(from)[at];
+    }
+    const u16 bits = static_cast<const u16*>(from)[at];
+    return dtype == 1 ? Half<false>::widen(bits) : Half<true>::widen(bits);
+}
+DEVICE void store_rounded(void* to, i64 at, float value, int dtype) {
+    if (dtype == 0) {
+        static_cast<float*>(to)[at] = value;
+    } else {
+        static_cast<u16*>(to)[at] = dtype == 1 ? Half<false>::narrow(value) : Half<true>::narrow(value);
+    }
+}
+
 // ---- E4M4
 
 // 2^116: a byte shifted to a float32's fraction and low exponent bits is the value times 2^-116.

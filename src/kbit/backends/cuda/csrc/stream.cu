@@ -3,8 +3,8 @@
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
 // Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into the A operand
-// of an MMA; tokens are the columns of B. wgmma.cu takes over above 16 tokens, or several launches of this
-// one.
+// of an MMA; tokens are the columns of B. Above 8 tokens wgmma.cu takes over on Hopper; elsewhere several
+// launches of this one take up to 64, then dequantize_tiled.cu + cuBLAS.
 //
 //   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
@@ -27,8 +27,8 @@
 // Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
 // and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
 //
-// Shared memory: table, barriers (1 KB), ring (workers * stages * 4 tiles), parts (2 or 4 * workers * 128
-// bytes a sum; in the table's holes where they fit), totals.
+// Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
+// * 128 bytes a sum; in the table's holes where they fit), totals.
 #include "stream_nvfp4.cuh"
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
@@ -283,8 +283,8 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
     p.rows = share + (blockIdx.x < rest);
 
     const u32 base = shared_address(memory), parts_full = base + D::kTableBytes;
-    Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes, parts_full + 128 + warp * kStages * 8,
-              warp, lane};
+    Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes,
+              parts_full + kRingBarriersAt + warp * kStages * 8, warp, lane};
     if (warp < workers) {
         ring.start(p);
     } else if (lane < kBuffers) {

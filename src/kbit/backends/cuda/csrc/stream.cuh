@@ -22,6 +22,10 @@ constexpr int kBuffers = Config::buffers;  // of parts
 constexpr bool kInHoles = Config::in_holes;
 static_assert(!kInHoles || (D::kHoles && kBuffers * Config::workers * kSums <= D::kRows));
 static_assert(D::kTableBytes == Config::table_bytes);
+// Barriers of parts (full, empty) and then of the workers' rings; the ring's place is stream.py's.
+constexpr int kRingBarriersAt = 128, kBarrierBytes = 1024;
+static_assert(2 * kBuffers * 8 <= kRingBarriersAt);
+static_assert(kRingBarriersAt + Config::workers * kStages * 8 <= kBarrierBytes);
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 
 // What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass
@@ -99,12 +103,9 @@ struct Ring {
         barrier_wait(barriers + 8 * at.slot, at.phase);
         return base + at.slot * kGroupBytes;
     }
-    // All lanes have read the group; `last` is a word that was loaded last. The copy engine is not ordered
-    // behind loads that are still queued (a __syncwarp alone was a race), so the copy's address depends on
-    // that word: `zero` is a run-time zero.
+    // The next group into the slot that all lanes have read; see after_loads.
     DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        __syncwarp();
-        fetch(p, at.slot, last & zero);
+        fetch(p, at.slot, after_loads(last, zero));
         at.next();
     }
 };

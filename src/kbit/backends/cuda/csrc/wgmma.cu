@@ -2,7 +2,7 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
-// stream.cu takes few tokens, dequantize + cuBLAS takes all on other GPUs.
+// stream.cu takes up to 8 tokens, dequantize_tiled.cu + cuBLAS many tokens of small weights (preference.py).
 //
 // Grouped: one W for every expert, and rows of x sorted by expert, as many as there are (groups.cuh).
 //

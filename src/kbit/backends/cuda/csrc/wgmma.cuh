@@ -37,7 +37,10 @@ constexpr bool kGrouped = Config::experts > 0;  // of which the list has room fo
 constexpr int kScratchAt = kBarriersAt + 16 * kStages;
 // The list of experts lies in the table's holes if it has any.
 using List = GroupList<D::kHoles ? 128 / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
-constexpr int kListAt = D::kHoles ? D::kRowBytes - 128 : kScratchAt + 256;
+constexpr int kScratchBytes = 256;
+constexpr int kListAt = D::kHoles ? D::kRowBytes - 128 : kScratchAt + kScratchBytes;
+constexpr int kListBytes = D::kHoles ? 0 : Config::experts * sizeof(Group);
+static_assert(kScratchAt + (kGrouped ? kScratchBytes + kListBytes : 0) == Config::shared_bytes);
 
 // Of y: a block of rows of an expert's W, and rows of x from `token` on, of which the expert has those up to
 // `end`.

@@ -9,8 +9,8 @@ struct Output {
     const u16* bias;
     const float* row_scale;  // NVFP4: of every row of x, or null
     u16* y;
-    const TensorMap*
-        map;  // of y, boxes of 64 columns x 16 rows in the 128-byte swizzle; null: no bulk copies
+    // Of y: boxes of 64 columns x 16 rows in the 128-byte swizzle. Null: no bulk copies.
+    const TensorMap* map;
     int width;
     bool wide;  // 16-byte stores are aligned
 

@@ -101,8 +101,8 @@ def plan(
         device: its limits.
     """
     row_tiles, token_tiles = -(-n // 16), -(-m // tokens)
-    fits = [w for w in range(2, _MAX_WARPS + 1) if shared_bytes(accum, tokens, w) <= device.shared_bytes]
-    fits = [w for w in fits if tokens == TOKENS[0] or w >= 4] or fits[-1:]
+    least = 2 if tokens == TOKENS[0] else 4  # kMinThreads of nvfp4_stage.cuh, which fit in 99 KB
+    fits = [w for w in range(least, _MAX_WARPS + 1) if shared_bytes(accum, tokens, w) <= device.shared_bytes]
 
     def busiest(warps: int) -> tuple[int, int]:
         """Row tiles of the multiprocessor with most, and fewer blocks where that is the same."""
