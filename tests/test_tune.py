@@ -175,7 +175,7 @@ def test_explain_names_the_table_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     q = kbit.quantize(torch.randn(64, 4096), 4, search=False)
     for known, words in (((table(item(out_features=64)),), "by table nvidia-h200.json"), ((), "by estimate")):
         monkeypatch.setattr(tables, "for_device", lambda index, known=known: known)
-        lines = module._cuda_lines(64, torch.float16, q, None)
+        lines = module._cuda_lines(64, torch.float16, q, False)
         assert any(line.startswith(f"  wgmma: taken {words}") for line in lines), lines
 
 
