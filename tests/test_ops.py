@@ -334,6 +334,8 @@ def test_embedding_refuses_ids_outside_the_table(dense, bad):
         kbit.embedding(torch.tensor([0, bad]), dense, torch.float32)
     with pytest.raises(TypeError, match="ids must be int32 or int64"):
         kbit.embedding(torch.tensor([0.0]), dense, torch.float32)
+    with pytest.raises(IndexError, match="1 ids are looked up in a table of no rows"):
+        kbit.embedding(torch.tensor([bad]), kbit.quantize(torch.randn(0, 72)), torch.float32)
 
 
 def test_backend_can_be_forced_and_a_bad_name_is_explained(dense, monkeypatch):

@@ -1,6 +1,7 @@
 """Implementations of `torch.ops.kbit.*`: check, allocate, flatten to what backends take, and hand over.
 
-Backends get contiguous tensors with x as [M, K] and write into `out`; they never allocate results.
+Backends get contiguous tensors with x as [M, K] and write products and decoded weights into `out`. What
+`quantize` and changes of form return, they allocate themselves.
 """
 
 from __future__ import annotations
@@ -101,16 +102,20 @@ def _grouped_linear_out(x, packed, absmax, codebook, scale, expert_offsets, in_f
 
 
 def check_offsets(expert_offsets, rows):
-    """Raise ValueError for offsets that do not ascend within 0..rows.
+    """Check that offsets, int32 [E + 1], ascend within 0..rows.
 
-    Offsets are data: they are looked at on the CPU only, where that costs no synchronisation.
+    They are data: they are looked at on the CPU only, where that costs no synchronisation.
+
+    Raises:
+        ValueError: they do not.
     """
     if expert_offsets.is_cuda:
         return
     ascending = bool((expert_offsets[1:] >= expert_offsets[:-1]).all())
     if not ascending or int(expert_offsets[0]) < 0 or int(expert_offsets[-1]) > rows:
         raise ValueError(
-            f"grouped_linear: expert_offsets must ascend within 0..{rows}, got {expert_offsets.tolist()}."
+            f"grouped_linear: expert_offsets must ascend within 0..{rows}, the rows of x, got "
+            f"{expert_offsets.tolist()}. Sort rows by expert and count them."
         )
 
 

@@ -63,7 +63,7 @@ def dequantize(
     Args:
         q: the weight.
         dtype: float32, float16 or bfloat16; the codebook is rounded to it once, each product once more.
-        out: where to write, of q's shape and `dtype`.
+        out: where to write, contiguous, of q's shape and `dtype`.
 
     Returns:
         A tensor of q's shape.
@@ -105,7 +105,7 @@ def linear(
         x: [..., K], float32, float16 or bfloat16; any number of rows, 0 included.
         q: weight [N, K].
         bias: [N] of x's dtype.
-        out: where to write the result; not with gradients.
+        out: where to write the result, contiguous and apart from x; not with gradients.
         activation: None, or "silu_and_mul": W holds I rows of gate above I rows of up, N = 2I, and the result
             is silu(gate) * up. Each step is rounded to x's dtype, as in layers that are not merged.
         where: name of the layer, for error messages.
@@ -142,7 +142,7 @@ def grouped_linear(
         q: weights [E, N, K]; see `linear` for their form.
         expert_offsets: int32 [E + 1] on x's device, ascending: rows offsets[e] to offsets[e + 1] belong to
             expert e. Rows outside every expert give 0.
-        out: where to write the result; not with gradients.
+        out: where to write the result, contiguous and apart from x; not with gradients.
         activation: None or "silu_and_mul", as in `linear`.
         where: name of the layer, for error messages.
 

@@ -244,6 +244,7 @@ def embedding(
     """Check the arguments of `kbit::embedding`.
 
     Raises:
+        IndexError: there are ids, but no rows.
         TypeError: ids are not integers, or dtype is not float.
         ValueError: see `check_parts`; also a stacked weight or another device.
     """
@@ -252,6 +253,8 @@ def embedding(
     embedding_ids(ids, packed.device)
     if packed.dim() != 2:
         raise ValueError(f"embedding: packed must be [N, words], got {tuple(packed.shape)}. Pass one matrix.")
+    if not packed.shape[0] and ids.numel():
+        raise IndexError(f"embedding: {ids.numel()} ids are looked up in a table of no rows. Fill it first.")
 
 
 def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> None:

@@ -25,7 +25,9 @@ def moe_align(ids: torch.Tensor, num_experts: int) -> None:
             f"{tuple(ids.shape)}. Reshape them, or split the batch."
         )
     if num_experts < 1:
-        raise ValueError(f"moe_align: num_experts must be at least 1, got {num_experts}.")
+        raise ValueError(
+            f"moe_align: num_experts must be at least 1, got {num_experts}. Pass the layer's own."
+        )
 
 
 def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: str = "") -> None:
@@ -66,7 +68,9 @@ def moe_combine(
             f"{tuple(inverse.shape)} and {tuple(weights.shape)}. Are the weights those of other tokens?"
         )
     if bounds is not None and (bounds.dim() != 1 or bounds.shape[0] < 2):
-        raise ValueError(f"moe_combine: bounds must be [experts + 1], got {tuple(bounds.shape)}.")
+        raise ValueError(
+            f"moe_combine: bounds must be [experts + 1], got {tuple(bounds.shape)}. moe_align makes them."
+        )
     for name, tensor in (("inverse", inverse), ("weights", weights), ("bounds", bounds)):
         if tensor is not None and tensor.device != y.device:
             raise ValueError(
