@@ -291,9 +291,7 @@ def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
     width = levels.bit_length() - 1
     if levels not in (4, 8, 16, 32) or (bits is not None and check_bits(bits) != width):
         expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
-        raise ValueError(
-            f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Another width's?"
-        )
+        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Is bits right?")
     return width
 
 
