@@ -106,6 +106,22 @@ def test_an_error_is_one_line_and_exit_code_1(tmp_path):
     assert "[missing]" in result.stderr
 
 
+@pytest.mark.parametrize("damage", ["weights", "config"])
+def test_damaged_models_are_errors_without_traceback(folders, tmp_path, damage):
+    model = tmp_path / "model"
+    shutil.copytree(folders["original"], model)
+    if damage == "weights":
+        file = model / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}))
+    result = shell("generate", model, "hello")
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_debug_shows_the_traceback(tmp_path):
     result = shell("--debug", "inspect", tmp_path / "missing")
     assert result.returncode == 1
@@ -223,6 +239,13 @@ def test_generate_samples_by_seed_and_without_template(folders):
     one, two, three = (strip_speed(succeed(*sample, "--seed", seed)) for seed in (1, 1, 2))
     assert one == two
     assert one != three
+
+
+def test_generate_says_what_is_missing(folders, tmp_path):
+    shutil.copytree(folders["original"], tmp_path / "model", ignore=shutil.ignore_patterns("*token*"))
+    assert "has no tokenizer" in refuse("generate", tmp_path / "model", "hello")
+    assert "has no tokens" in refuse("generate", folders["original"], "", "--no-chat")
+    assert "no device 'cuda:99'" in refuse("generate", folders["original"], "hello", "--device", "cuda:99")
 
 
 def test_generate_refuses_a_folder_that_is_no_model(tmp_path):

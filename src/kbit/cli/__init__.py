@@ -28,6 +28,7 @@ app = typer.Typer(
     help="LLM weights in 2 to 5 bits: quantize, look inside, talk, measure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes leave long options' help 16 columns of 80
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(quantize)
@@ -69,11 +70,21 @@ def main() -> None:
             signal.signal(number, _stop)
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get("KBIT_DEBUG"):
+    except Exception as error:
+        if os.environ.get("KBIT_DEBUG") or not _is_explained(error):
             raise
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(error)}")
         sys.exit(1)
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether a message says what is wrong with the input or the machine; else it is a bug, with a traceback.
+
+    Libraries that read model folders have exceptions of their own for files and configs that are damaged.
+    """
+    if isinstance(error, ValueError | TypeError | OSError | ImportError | RuntimeError):
+        return True
+    return type(error).__module__.partition(".")[0] in ("huggingface_hub", "safetensors", "tokenizers")
 
 
 def _stop(number: int, _: object) -> None:

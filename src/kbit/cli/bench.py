@@ -27,7 +27,7 @@ from kbit.cli.tables import show
 if TYPE_CHECKING:
     from kbit.bench.cpu import LinearRow, QuantizeRow
 
-app = typer.Typer(help="Measure kernels and models.", no_args_is_help=True)
+app = typer.Typer(help="Measure kernels and models.", no_args_is_help=True, rich_markup_mode=None)
 bench_kernels.register(app)
 bench_workload.register(app)
 bench_model.register(app)
@@ -51,7 +51,7 @@ def cpu(
     quantizers: Annotated[bool, typer.Option(help="Also measure quantizing.")] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """CPU kernels against torch's float32 and bfloat16 linear, cold weights, same run."""
+    """CPU kernels against torch's 16- and 32-bit linear. Cold weights, same run."""
     import torch
 
     from kbit.bench import cpu as bench
@@ -129,7 +129,7 @@ def decode(
     new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second of whole models in one greedy loop; ratios are to the first."""
+    """Tokens per second of model folders. One greedy loop; ratios are to the first."""
     import torch
 
     from kbit.bench import machine

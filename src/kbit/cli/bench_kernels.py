@@ -165,7 +165,7 @@ def kernels(
     timer: Annotated[TimerName, typer.Option(help="graph, or ncu for kernel-only times.")] = TimerName.graph,
     json_file: JsonFile = None,
 ) -> None:
-    """Every kernel against 16-bit cuBLAS: cold weights, CUDA-graph replays, one table per M."""
+    """GPU kernels against 16-bit cuBLAS. Cold weights, CUDA-graph replays, one table per M."""
     from kbit.bench import gpu_timing, kernel_rows, kernel_tables, ncu
 
     choice = choose(shape, model, rows, bits, dtype, repeats, variants or (), with_peers=peers)
@@ -198,7 +198,7 @@ def check(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Exit with code 1 if kbit.linear is slower than 16-bit cuBLAS anywhere by more than it may be."""
+    """Find where kbit is slower than 16-bit cuBLAS. Exit 1 if it is by more than it may be."""
     from kbit.bench import gpu_timing, kernel_rows
     from kbit.bench.check import verdicts
 
@@ -232,7 +232,7 @@ def dequant(
     ] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """What decoding to 16 bits in front of cuBLAS costs, one table per width; and kernels over rows alone."""
+    """What decoding in front of cuBLAS costs. One table per width; and kernels over rows alone."""
     from kbit.bench import dequant as bench
     from kbit.bench import gpu_timing, row_kernels
 
@@ -260,7 +260,7 @@ def plot(
     file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`.")],
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw speed-up against M for each model, and a roofline, from a result file (needs kbit[plot])."""
+    """Draw a result of `bench kernels`. Speed-up against M by model, and a roofline; needs kbit[plot]."""
     from kbit.bench import kernel_rows, plots
 
     result, rows = kernel_rows.load(file)

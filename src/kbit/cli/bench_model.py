@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kbit.cli import bench_moe
 from kbit.cli.json_file import JsonFile, write_json
-from kbit.cli.options import names, numbers
+from kbit.cli.options import names, numbers, one_of
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -104,12 +104,13 @@ def model(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     json_file: JsonFile = None,
 ) -> None:
-    """Decode and prefill of a whole model, random weights quantized layer by layer, against bf16."""
+    """Decode and prefill of a whole model against bf16. Random weights, quantized layer by layer."""
     import torch
 
     from kbit.bench import gpu_timing, machine, model_build, model_ranks
     from kbit.bench import model as bench
 
+    one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench model")
     counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)

@@ -68,7 +68,7 @@ def moe(
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:
-    """Grouped products and a layer of 512 experts against 16-bit paths: cold weights, CUDA-graph replays."""
+    """Products and layers of many experts against 16-bit paths. Cold weights, CUDA-graph replays."""
     from kbit.bench import gpu_timing, moe_layer
     from kbit.bench import moe as bench
 

@@ -71,7 +71,7 @@ def nvfp4(
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:
-    """W4A4 in NVFP4 against bf16 cuBLAS, and ways to quantize for experts: cold weights, graph replays."""
+    """W4A4 in NVFP4 against bf16 cuBLAS. And ways to quantize for experts; cold weights, graph replays."""
     from kbit.bench import gpu_timing, nvfp4_layer, shapes
     from kbit.bench import nvfp4 as bench
 

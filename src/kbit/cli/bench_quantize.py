@@ -53,7 +53,7 @@ def quantize(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Weights per second of `kbit quantize --jobs`, on a checkpoint of random weights written first."""
+    """Weights per second from disk to disk. On a checkpoint of random weights, written first."""
     from kbit.bench import gpu_timing, machine
     from kbit.bench import quantize as bench
     from kbit.format.policy import QuantizationPolicy

@@ -17,7 +17,7 @@ def report(
     ),
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page: kernels, speed-up, roofline, models, traffic, quality, provenance."""
+    """One self-contained HTML page of all results. Kernels, models, traffic, quality, provenance."""
     from kbit.bench.report import page
 
     absent = page.write(folder, out)

@@ -85,7 +85,7 @@ def serve(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Load test of `transformers serve`: throughput, latency, errors and memory."""
+    """Load test of a served model. Throughput, latency, errors and memory of `transformers serve`."""
     from kbit.bench import serve as bench
     from kbit.cli.serve import check_packages
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli.json_file import JsonFile, write_json
-from kbit.cli.options import numbers
+from kbit.cli.options import numbers, one_of
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -56,13 +56,14 @@ def train(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     json_file: JsonFile = None,
 ) -> None:
-    """Time and peak memory of a LoRA training step, random weights, against bf16."""
+    """Time and peak memory of a LoRA step against bf16. Random weights."""
     import torch
 
     from kbit.bench import gpu_timing, machine, model_build
     from kbit.bench import train as bench
     from kbit.format.policy import QuantizationPolicy
 
+    one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench train")
     plan = bench.Plan(sequences, tokens, rank, experts, checkpointing, repeats)

@@ -38,7 +38,9 @@ def workload(
     plot: Annotated[Path | None, typer.Option(help="Also draw speed-up against users here.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Share of time per kernel and speed-up over 16 bits, weighted by how often each M happens.
+    """What a kernel table means for one user and for many.
+
+    Share of time per kernel and speed-up over 16 bits, weighted by how often each M happens.
 
     One user: a prefill and its decode steps per turn. More: continuous batching, simulated; each iteration
     decodes for all who have an answer under way, then adds one chunk of the oldest prompt.

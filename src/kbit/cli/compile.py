@@ -36,7 +36,7 @@ def compile_kernels(
         bool, typer.Option("--verbose", "-v", help="List every kernel, not only every source file.")
     ] = False,
 ) -> None:
-    """Compile every CUDA kernel into the cache, so that the first run need not; exit 1 if one is refused."""
+    """Compile every CUDA kernel into the cache. The first run need not then; exit 1 if one is refused."""
     from kbit.backends.cuda.compiler import chosen_compiler, cubin_folder, folder_problem
     from kbit.backends.cuda.variants import all_specs
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kbit.cli import smollm
 from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.options import numbers
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -59,16 +60,17 @@ def demo(
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much text is scored.")] = 2048,
     json_file: JsonFile = None,
 ) -> None:
-    """Quantize SmolLM2-135M to 4, 3 and 2 bits, talk to each, and compare with bfloat16 in one table."""
+    """Quantize a small model and talk to it. SmolLM2-135M, compared with bfloat16 in one table."""
     from kbit.bench import machine
     from kbit.cli.eval import encode_windows, read_text
     from kbit.cli.generate import load_model
     from kbit.format import QuantizationPolicy
 
     start = time.perf_counter()
+    widths = numbers("--bits", bits)
+    policies = [QuantizationPolicy(bits=width, embedding_bits=embedding_bits) for width in widths]
     base = prepare(folder)
     _be_quiet()
-    policies = [QuantizationPolicy(bits=int(k), embedding_bits=embedding_bits) for k in bits.split(",")]
     variants: list[tuple[Path, QuantizationPolicy | None]] = [(base, None)]
     variants += [(quantized_folder(base, policy), policy) for policy in policies]
 
@@ -163,11 +165,11 @@ def _describe(path: Path, policy: QuantizationPolicy | None, weights: int) -> Ro
 def _talk(path: Path, model: Any, prompt: str, answer_tokens: int) -> str:
     """Stream an answer to the terminal, and return it."""
     import torch
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
-    from kbit.cli.generate import encode_prompt
+    from kbit.cli.generate import encode_prompt, load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     input_ids = encode_prompt(tokenizer, prompt)
     output = model.generate(
         input_ids,

@@ -190,7 +190,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what was found, what is missing and what to do; exit 1 if kbit cannot run."""
+    """Say what was found, what is missing and what to do. Exit 1 if kbit cannot run."""
     findings = [check() for check in CHECKS]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kbit.cli.generate import load_model
+from kbit.cli.generate import load_model, load_tokenizer
 from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.options import numbers
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ def read_text(file: Path | None) -> str:
 
 def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
     """Token ids of a text, int64 [n, size], by the tokenizer of a model folder."""
-    from transformers import AutoTokenizer
-
     from kbit.bench.quality import windows
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     return windows(ids, size, max_tokens)
 
@@ -63,23 +62,16 @@ def evaluate(
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Score at most so many.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Perplexity and KL divergence, teacher forced, computed in float32."""
+    """Perplexity and KL divergence on a text. Teacher forced, computed in float32."""
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
-        rows = _in_memory(folder, _widths(bits), plain, embedding_bits, text, window, max_tokens)
+        rows = _in_memory(folder, numbers("--bits", bits), plain, embedding_bits, text, window, max_tokens)
     from kbit.bench import machine
 
     show(_table(rows, window))
     name = folder.resolve().name
     write_json(json_file, {"machine": machine.describe(), "model": name, "window": window, "rows": rows})
-
-
-def _widths(bits: str) -> list[int]:
-    try:
-        return [int(part) for part in bits.split(",")]
-    except ValueError:
-        raise ValueError(f"--bits takes widths such as 4 or 2,3,4,5, got {bits!r}.") from None
 
 
 def _saved(

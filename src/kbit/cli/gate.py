@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kbit.cli.generate import check_device
 from kbit.cli.json_file import check, write_json
 
 console = Console(soft_wrap=True)
@@ -26,7 +27,7 @@ def gate(
         typer.Option(callback=check, help="Write the reference for these batch sizes here, and run nothing."),
     ] = None,
 ) -> None:
-    """Run a small MoE model with a lever off and on, and compare every byte; exit 1 if one differs."""
+    """Check that NVFP4's levers change no byte. A small MoE model with and without; exit 1 if one does."""
     from kbit.nvfp4.gate import TOGGLES, make_reference, run_gate
     from kbit.nvfp4.gemm import CONTRACT_VERSION
 
@@ -34,6 +35,7 @@ def gate(
     if write_reference is not None:
         write_json(write_reference, make_reference(batches))
         return
+    check_device(device)
     toggles = _toggles(toggle, accum, device, TOGGLES)
     console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")
     verdicts = []

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 console = Console(stderr=True)
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 
 
 def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
@@ -21,11 +22,12 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
         device: where to put it.
 
     Raises:
-        ValueError, OSError: not a model folder, or a damaged one.
+        ValueError, OSError: not a model folder, or a damaged one; no such device.
     """
     from transformers import AutoModelForCausalLM
 
     check_model_folder(folder)
+    check_device(device)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
@@ -38,6 +40,34 @@ def check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(f"{folder} {what}. Give the local folder of a transformers model.")
+
+
+def check_device(name: str) -> None:
+    """Say that there is no such GPU before a model is loaded for it; raises ValueError."""
+    import torch
+
+    index = torch.device(name).index or 0
+    if name.startswith("cuda") and index >= torch.cuda.device_count():
+        raise ValueError(
+            f"no device {name!r}: torch sees {torch.cuda.device_count()} GPUs. Use another, or cpu."
+        )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        FileNotFoundError: it is no model folder, or has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    check_model_folder(folder)
+    # Without any, transformers makes some classes of tokenizers with an empty vocabulary.
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer. Copy the model's tokenizer.json and tokenizer_config.json into it."
+        )
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: bool = True) -> Any:
@@ -66,14 +96,15 @@ def generate(
 ) -> None:
     """Stream an answer to a prompt and say how fast it came."""
     import torch
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
-    check_model_folder(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     with console.status("loading"):
         model = load_model(folder, dtype, device)
     torch.manual_seed(seed)
     input_ids = encode_prompt(tokenizer, prompt, system, chat).to(model.device)
+    if not input_ids.numel():
+        raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}
     start = time.perf_counter()
     output = model.generate(

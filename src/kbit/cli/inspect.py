@@ -153,7 +153,7 @@ def inspect(
     source: Annotated[Path | None, typer.Option(help="The unquantized model, to compute errors.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Bits, bits per weight, bytes and error of every module; only headers are read without --source."""
+    """Bits per weight, bytes and error of every module. Without --source only headers are read."""
     from kbit.format.checkpoint import read_config, read_index, validate_checkpoint
 
     quantized = "quantization_config" in read_config(folder)

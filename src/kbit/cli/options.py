@@ -42,3 +42,9 @@ def names(option: str, text: str, known: Sequence[str]) -> list[str]:
     if not found or not set(found) <= set(known):
         raise ValueError(f"{option} takes {', '.join(known)}, joined by commas; got {text!r}.")
     return found
+
+
+def one_of(option: str, text: str, known: Sequence[str]) -> None:
+    """Raises ValueError where an option names none of what is known."""
+    if text not in known:
+        raise ValueError(f"{option} takes {' or '.join(known)}; got {text!r}.")

@@ -33,7 +33,7 @@ def profile(
     top: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 20,
     json_file: JsonFile = None,
 ) -> None:
-    """One decode step per kernel: share, calls, device busy, and the ceiling of removing each."""
+    """Where one decode step goes. Share and calls of each kernel, device busy, ceiling of removing each."""
     import torch
 
     from kbit.bench import gpu_timing, machine

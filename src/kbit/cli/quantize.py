@@ -57,7 +57,7 @@ def quantize(
         Path | None, typer.Option("--json", callback=check, help="Also write the summary here.")
     ] = None,
 ) -> None:
-    """Quantize a model, shard by shard; run it again to go on after an interruption."""
+    """Quantize a model, shard by shard. Run it again to go on after an interruption."""
     from kbit.format import QuantizationPolicy
 
     policy = QuantizationPolicy(
@@ -85,7 +85,7 @@ def run(
 ) -> Report:
     """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading headers", total=None)
         from kbit.integrations.streaming import quantize_checkpoint
 

@@ -46,5 +46,5 @@ def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model's folder; before the options.")],
 ) -> None:
-    """Serve a model by an OpenAI-compatible API; all other options are those of `transformers serve`."""
+    """Serve a model by an OpenAI-compatible API. All other options are those of `transformers serve`."""
     serve([model, *context.args])

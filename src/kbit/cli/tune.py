@@ -34,7 +34,7 @@ def tune(
     fresh: Annotated[bool, typer.Option(help="Forget what the table holds.")] = False,
     out: Annotated[Path | None, typer.Option(help="Table; this GPU's in the cache by default.")] = None,
 ) -> None:
-    """Measure every CUDA kernel on layers of models, and keep the fastest in this GPU's table."""
+    """Find the fastest CUDA kernels on this GPU. Measures layers of models, and keeps a table of them."""
     from kbit.backends.cuda import driver, tables
     from kbit.bench import gpu_timing
     from kbit.bench import tune as bench
