@@ -333,6 +333,23 @@ def test_existing_output(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
+    streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=4))
+    (tmp_path / "out.replaced").mkdir()
+    assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_force_replaces_a_link_and_not_what_it_points_to(source, tmp_path):
+    policy = kbit.QuantizationPolicy(bits=4)
+    streaming.quantize_checkpoint(source, tmp_path / "elsewhere", policy)
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    streaming.quantize_checkpoint(source, tmp_path / "out", policy, force=True)
+    assert not (tmp_path / "out").is_symlink()
+    assert validate_checkpoint(tmp_path / "out") == validate_checkpoint(tmp_path / "elsewhere") == policy
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
+
+
 def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
     shutil.copytree(source, tmp_path / "in")
     (tmp_path / "home").mkdir()
@@ -374,7 +391,7 @@ def test_bad_sources(source, tmp_path):
         (["--override", "down_proj"], "REGEX=BITS"),
         (["--override", "down_proj=x"], "REGEX=BITS"),
         (["--override", "(=4"], "regular expression"),
-        (["--override", "down_proj=6"], "bits must be"),
+        (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
         (["--override", ".=0"], "unquantized"),
         (["--codebook", "uniform"], "unknown codebook"),
         (["--absmax", "int8"], "unknown absmax"),

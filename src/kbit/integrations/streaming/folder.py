@@ -62,6 +62,11 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
     if not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_NAME).is_file()):
         raise FileExistsError(f"{target} is not a model folder, so --force does not replace it. Remove it.")
+    if os.path.lexists(_replaced(target)):
+        raise FileExistsError(
+            f"{_replaced(target)} is in the way: an interrupted run with --force was to replace it, or it is "
+            f"yours. Remove or rename it."
+        )
 
 
 def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job]) -> dict[str, list[Job]]:
@@ -125,14 +130,20 @@ def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def publish(partial: Path, target: Path) -> None:
     """Rename the finished folder; an old one makes way only now."""
-    old = target.with_name(target.name + ".replaced")
-    exists = target.exists()
+    old, exists = _replaced(target), target.exists()
     if exists:
         target.replace(old)
     partial.replace(target)
     (target / JOURNAL).unlink()
-    if exists:
+    if exists and old.is_symlink():
+        old.unlink()  # what it points to is not ours
+    elif exists:
         shutil.rmtree(old)
+
+
+def _replaced(target: Path) -> Path:
+    """Where an old folder is while the new one takes its name."""
+    return target.with_name(target.name + ".replaced")
 
 
 def explain(error: OSError, partial: Path) -> OSError:
