@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kbit.backends.cuda import tables as choices
 from kbit.bench import kernel_rows, shapes
 from kbit.bench.kernel_rows import BASELINE, OURS
 from kbit.bench.workload import distributions, scenarios, scheduler, tables
@@ -27,6 +28,13 @@ from made_up_rows import made_up
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "h200-kernels.json"
 HOPPER = {"gpu": "made up", "compute_capability": "9.0"}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    """The user may have a table of choices for the GPU of a result."""
+    monkeypatch.setenv("KBIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def run(*arguments: object):
@@ -265,6 +273,26 @@ def test_times_are_of_what_is_dispatched():
     assert names == ["stream", "stream", "wgmma", "wgmma"]
     unknown = measured.from_result({}, glm_rows(), "fp16")
     assert unknown.kernel(shape, 4, 1) == "kbit"
+
+
+def test_kernels_are_named_by_the_table_of_the_gpu_where_it_has_them(empty_cache):
+    (shape,) = GLM.dense
+    problem = choices.Problem(shape.out_features, shape.in_features, 4, False, "fp16")
+    row = choices.Row(16, "cublas", 0, 0, 5.0, None, None)
+    device = {"multiprocessors": 132, "shared_bytes": 232448, "arch": "90a"}
+    file = choices.user_file("made up")
+    assert file.is_relative_to(empty_cache)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"version": 1, "device": device, "rows": [choices.write_row(problem, row)]}))
+    times = measured.from_result({"machine": HOPPER}, glm_rows(), "fp16")
+    assert [times.kernel(shape, 4, tokens) for tokens in (7, 8, 16, 17)] == [
+        "stream",
+        "dq+cublas",
+        "dq+cublas",
+        "wgmma",
+    ]
+    file.write_text("damaged")
+    assert measured.from_result({"machine": HOPPER}, glm_rows(), "fp16").kernel(shape, 4, 16) == "wgmma"
 
 
 def test_small_weights_for_many_tokens_are_decoded_in_front_of_cublas():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kbit.backends.cuda import driver, preference
+from kbit.backends.cuda import driver, preference, tables
 from kbit.bench import gpu_timing
 from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
 from kbit.bench.kernels import DEQUANTIZE, DTYPES
@@ -73,6 +74,8 @@ class Times:
     """Which kernel a (shape, bits, measured M) row is of."""
     grouped: Mapping[Key, Mapping[int, Curve]] = field(default_factory=dict)
     arch: str | None = None
+    known: tuple[tables.Table, ...] = ()
+    """Measured choices of the GPU, by which kbit.linear goes before it estimates."""
 
     def bits(self, model: ModelLayers) -> list[int]:
         """Widths measured for every dense layer of a model, beside 16-bit cuBLAS."""
@@ -114,10 +117,18 @@ class Times:
         name = self.kernels[shape.name, bits, points[max(index, 0)][0]]
         if name != DISPATCHED or self.arch is None:
             return name
-        size = (shape.out_features, shape.in_features)
-        with gpu_timing.environment({"KBIT_KERNEL": ""}):  # what is forced here was not forced there
-            chosen = preference.choose(tokens, DTYPES[self.dtype], *size, False, self.arch)
+        chosen = self._tabled(shape, bits, tokens)
+        if chosen is None:
+            size = (shape.out_features, shape.in_features)
+            with gpu_timing.environment({"KBIT_KERNEL": ""}):  # what is forced here was not forced there
+                chosen = preference.choose(tokens, DTYPES[self.dtype], *size, False, self.arch)
         return DEQUANTIZE if chosen == "cublas" else chosen
+
+    def _tabled(self, shape: LayerShape, bits: int, tokens: int) -> str | None:
+        """The kernel by the first of the GPU's tables that has the problem."""
+        problem = tables.Problem(shape.out_features, shape.in_features, bits, False, self.dtype)
+        rows = (table.row(tokens, problem) for table in self.known)
+        return next((row.kernel for row in rows if row is not None), None)
 
     def grouped_us(self, shape: LayerShape, bits: int | None, per_token: int, tokens: int) -> float:
         """Time of an expert layer on `tokens` tokens before routing, uniform routing.
@@ -161,6 +172,7 @@ def from_result(result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str
         kernels,
         _grouped(result.get("grouped") or (), dtype),
         _arch(result.get("machine") or {}),
+        _tables(result.get("machine") or {}),
     )
 
 
@@ -220,3 +232,14 @@ def _arch(machine: Mapping[str, Any]) -> str | None:
         return driver.arch_of(int(major), int(minor))
     except (KeyError, ValueError, KbitError):
         return None
+
+
+def _tables(machine: Mapping[str, Any]) -> tuple[tables.Table, ...]:
+    """The tables of choices of a result's GPU that are here, the user's first; damaged ones are left out."""
+    gpu = str(machine.get("gpu") or "")
+    files = (tables.user_file(gpu), tables.SHIPPED / f"{tables.slug(gpu)}.json") if gpu else ()
+    found = []
+    for file in files:
+        with contextlib.suppress(tables.TableError, OSError):
+            found.append(tables.load(file))
+    return tuple(table for table in found if table is not None)
