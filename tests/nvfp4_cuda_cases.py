@@ -259,15 +259,13 @@ def check_moe(device: str, accum: str, n: int, k: int, tiles: tuple[str | None, 
         made = generator(count)
         w_scale, row_scale = torch.rand(experts, generator=made), torch.rand(9, generator=made)
         rows = torch.randint(0, 9, (count,), generator=made).int()
-        sorted_rows = (a[0][rows], a[1][rows])
-        for tile in tiles:
-            args = (bounds, *w, w_scale)
-            indirect = cuda.moe_gemm(*to(device, *a, rows, *args, row_scale), accum, F32, tile)
-            want = reference.moe_gemm(*a, rows, *args, row_scale, accum, F32)
-            assert_same("y", indirect, want, accum, counts, tile)
-            direct = cuda.moe_gemm(*to(device, *sorted_rows, None, *args, None), accum, torch.bfloat16, tile)
-            want = reference.moe_gemm(*sorted_rows, None, *args, None, accum, torch.bfloat16)
-            assert_same("y", direct, want, accum, counts, tile)
+        args = (bounds, *w, w_scale)
+        by_token, by_row = (*a, rows, *args, row_scale), (a[0][rows], a[1][rows], None, *args, None)
+        for operands, dtype in ((by_token, F32), (by_row, torch.bfloat16)):
+            want = reference.moe_gemm(*operands, accum, dtype)
+            there = to(device, *operands)
+            for tile in tiles:
+                assert_same("y", cuda.moe_gemm(*there, accum, dtype, tile), want, accum, counts, tile)
 
 
 def check_largest_sum(device: str, columns: int) -> None:

@@ -12,7 +12,7 @@ from kbit.nvfp4 import reference
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SHAPES = [(5, 64), (3, 40), (7, 17), (64, 2048)]
-COLUMNS = [32, 100, 2048, 2072, 6144]
+COLUMNS = [1, 32, 100, 2048, 2072, 8192]
 # Small ones, K that is padded, many tokens, the benchmark layer, long sums.
 PRODUCTS = [(3, 40, 320), (8, 16, 64), (20, 70, 576), (70, 24, 272), (5, 100, 48)]
 LARGE = [(1, 1024, 2048), (7, 2048, 512), (33, 512, 4096), (130, 256, 14336), (300, 1024, 2048)]

@@ -21,20 +21,14 @@ def zipf_ids(tokens: int, choices: int, experts: int, seed: int = 0) -> torch.Te
     return picked.int()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 129, 4096])
-@pytest.mark.parametrize("experts", [1, 5, 256])
+@pytest.mark.parametrize("tokens", [0, 7, 4096])
+@pytest.mark.parametrize("experts", [1, 256])
 def test_align_equals_reference(tokens: int, experts: int) -> None:
     made = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, experts + 1, (tokens, 8), generator=made).int()
     have, want = cuda.align(ids.to(DEVICE), experts), reference.align(ids, experts)
     for name, one, other in zip(("source", "slots", "bounds", "inverse"), have, want, strict=True):
         cases.assert_same(name, one, other, tokens, experts)
-
-
-def test_align_of_a_million_choices() -> None:
-    ids = zipf_ids(2**17, 8, 256)
-    for one, other in zip(cuda.align(ids.to(DEVICE), 256), reference.align(ids, 256), strict=True):
-        cases.assert_same("align", one, other)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -77,15 +71,15 @@ def experts_of(count: int, rows: int, columns: int) -> NVFP4Tensor:
     return NVFP4Tensor(codes.to(DEVICE), scales.to(DEVICE), factors, (count, rows, columns))
 
 
-@pytest.mark.parametrize("accum", ["exact", "seq16", "tc"])
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 32, 128, 129])
-def test_every_way_to_quantize_for_experts_gives_the_same_bytes(accum: str, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 9, 129])
+def test_every_way_to_quantize_for_experts_gives_the_same_bytes_under_tc(tokens: int) -> None:
+    """The other contracts: test_nvfp4_gpu.py, against the reference."""
     w = experts_of(32, 64, 256)
     x = cases.normal(tokens, 256, dtype=torch.bfloat16).to(DEVICE)
     for ids in (zipf_ids(tokens, 8, 32), torch.full((tokens, 8), 3, dtype=torch.int32)):
-        results = [moe_gemm_nvfp4(x, w, ids.to(DEVICE), dedup, accum) for dedup in DEDUP]
+        results = [moe_gemm_nvfp4(x, w, ids.to(DEVICE), dedup, "tc") for dedup in DEDUP]
         for dedup, y in zip(DEDUP[1:], results[1:], strict=True):
-            cases.assert_same("y", y, results[0], accum, tokens, dedup)
+            cases.assert_same("y", y, results[0], tokens, dedup)
 
 
 def test_a_layer_records_in_a_graph() -> None:

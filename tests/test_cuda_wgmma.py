@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kbit
-from kbit.backends.cuda import wgmma, wgmma_config
+from kbit.backends.cuda import tensor_map, wgmma, wgmma_config
 from kbit.format import SUPPORTED_BITS
 
 pytestmark = [
@@ -101,6 +103,29 @@ def test_a_bias_is_what_the_kernel_in_front_writes():
         kbit.linear(one, source, out=made)
         y = run_into(torch.empty_like(wanted), x, q, wgmma.Plan(32, 10, 2), made[0])
         assert torch.equal(y, wanted), seed
+
+
+def test_a_thread_that_never_used_cuda():
+    x, q, bias = operands(40, 4, torch.bfloat16)
+    q, plan = q.tile(), wgmma.Plan(32, 10, 2)
+    wanted, out = run(x, q, plan, bias), torch.empty(40, N, device="cuda", dtype=x.dtype)
+    tensor_map._encode.cache_clear()
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=run_into, args=(out, x, q, plan, bias))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "stream"])
+def test_a_single_row_of_any_stride(kernel, monkeypatch):
+    """It counts as contiguous, whatever the stride."""
+    monkeypatch.setenv("KBIT_KERNEL", kernel)
+    _, q, bias = operands(1, 4, torch.bfloat16)
+    x = torch.randn(1, K + 3, device="cuda").bfloat16()[:, :K]
+    assert x.is_contiguous()
+    assert torch.equal(kbit.linear(x, q, bias), kbit.linear(x.flatten().clone().view(1, K), q, bias))
 
 
 @pytest.mark.parametrize("tokens", wgmma_config.TOKENS)

@@ -9,7 +9,7 @@ import kbit
 from kbit.backends import cuda, reference
 from kbit.backends.cuda import routing
 from kbit.nn import KbitExperts
-from moe_routings import ROUTINGS, layer_in_float64, routed, skewed, uniform
+from moe_routings import ROUTINGS, layer_in_float64, not_all_mine, routed, skewed, uniform
 from test_moe import Experts
 
 pytestmark = pytest.mark.gpu
@@ -36,19 +36,18 @@ def empty_routing(ids, experts):
     return [torch.full(shape, -7, dtype=torch.int32, device=ids.device) for shape in shapes]
 
 
-@pytest.mark.parametrize("make", ROUTINGS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("tokens", "choices", "experts"), PROBLEMS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sorting_equals_the_reference(make, tokens, choices, experts, dtype):
-    ids = routed(make, tokens, choices, experts).to(dtype)
-    expected = empty_routing(ids, experts)
-    reference.moe_align(ids, *expected)
-    ids = ids.cuda()
-    for _ in range(3):
-        results = empty_routing(ids, experts)
-        cuda.moe_align(ids, *results)
-        for result, wanted in zip(results, expected, strict=True):
-            assert torch.equal(result.cpu(), wanted)
+def test_sorting_equals_the_reference(tokens, choices, experts):
+    for make in ROUTINGS:
+        ids = routed(make, tokens, choices, experts)
+        expected = empty_routing(ids, experts)
+        reference.moe_align(ids, *expected)
+        for dtype in (torch.int64, torch.int32, torch.int32):
+            here = ids.to("cuda", dtype)
+            results = empty_routing(here, experts)
+            cuda.moe_align(here, *results)
+            for result, wanted in zip(results, expected, strict=True):
+                assert torch.equal(result.cpu(), wanted), (make.__name__, dtype)
 
 
 def test_no_tokens():
@@ -56,24 +55,29 @@ def test_no_tokens():
     assert (source.numel(), inverse.numel(), bounds.tolist()) == (0, 0, [0] * 10)
 
 
+# One element at a time, a few pieces of 16 bytes, several blocks; the weights' dtype is read at run time.
+SUMS = [(columns, torch.float32) for columns in (1, 7, 48, 2047, 2048)]
+SUMS += [(48, torch.float16), (48, torch.bfloat16)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 7, 48, 2047, 2048])
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 10), (3, 23), (257, 8)])
-def test_sums_equal_the_reference(tokens, choices, columns, dtype, weights_dtype):
-    ids = routed(ROUTINGS[4], tokens, choices, 12).cuda()
+def test_sums_equal_the_reference(tokens, choices, dtype):
+    ids = routed(not_all_mine, tokens, choices, 12).cuda()
     _, bounds, inverse = ops.moe_align(ids, 12)
-    y = torch.randn(ids.numel(), columns, device="cuda").to(dtype)
-    y[int(bounds[-1]) :] = float("nan")
-    weights = torch.rand(ids.shape, device="cuda").to(weights_dtype)
-    expected = torch.empty(tokens, columns, dtype=dtype)
-    reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), bounds.cpu(), expected)
-    for _ in range(3):
-        assert torch.equal(ops.moe_combine(y, inverse, weights, bounds).cpu(), expected)
-    y = torch.where(y.isnan(), 1.0, y)
-    everything = ops.moe_combine(y, inverse, weights)
-    reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), None, expected)
-    assert torch.equal(everything.cpu(), expected)
+    for columns, weights_dtype in SUMS:
+        y = torch.randn(ids.numel(), columns, device="cuda").to(dtype)
+        y[int(bounds[-1]) :] = float("nan")
+        weights = torch.rand(ids.shape, device="cuda").to(weights_dtype)
+        expected = torch.empty(tokens, columns, dtype=dtype)
+        reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), bounds.cpu(), expected)
+        for _ in range(2):
+            result = ops.moe_combine(y, inverse, weights, bounds)
+            assert torch.equal(result.cpu(), expected), (columns, weights_dtype)
+        y = torch.where(y.isnan(), 1.0, y)
+        everything = ops.moe_combine(y, inverse, weights)
+        reference.moe_combine(y.cpu(), inverse.cpu(), weights.cpu(), None, expected)
+        assert torch.equal(everything.cpu(), expected), (columns, weights_dtype)
 
 
 def quantized(dtype, experts=16, hidden=256, intermediate=128):
@@ -90,20 +94,20 @@ def inputs(make, tokens, dtype, choices=4, experts=16, hidden=256, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", ROUTINGS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 100, 257, 1024, 4096])
-def test_the_layer_is_right_and_repeats(tokens, make, dtype):
+def test_the_layer_is_right_and_repeats(tokens, dtype):
     layer = quantized(dtype)
-    x, ids, weights = inputs(make, tokens, dtype)
-    with torch.no_grad():
-        results = [layer(x, ids, weights) for _ in range(4)]
     # Weights are exact in float64 when decoded to the dtype that kernels compute in; what remains is the
     # rounding of activations between the two products and of the result.
     decoded = [layer.dequantize(name, dtype) for name in layer.shapes]
-    expected = layer_in_float64(*decoded, x, ids, weights)
-    error = (results[0].double() - expected).norm() / expected.norm().clamp(min=1e-9)
-    assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    assert all(torch.equal(result, results[0]) for result in results[1:])
+    for make in ROUTINGS:
+        x, ids, weights = inputs(make, tokens, dtype)
+        with torch.no_grad():
+            results = [layer(x, ids, weights) for _ in range(4)]
+        expected = layer_in_float64(*decoded, x, ids, weights)
+        error = (results[0].double() - expected).norm() / expected.norm().clamp(min=1e-9)
+        assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], make.__name__
+        assert all(torch.equal(result, results[0]) for result in results[1:]), make.__name__
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 1000])
@@ -136,7 +140,7 @@ def test_the_layer_compiles_whole():
 
 def test_gradients_on_a_gpu_are_those_on_the_cpu():
     layer = quantized(torch.float32)
-    x, ids, weights = inputs(ROUTINGS[4], 19, torch.float32)
+    x, ids, weights = inputs(not_all_mine, 19, torch.float32)
     gradients = []
     for device in ("cuda", "cpu"):
         layer.to(device)

@@ -1,4 +1,7 @@
-"""On a GPU: the bytes of every NVFP4 operation equal those of the reference on the CPU."""
+"""On a GPU, through the public functions: every NVFP4 operation gives the bytes of the reference on the CPU.
+
+The kernels alone, in more sizes: test_cuda_nvfp4.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from kbit.nvfp4 import (
 )
 from kbit.nvfp4.formats import e2m1, ue4m3
 from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Settings
-from kbit.nvfp4.moe import DEDUP, combine_sorted, expert_product, quantize_for_experts, route
+from kbit.nvfp4.moe import DEDUP, expert_product, quantize_for_experts, route
 
 pytestmark = pytest.mark.gpu
 
@@ -81,14 +84,15 @@ def difficult_rows() -> torch.Tensor:
 # -- formats and quantizer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("search", "ties"), [*itertools.product((True, False), ("zero", "even"))])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_difficult_rows(search: bool, ties: str, dtype: torch.dtype) -> None:
+def test_quantize_difficult_rows(dtype: torch.dtype) -> None:
     x = difficult_rows().to(dtype)
-    assert same_tensor(quantize_nvfp4(x, search, ties), quantize_nvfp4(x.cuda(), search, ties))
+    for search, ties in itertools.product((True, False), ("zero", "even")):
+        have = quantize_nvfp4(x.cuda(), search, ties)
+        assert same_tensor(quantize_nvfp4(x, search, ties), have), (search, ties)
 
 
-@pytest.mark.parametrize("columns", [1, 15, 16, 17, 100, 2048, 2056])
+@pytest.mark.parametrize("columns", [1, 17, 2056])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_any_columns_and_factors(columns: int, dtype: torch.dtype) -> None:
     x = torch.randn(65, columns, generator=draw(columns)).to(dtype)
@@ -110,7 +114,7 @@ def test_repack(shape: tuple[int, ...]) -> None:
 
 # -- products ------------------------------------------------------------------------------------------------
 
-SHAPES = [(1, 16, 16), (1, 40, 64), (7, 33, 100), (8, 1024, 2048), (33, 130, 528), (129, 64, 1040)]
+SHAPES = [(1, 16, 16), (7, 33, 100), (129, 64, 1040)]
 
 
 @pytest.mark.parametrize("accum", ["exact", "seq16"])
@@ -118,10 +122,11 @@ SHAPES = [(1, 16, 16), (1, 40, 64), (7, 33, 100), (8, 1024, 2048), (33, 130, 528
 def test_gemm_equals_the_reference_with_every_tile(shape: tuple[int, int, int], accum: str) -> None:
     m, n, k = shape
     a, w = random_tensor((m, k), 1), random_tensor((n, k), 5)
+    there = a.to("cuda"), w.to("cuda")
     for dtype in DTYPES:
         expected = gemm_nvfp4(a, w, accum, dtype)
         for tile in (None, *tiles_nvfp4(accum, "cuda")):
-            assert same(expected, gemm_nvfp4(a.to("cuda"), w.to("cuda"), accum, dtype, tile)), (dtype, tile)
+            assert same(expected, gemm_nvfp4(*there, accum, dtype, tile)), (dtype, tile)
 
 
 def test_gemm_of_quantized_data_with_row_scales() -> None:
@@ -180,8 +185,9 @@ def routing_ids(kind: str, tokens: int, choices: int, experts: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "duplicate", "not mine"])
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 32, 128, 129])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 129])
 def test_experts(tokens: int, kind: str) -> None:
+    """Every way gives the same operands; products take them by sorted row ("off") and by token."""
     experts, choices, columns = 16, 4, 144
     ids = routing_ids(kind, tokens, choices, experts)
     x = torch.randn(tokens, columns, generator=draw(2)).bfloat16()
@@ -189,18 +195,19 @@ def test_experts(tokens: int, kind: str) -> None:
     for cpu, gpu in zip(moe_align(ids, experts), moe_align(ids.cuda(), experts), strict=True):
         assert same(cpu, gpu)
     routing, device_routing = route(ids, experts), route(ids.cuda(), experts)
-    reference = quantize_for_experts(x, routing, "off")
+    reference, there = quantize_for_experts(x, routing, "off"), w.to("cuda")
+    products = {accum: expert_product(reference, routing, w, accum) for accum in ("exact", "seq16")}
     for dedup in DEDUP:
         a = quantize_for_experts(x.cuda(), device_routing, dedup)
         rows = slice(None) if a.rows is None else a.rows.long()
-        assert same(reference.tensor.codes, a.tensor.codes[rows])
-        assert same(reference.tensor.scales, a.tensor.scales[rows])
-        for accum in ("exact", "seq16"):
-            cpu = expert_product(reference, routing, w, accum)
+        assert same(reference.tensor.codes, a.tensor.codes[rows]), dedup
+        assert same(reference.tensor.scales, a.tensor.scales[rows]), dedup
+        for accum, cpu in products.items() if dedup in ("off", "indirect") else ():
             for tile in (None, *tiles_nvfp4(accum, "cuda")):
-                assert same(cpu, expert_product(a, device_routing, w.to("cuda"), accum, tile=tile))
+                gpu = expert_product(a, device_routing, there, accum, tile=tile)
+                assert same(cpu, gpu), (dedup, accum, tile)
     y = moe_gemm_nvfp4(x, w, ids)
-    assert same(y, moe_gemm_nvfp4(x.cuda(), w.to("cuda"), ids.cuda(), "indirect"))
+    assert same(y, moe_gemm_nvfp4(x.cuda(), there, ids.cuda(), "indirect"))
 
 
 def test_ids_out_of_range_count_as_not_mine() -> None:
@@ -211,25 +218,17 @@ def test_ids_out_of_range_count_as_not_mine() -> None:
     assert inverse.flatten()[slots.long()].tolist() == list(range(6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [7, 64, 2048])
-def test_combine(dtype: torch.dtype, columns: int) -> None:
-    y = torch.randn(37 * 8, columns, generator=draw(0)).to(dtype)
-    p = torch.rand(37, 8, generator=draw(1))
-    inverse = torch.randperm(37 * 8, generator=draw(2)).int().view(37, 8)
-    assert same(combine_sorted(y, inverse, p), combine_sorted(y.cuda(), inverse.cuda(), p.cuda()))
-
-
 # -- folds ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 30, 512, 2048, 4104, 8192])
+@pytest.mark.parametrize("columns", [30, 4104])
 def test_norms(dtype: torch.dtype, columns: int) -> None:
     x, residual = (torch.randn(9, columns, generator=draw(i)).to(dtype) for i in (1, 2))
     weight = (1 + torch.randn(columns, generator=draw(3)) / 8).to(dtype)
+    strided = torch.stack([weight, -weight], dim=1).cuda()[:, 0]
     for added in (None, residual):
-        on_gpu = (x.cuda(), weight.cuda(), 1e-6, None if added is None else added.cuda())
+        on_gpu = (x.cuda(), strided, 1e-6, None if added is None else added.cuda())
         norm, h = rmsnorm(x, weight, 1e-6, added)
         for cpu, gpu in zip((norm, h), rmsnorm(*on_gpu), strict=True):
             assert same(cpu, gpu)
@@ -243,7 +242,7 @@ def test_norms(dtype: torch.dtype, columns: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half", [1, 24, 100, 512])
+@pytest.mark.parametrize("half", [1, 100])
 def test_silu(dtype: torch.dtype, half: int) -> None:
     x = (torch.randn(33, 2 * half, generator=draw(half)) * 12).to(dtype)
     x[0, :2] = torch.tensor([math.nan, math.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -219,7 +220,11 @@ def test_prefill_fits_and_so_do_the_sums_of_clusters(monkeypatch: pytest.MonkeyP
 
 # -- on a GPU ------------------------------------------------------------------------------------------------
 
-SHAPES = [(16, 64), (33, 80), (1, 16), (130, 528), (1040, 2048), (96, 5120), (64, 14336)]
+# Rows, columns, and tokens: every edge of a tile of tokens, and of a launch, with small weights.
+PRODUCTS = [
+    *((shape, (0, 1, 7, 8, 16, 17, 33, 64, 65, 200)) for shape in ((16, 64), (33, 80), (130, 528))),
+    *((shape, (1, 8, 17, 200)) for shape in ((1, 16), (1040, 2048), (96, 5120), (64, 14336))),
+]
 
 
 @pytest.mark.gpu
@@ -243,30 +248,29 @@ def test_one_hot_activations_return_decoded_weights(columns: int, dtype: torch.d
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [0, 1, 7, 8, 16, 17, 33, 64, 65, 200])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_within_their_bound_and_repeat(shape: tuple[int, int], m: int) -> None:
+@pytest.mark.parametrize(("shape", "tokens"), PRODUCTS)
+def test_products_are_within_their_bound_and_repeat(shape: tuple[int, int], tokens: tuple[int, ...]) -> None:
     """Float64 sums, and what K float32 additions and two roundings to the dtype may lose."""
     n, k = shape
-    a, w = random_tensor((m, k), 1), random_tensor((n, k), 5)
+    a, w = random_tensor((max(tokens), k), 1), random_tensor((n, k), 5)
     dense = [dequantize_nvfp4(NVFP4Tensor(*t.nv(), torch.ones(()), t.shape)).double() for t in (a, w)]
-    exact, magnitude = dense[0] @ dense[1].t(), dense[0].abs() @ dense[1].abs().t()
     scale = float(a.global_scale * w.global_scale) * 2.0**-12  # in float16's range
+    exact, magnitude = (x @ y.t() * scale for x, y in (dense, [t.abs() for t in dense]))
     tiled = repack_nvfp4(NVFP4Tensor(*w.nv(), torch.tensor(scale), w.shape).to("cuda"), "tiled")
-    row_scale = torch.rand(m, generator=draw(9)) + 0.5
-    for dtype, rows in ((HALVES[0], None), (HALVES[1], None), (HALVES[1], row_scale), (HALVES[0], row_scale)):
-        codes, scales = a.to("cuda").nv()
-        factors = None if rows is None else rows.cuda()
-        moved = NVFP4Tensor(codes, scales, torch.ones(()), a.shape, row_scale=factors)
+    codes, scales = a.to("cuda").nv()
+    row_scale = torch.rand(max(tokens), generator=draw(9)) + 0.5
+    for m, dtype, scaled in itertools.product(tokens, HALVES, (False, True)):
+        factors = row_scale[:m].cuda() if scaled else None
+        moved = NVFP4Tensor(codes[:m], scales[:m], torch.ones(()), (m, k), row_scale=factors)
         first, second = (gemm_nvfp4(moved, tiled, "tc", dtype) for _ in range(2))
-        assert torch.equal(first, second)
-        factor = scale * (1.0 if rows is None else rows.double()[:, None])
-        want = exact * factor
+        assert torch.equal(first, second), (m, dtype, scaled)
+        by_row = row_scale[:m, None].double() if scaled else 1.0
+        want, sizes = exact[:m] * by_row, magnitude[:m] * by_row
         step = 2.0**-11 if dtype == torch.float16 else 2.0**-8
-        allowed = want.abs() * step * 1.01 + magnitude * factor * (k // 16 + 4) * 2.0**-22 + 2.0**-24
+        allowed = want.abs() * step * 1.01 + sizes * (k // 16 + 4) * 2.0**-22 + 2.0**-24
         finite = want.abs() < torch.finfo(dtype).max * 0.9
         error = (first.cpu().double() - want).abs()
-        assert bool((error <= allowed)[finite].all()), (dtype, rows is not None)
+        assert bool((error <= allowed)[finite].all()), (m, dtype, scaled)
 
 
 @pytest.mark.gpu
