@@ -58,7 +58,7 @@ class GpuTiming:
     spread: float
 
 
-# Arms and repeats to timings, keys in the order given; `measure` or `ncu.Recorder`.
+# Arms and repeats to timings, keys in the order given; `measure` or `ncu.record`.
 Timer = Callable[[Mapping[Key, Arm], int], dict[Key, GpuTiming]]
 
 

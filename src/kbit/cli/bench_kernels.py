@@ -128,18 +128,18 @@ def _header(timer: TimerName, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _measure(choice: Choice, result: dict[str, Any], file: Path | None, timer: Any = None) -> list[KernelRow]:
-    """Measure a choice; the file is written after every shape, so that an interruption loses one."""
+def _measure(
+    choice: Choice, result: dict[str, Any], file: Path | None, rows: list[KernelRow], timer: Any = None
+) -> None:
+    """Measure a choice into `rows`; they and the file grow by a shape, so that an interruption loses one."""
     from kbit.bench import kernel_rows, kernels
 
-    rows: list[KernelRow] = []
     absent: dict[str, list[str]] = {}
     for shape, plan in track(_plans(choice, timer), description="kernels", console=console):
         rows += kernels.shape_rows(shape, plan, absent)
         write_json(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
     for name, reasons in absent.items():
         console.print(f"{name}: {'; '.join(reasons)}", markup=False, soft_wrap=True)
-    return rows
 
 
 def _print_tables(tables: Sequence[Table], result: dict[str, Any]) -> None:
@@ -170,20 +170,24 @@ def kernels(
 
     choice = choose(shape, model, rows, bits, dtype, repeats, variants or (), with_peers=peers)
     gpu_timing.require_gpu("kbit bench kernels")
+    measured: list[KernelRow] = []
     if timer is TimerName.ncu_record:
-        _measure(choice, {"timer": timer.value}, json_file, ncu.record)
+        _measure(choice, {"timer": timer.value}, json_file, measured, ncu.record)
         return
     result = _header(timer, choice)
-    if timer is TimerName.ncu:
-        recorded, measured = ncu.run(choice.arguments(), repeats)
-        result |= {"peers_absent": recorded["peers_absent"], "rows": kernel_rows.as_json(measured)}
-        write_json(json_file, result)
-    else:
-        measured = _measure(choice, result, json_file)
-    _print_tables(list(kernel_tables.tables(measured, result["read_bandwidth_gb_s"])), result)
-    console.print(kernel_tables.NOTE)
-    for line in kernel_tables.losses(measured):
-        console.print(line, markup=False)
+    try:
+        if timer is TimerName.ncu:
+            recorded, measured = ncu.run(choice.arguments(), repeats)
+            result |= {"peers_absent": recorded["peers_absent"], "rows": kernel_rows.as_json(measured)}
+            write_json(json_file, result)
+        else:
+            _measure(choice, result, json_file, measured)
+    finally:
+        if measured:
+            _print_tables(list(kernel_tables.tables(measured, result["read_bandwidth_gb_s"])), result)
+            console.print(kernel_tables.NOTE, soft_wrap=True)
+            for line in kernel_tables.losses(measured):
+                console.print(line, markup=False, soft_wrap=True)
 
 
 def check(
@@ -207,7 +211,8 @@ def check(
     else:
         choice = choose(shape, model, rows, bits, dtype, repeats, dequantize=False, with_peers=False)
         gpu_timing.require_gpu("kbit bench check")
-        measured = _measure(choice, _header(TimerName.graph, choice), json_file)
+        measured = []
+        _measure(choice, _header(TimerName.graph, choice), json_file, measured)
     found = verdicts(measured)
     if not found:
         raise ValueError("bench check: there is no kernel beside a 16-bit baseline to judge.")
