@@ -2,15 +2,18 @@
 
     python tools/sanitize.py benchmarks/results/sanitizer.json
 
-Needs a GPU and compute-sanitizer. racecheck follows barriers thread by thread, so for it the kernels are
-compiled with every lane arriving (KBIT_ALL_LANES_ARRIVE in csrc/common.cuh) instead of one for its warp.
+Needs a GPU and compute-sanitizer; exits with 1 if a tool found something. racecheck follows barriers thread
+by thread, so for it the kernels are compiled with every lane arriving (KBIT_ALL_LANES_ARRIVE in
+csrc/common.cuh) instead of one for its warp.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +36,7 @@ def run_cases(bits: int) -> None:
     for n, k in SHAPES:
         w = torch.randn(n, k, device="cuda").to(dtype)
         cuda.quantize(w, codebook, middles, bits, WINDOWS[bits])
+        cuda.quantize(w.float() * 1e-6, codebook, middles, bits, None)  # a factor: both passes
         packed, absmax, scale = cuda.quantize(w, codebook, middles, bits, None)
         tiled = cuda.to_tiled(packed, absmax, bits, k)
         again = cuda.from_tiled(tiled, bits, n, k)
@@ -73,13 +77,20 @@ def run_nvfp4() -> None:
     for layout in ("ggml", "mmq"):
         nvfp4.repack_nvfp4(nvfp4.repack_nvfp4(one, layout), "nv")
     nvfp4.dequantize_nvfp4(one, torch.float16)
+    nvfp4.rmsnorm(x, x[0], 1e-6)
     nvfp4.rmsnorm_quantize_nvfp4(x, x[0], 1e-6, residual=x)
+    nvfp4.silu_mul(x)
     nvfp4.silu_mul_quantize_nvfp4(x[:, :128].contiguous())
     ids = torch.randint(0, 4, (9, 2), device="cuda", dtype=torch.int32)
     for accum in ("exact", "seq16", "tc"):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x), one, accum)
         for dedup in ("off", "gather", "scatter", "indirect"):
             nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup=dedup, accum=accum)
+    # Columns of several steps, more than there are stages, dealt to teams and blocks.
+    long, weight = (nvfp4.quantize_nvfp4(torch.randn(m, 2640, device="cuda")) for m in (9, 24))
+    for accum in ("exact", "seq16", "tc"):
+        for tile in nvfp4.tiles_nvfp4(accum, "cuda"):
+            nvfp4.gemm_nvfp4(long, weight, accum, tile=tile)
     tiled = nvfp4.repack_nvfp4(one, "tiled")
     for rows in (4, 9):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
@@ -90,7 +101,7 @@ def run_nvfp4() -> None:
 def _multiply(weight, dtype) -> None:
     import torch
 
-    from kbit.backends.cuda import stream, wgmma, wgmma_config
+    from kbit.backends.cuda import driver, stream, wgmma, wgmma_config
 
     *_, n, k, gated = weight
     width = n // 2 if gated else n
@@ -104,6 +115,8 @@ def _multiply(weight, dtype) -> None:
         x, out = operands(m)
         stream.linear(x, *weight, out)
         assert torch.isfinite(out).all()
+    if driver.device_arch(torch.cuda.current_device()) != wgmma.ARCH:
+        return
     for m, tokens, cluster in ((20, 16, 1), (40, 32, 2), (70, 64, 3), (100, 256, 1), (200, 96, 2)):
         if wgmma_config.steps_of(k, tokens) >= cluster:
             x, out = operands(m)
@@ -115,8 +128,9 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
     """Rows sorted by expert: found by moe_align, multiplied by both kernels, summed by moe_combine."""
     import torch
 
-    from kbit.backends.cuda import grouped, wgmma
+    from kbit.backends.cuda import driver, grouped, wgmma
 
+    hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
     n, k, gated = sizes
     ops, scale = torch.ops.kbit, torch.ones(5, device="cuda")
     for tokens, choices in ((1, 2), (9, 3), (70, 2)):
@@ -126,7 +140,8 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         out = torch.empty(tokens * choices, n // 2 if gated else n, device="cuda", dtype=dtype)
         grouped.linear(x, tiled, codebook, scale, bounds, source, *sizes, out)
         assert torch.isfinite(out).all()
-        wgmma.grouped_linear(x[source.long()], tiled, codebook, scale, bounds, *sizes, out)
+        if hopper:
+            wgmma.grouped_linear(x[source.long()], tiled, codebook, scale, bounds, *sizes, out)
         weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
         assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
 
@@ -147,21 +162,38 @@ def summary(tool: str) -> dict[str, object]:
     )
     lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", result.stdout)
     print(tool, *lines, sep="\n  ")
+    if not clean(result.returncode, lines):
+        print(result.stdout[-8000:], result.stderr[-8000:], sep="\n")
     return {"tool": tool, "exit_code": result.returncode, "summary": lines}
+
+
+def clean(exit_code: int, lines: list[str]) -> bool:
+    """Whether the cases ran to their end and nothing was found; the tool itself exits as they do."""
+    return exit_code == 0 and bool(lines) and all(re.search(r"SUMMARY: 0 \w+", line) for line in lines)
 
 
 def main() -> None:
     """Entry point."""
-    if sys.argv[1:] == ["--cases"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", help="JSON for the summary")
+    parser.add_argument("--cases", action="store_true", help="launch the kernels, without a tool")
+    arguments = parser.parse_args()
+    if arguments.cases:
         for bits in (2, 3, 4, 5):
             run_cases(bits)
         sort_many()
         run_nvfp4()
         return
+    if arguments.file is None:
+        parser.error("the file for the summary is missing: benchmarks/results/sanitizer.json, say.")
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on PATH; it is in the bin folder of CUDA's toolkit.")
     from kbit.bench.gpu_timing import describe
 
-    result = {"machine": describe(), "shapes": SHAPES, "runs": [summary(tool) for tool in TOOLS]}
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+    runs = [summary(tool) for tool in TOOLS]
+    result = {"machine": describe(), "shapes": SHAPES, "runs": runs}
+    arguments.file.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(not all(clean(run["exit_code"], run["summary"]) for run in runs))
 
 
 if __name__ == "__main__":
