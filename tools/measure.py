@@ -1,0 +1,190 @@
+"""Measure everything that needs a GPU again, into benchmarks/results/, with one process per GPU at a time.
+
+    python tools/measure.py                    # all of it, about half an hour on one H200, on all GPUs there
+    python tools/measure.py --only kernels moe --gpus 0
+    python tools/measure.py --list
+
+The table of choices comes first, since kernels are measured as it dispatches them. A log of every job is in
+build/measure/. An interrupted or failed job leaves what it had finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "measure"
+SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
+ROWS = "1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command; {gpu} in its words stands for the GPU's name, {results} for the folder of results.
+
+    Attributes:
+        name: of the log, and in what `--only` names.
+        words: after "kbit", or a whole command if the first is "python".
+        gpus: that it needs to itself.
+        after: jobs whose results it reads.
+    """
+
+    name: str
+    words: str
+    gpus: int = 1
+    after: tuple[str, ...] = ()
+
+    def command(self, gpu: str) -> list[str]:
+        """What to run."""
+        words = self.words.format(gpu=gpu, results=RESULTS, tables=SHIPPED_TABLES).split()
+        return [sys.executable, *(words[1:] if words[0] == "python" else ["-m", "kbit", *words])]
+
+
+# The longest first among those that may start.
+JOBS = (
+    Job("tune", "tune --fresh --bits 4 --out {tables}/nvidia-{gpu}.json"),
+    Job(
+        "tensor-parallel",
+        "bench model llama-3-70b --gpus 1,2 --all-reduce nccl,one-shot --no-baseline --prefill 0 "
+        "--json {results}/{gpu}-llama-3-70b.json",
+        gpus=2,
+    ),
+    Job(
+        "kernels",
+        f"bench kernels --bits 4 --dtype fp16,bf16 --rows {ROWS} --json {{results}}/{{gpu}}-kernels.json",
+        after=("tune",),
+    ),
+    Job("widths", f"bench kernels --rows {ROWS} --json {{results}}/{{gpu}}-widths.json", after=("tune",)),
+    Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
+    Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
+    Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
+    Job(
+        "30b-parallel",
+        "bench model qwen3-30b-a3b --gpus 1,2 --no-baseline --prefill 0 "
+        "--json {results}/{gpu}-qwen3-30b-a3b-parallel.json",
+        gpus=2,
+    ),
+    Job("nvfp4", "bench nvfp4 --json {results}/{gpu}-nvfp4.json"),
+    Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
+    Job("quantize", "bench quantize llama-3-8b --json {results}/{gpu}-quantize.json"),
+    Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
+    Job("moe", "bench moe --json {results}/{gpu}-moe.json"),
+    Job("dequant", "bench dequant --dtype fp16,bf16 --json {results}/{gpu}-dequant.json"),
+    Job(
+        "gate",
+        "gate --toggle all --tokens 1,7,8,32,128 --device cuda --json {results}/{gpu}-nvfp4-gate.json",
+    ),
+    Job(
+        "workload",
+        "bench workload {results}/{gpu}-widths.json --plot docs/plots/users-fp16.png "
+        "--json {results}/{gpu}-workload.json",
+        gpus=0,
+        after=("widths",),
+    ),
+    Job("plots", "bench plot {results}/{gpu}-kernels.json --out docs/plots", gpus=0, after=("kernels",)),
+)
+
+
+@dataclass
+class Running:
+    """A job under way."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpus: Sequence[str]
+    start: float
+
+
+def ready(jobs: Sequence[Job], waiting: Sequence[Job], running: Sequence[Running], free: int) -> Job | None:
+    """The first waiting job whose GPUs are free and that waits for none of the others.
+
+    A job that needs more GPUs than are free holds back those after it, or it would wait for ever.
+    """
+    unfinished = {job.name for job in waiting} | {each.job.name for each in running}
+    for job in waiting:
+        if set(job.after) & unfinished:
+            continue
+        return job if job.gpus <= free else None
+    return None
+
+
+def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[str, tuple[int, float]]:
+    """Run jobs as GPUs get free; exit code and seconds of each."""
+    logs.mkdir(parents=True, exist_ok=True)
+    waiting, running, done = list(jobs), list[Running](), dict[str, tuple[int, float]]()
+    free = list(gpus)
+    try:
+        while waiting or running:
+            while (job := ready(jobs, waiting, running, len(free))) is not None:
+                mine, free = free[: job.gpus], free[job.gpus :]
+                environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+                with (logs / f"{job.name}.log").open("wb") as log:
+                    process = subprocess.Popen(
+                        job.command(gpu), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    )
+                waiting.remove(job)
+                running.append(Running(job, process, mine, time.monotonic()))
+            time.sleep(POLL_SECONDS)
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                free = [*free, *each.gpus]
+                seconds = time.monotonic() - each.start
+                done[each.job.name] = (each.process.returncode, seconds)
+                state = "done" if each.process.returncode == 0 else f"exit code {each.process.returncode}"
+                print(f"{each.job.name:16} {seconds:6.0f} s  {state}", flush=True)
+    finally:
+        for each in running:
+            each.process.terminate()
+    return done
+
+
+def chosen(names: Sequence[str], most_gpus: int) -> list[Job]:
+    """The jobs of these names, or all, that so many GPUs can run.
+
+    Raises:
+        ValueError: there is no such job.
+    """
+    unknown = sorted(set(names) - {job.name for job in JOBS})
+    if unknown:
+        raise ValueError(f"no job {', '.join(unknown)}; there are {', '.join(job.name for job in JOBS)}")
+    return [job for job in JOBS if (not names or job.name in names) and job.gpus <= most_gpus]
+
+
+def main() -> int:
+    """Exit code 1 if a job failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="these jobs")
+    parser.add_argument("--gpus", help="numbers of the GPUs, such as 0,1; all by default")
+    parser.add_argument("--name", help="of the GPU in file names; its own by default, such as h200")
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    given = parser.parse_args()
+    if given.list:
+        for job in JOBS:
+            print(f"{job.name:16} {job.words}")
+        return 0
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        parser.error("there is no GPU that torch can use")
+    gpus = given.gpus.split(",") if given.gpus else [str(index) for index in range(count)]
+    name = given.name or torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    try:
+        jobs = chosen(given.only, len(gpus))
+    except ValueError as error:
+        parser.error(str(error))
+    SHIPPED_TABLES.mkdir(exist_ok=True)
+    done = run(jobs, gpus, name, LOGS)
+    return int(any(code for code, _ in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
