@@ -211,6 +211,7 @@ DEVICE Found combined(const Stats& own, Found& shared) {
 
 // Of a matrix: what the blocks of pass 0 found, for all threads of a block.
 DEVICE Found found_by_all(const Found* slots, int count, Found& shared) {
+    __syncthreads();  // the matrix before: all have read what it gave
     Stats own;
     for (int i = threadIdx.x; i < count; i += 32 * kWarps) {
         const Found& slot = slots[i];
