@@ -36,7 +36,8 @@ def run_cases(bits: int) -> None:
     for n, k in SHAPES:
         w = torch.randn(n, k, device="cuda").to(dtype)
         cuda.quantize(w, codebook, middles, bits, WINDOWS[bits])
-        cuda.quantize(w.float() * 1e-6, codebook, middles, bits, None)  # a factor: both passes
+        several = torch.stack([w.float() * factor for factor in (1.0, 1e-6, 1.0)])  # one needs a factor
+        cuda.quantize(several, codebook, middles, bits, None)
         packed, absmax, scale = cuda.quantize(w, codebook, middles, bits, None)
         tiled = cuda.to_tiled(packed, absmax, bits, k)
         again = cuda.from_tiled(tiled, bits, n, k)
