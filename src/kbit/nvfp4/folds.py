@@ -137,7 +137,10 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _factor(global_scale: float | None, op: str) -> float:
     if global_scale is not None and not is_normal(global_scale):
-        raise ValueError(f"{op}: global_scale must be a positive normal float32, got {global_scale}.")
+        raise ValueError(
+            f"{op}: global_scale must be a positive normal float32, got {global_scale}. Use global_scale_for "
+            f"of what is quantized, or None for 1."
+        )
     return 1.0 if global_scale is None else global_scale
 
 
