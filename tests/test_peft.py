@@ -240,6 +240,25 @@ def test_merging_to_16_bits_saves_and_reloads(tmp_path):
     assert torch.equal(again(IDS).logits, merged(IDS).logits)
 
 
+@pytest.mark.parametrize("requantize", [True, False])
+def test_biases_of_adapters_are_merged(requantize):
+    model = adapted(quantized("qwen3"), target_modules=["q_proj"], lora_bias=True)
+    for layer in lora_layers(model).values():
+        layer.lora_B["default"].bias.data.fill_(0.25)
+    before = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.bias.clone()
+    merged = merge(model, requantize)
+    after = merged.model.layers[0].self_attn.q_proj.bias
+    torch.testing.assert_close(after, before + 0.25 * 8 / 4)
+
+
+def test_biases_that_have_no_place_are_refused():
+    model = adapted(quantized(), target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ValueError, match=r"q_proj: the adapter has a bias and the layer none"):
+        merge(model)
+    with pytest.raises(ValueError, match=r"experts: adapters of fused experts have no bias"):
+        adapted(quantized(), lora_bias=True)
+
+
 def test_experts_do_not_merge_to_16_bits():
     model = adapted(quantized())
     with pytest.raises(ValueError, match=r"experts: fused experts cannot be left in 16 bits"):

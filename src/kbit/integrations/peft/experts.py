@@ -87,11 +87,14 @@ class LoraExperts(nn.Module, LoraLayer):
         """Add an adapter of rank r.
 
         Raises:
-            ValueError: r is not positive.
+            ValueError: r is not positive, or adapters are to have biases.
         """
         if r <= 0:
             raise ValueError(f"r must be positive, got {r}.")
         base = self.get_base_layer()
+        if config.lora_bias:
+            where = base.layer_name or type(base).__name__
+            raise ValueError(f"{where}: adapters of fused experts have no bias. Use lora_bias=False.")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False

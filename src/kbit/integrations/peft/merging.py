@@ -32,7 +32,7 @@ def merge(model: Any, requantize: bool = True) -> Any:
 
     Raises:
         ValueError: experts or an embedding are adapted and `requantize` is off (there is no 16-bit class to
-            fall back to); or an embedding is adapted at all.
+            fall back to); an embedding is adapted at all; or an adapter has a bias and its layer none.
     """
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]
@@ -53,6 +53,12 @@ def _check(name: str, layer: Any, requantize: bool) -> None:
         raise ValueError(
             f"{name}: the adapter of a quantized embedding cannot be merged. Keep it beside the model."
         )
+    biased = isinstance(layer, LoraLinear) and any(layer.lora_bias.get(one) for one in layer.active_adapters)
+    if biased and layer.get_base_layer().bias is None:
+        raise ValueError(
+            f"{name}: the adapter has a bias and the layer none, so a checkpoint has no place for it. Keep "
+            f"the adapter beside the model, or train with lora_bias=False."
+        )
     if isinstance(layer, LoraKbitExperts) and not requantize:
         raise ValueError(
             f"{name}: fused experts cannot be left in 16 bits. Use requantize=True, or keep the adapter "
@@ -70,14 +76,19 @@ def _settings(layer: Any, weight: str) -> tuple[int, torch.Tensor, str, bool]:
 
 def _linear(lora: LoraLinear, requantize: bool, dtype: torch.dtype) -> nn.Linear:
     base: KbitLinear = lora.get_base_layer()
-    weight = base.dequantize()
+    weight, bias = base.dequantize(), base.bias
     for adapter in lora.active_adapters:
         if adapter in lora.lora_A:
             weight += lora.get_delta_weight(adapter).to(weight)
+            if lora.lora_bias[adapter]:
+                assert bias is not None
+                trained = lora.lora_B[adapter].bias.detach() * lora.scaling[adapter]
+                bias = nn.Parameter((bias + trained).to(bias.dtype), requires_grad=False)
+    base.bias = bias
     if not requantize:
         plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-        plain.register_parameter("bias", base.bias)
+        plain.register_parameter("bias", bias)
         return plain
     where = f"{base.layer_name}.weight"
     base.fill("weight", parts_of(api.quantize(weight, *_settings(base, "weight"), where=where)))
