@@ -110,13 +110,18 @@ def test_results_replace_files_whole(tmp_path, monkeypatch):
 
 
 @posix
-def test_results_can_go_to_the_standard_output():
+def test_results_can_go_to_the_standard_output(tmp_path):
     code = (
         "from pathlib import Path\nfrom kbit.cli.json_file import check, write_json\n"
-        "write_json(check(Path('/dev/stdout')), {'a': 1})"
+        "print('before'); write_json(check(Path('/dev/stdout')), {'a': 1}); print('after')"
     )
-    result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, check=True)
-    assert json.loads(result.stdout) == {"a": 1}
+    for out in (tmp_path / "file", None):
+        with open(out or os.devnull, "w") as stream:
+            stdout = stream if out else subprocess.PIPE
+            result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, stdout=stdout, check=True)
+        text = out.read_text() if out else result.stdout.decode()
+        before, *middle, after = text.splitlines()
+        assert (before, json.loads("".join(middle)), after) == ("before", {"a": 1}, "after")
 
 
 def test_folders_of_one_name_keep_apart(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -153,5 +154,5 @@ def decode(
         table.add_column(header, justify="left" if header == "model" else "right")
     for name, speed in speeds.items():
         ratio = f"{speed.decode_tokens_s / base:.2f}"
-        table.add_row(name, f"{speed.prefill_tokens_s:.0f}", f"{speed.decode_tokens_s:.1f}", ratio)
+        table.add_row(escape(name), f"{speed.prefill_tokens_s:.0f}", f"{speed.decode_tokens_s:.1f}", ratio)
     show(table)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli.generate import check_model_folder
@@ -33,7 +34,7 @@ def _table(results: Mapping[str, Sequence[Level]]) -> Table:
     for clients, name, level in sorted(rows, key=lambda row: row[0]):
         table.add_row(
             str(clients),
-            name,
+            escape(name),
             str(level.requests),
             str(len(level.errors)),
             f"{level.tokens_per_second:.1f}",

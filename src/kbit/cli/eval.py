@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -190,5 +191,7 @@ def _table(rows: list[dict[str, Any]], window: int) -> Table:
     formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}
     for row in rows:
         values = [(row.get(key), spec) for key, spec in formats.items()]
-        table.add_row(row["model"], *("" if value is None else format(value, spec) for value, spec in values))
+        table.add_row(
+            escape(row["model"]), *("" if value is None else format(value, spec) for value, spec in values)
+        )
     return table

@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from kbit.cli.tables import show
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -175,9 +177,12 @@ def inspect(
 
 def _print(modules: list[Module], folder: Path) -> None:
     with_error = any(module.sqnr is not None for module in modules)
-    table = Table(title=str(folder))
+    table = Table(title=escape(str(folder)))
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
-        table.add_column(header, justify="left" if header == "module" else "right", overflow="fold")
+        if header == "module":
+            table.add_column(header, overflow="fold")  # names have no spaces
+        else:
+            table.add_column(header, justify="right")
     for module in (module for module in modules if module.bits is not None):
         table.add_row(escape(module.name), str(module.bits), *_cells(module, with_error))
     table.add_section()
@@ -186,11 +191,11 @@ def _print(modules: list[Module], folder: Path) -> None:
         table.add_row(total.name, str(bits or "-"), *_cells(total, with_error))
     everything = _total(modules, None)
     table.add_row("all", "", *_cells(everything, with_error), style="bold")
-    console.print(table)
+    show(table)
     for name, count, module in _large(modules):
         times = f"{count} x " if count > 1 else ""
         console.print(
-            f"[yellow]unquantized[/yellow] {name}: {times}{module.weights / 1e6:.1f} M weights, "
+            f"[yellow]unquantized[/yellow] {escape(name)}: {times}{module.weights / 1e6:.1f} M weights, "
             f"{times}{module.bytes / 1e6:.1f} MB",
             soft_wrap=True,
         )

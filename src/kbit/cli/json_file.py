@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,9 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     if file is None:
         return
     text = json.dumps(result, indent=1) + "\n"
+    if _is_stdout(file):  # /dev/stdout, perhaps led into a file
+        sys.stdout.write(text)
+        return
     if not _can_be_replaced(file):
         file.write_text(text)
         return
@@ -47,6 +51,13 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def _is_stdout(file: Path) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(1))
+    except OSError:
+        return False
 
 
 def _can_be_replaced(file: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
@@ -115,7 +116,7 @@ def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[s
 def _print_summary(report: Report, target: Path) -> None:
     resumed = f", {report.resumed_shards} of them from before" if report.resumed_shards else ""
     console.print(
-        f"{target}: {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB in "
+        f"{escape(str(target))}: {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB in "
         f"{len(report.shards)} shards{resumed}"
     )
     share = report.quantized_weights / max(1, report.weights)
