@@ -140,7 +140,8 @@ u32 shared_element(u32 address) {
     std::memcpy(&value, block_memory + address, BYTES);
     return value;
 }
-// stmatrix.x4: lane 8h + i says where row i of square h goes; lane l has elements 2 (l % 4), + 1 of row l / 4.
+// stmatrix.x4: lane 8h + i says where row i of square h goes; lane l has elements 2 (l % 4), + 1 of row l
+// / 4.
 inline void store_squares(u32 to, const u32 (&a)[4]) {
     for (int square = 0; square < 4; ++square) {
         const u32 row = exchange(to, 8 * square + lane_id() / 4);
