@@ -3,22 +3,27 @@
     kbit serve MODEL --continuous-batching --port 8000
     python examples/client.py MODEL "What is a codebook?" [--url http://127.0.0.1:8000/v1] [--tokens 64]
 
-MODEL is the same path or name in both commands.
+MODEL is the same path or name in both commands. openai comes with kbit's extra `serve`.
 """
 
 import argparse
+import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
-def main() -> None:
-    """Ask one question; print the answer as it comes."""
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--tokens", type=int, default=64)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def ask(args: argparse.Namespace) -> None:
+    """Print the answer as it comes."""
     client = OpenAI(base_url=args.url, api_key="unused")  # the server asks for none
     answer = client.chat.completions.create(
         model=args.model,
@@ -34,4 +39,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    args = arguments()
+    try:
+        ask(args)
+    except OpenAIError as error:
+        sys.exit(f"{args.url}: {error} Does the server run, and does its log say more?")

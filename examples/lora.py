@@ -3,10 +3,12 @@
     python examples/lora.py MODEL TEXT --out ADAPTER [--bits 4] [--rank 8] [--steps 50]
 
 MODEL is an unquantized model folder with a tokenizer, or one that `kbit quantize` wrote; TEXT a text file.
+peft comes with kbit's extra `train`.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -55,6 +57,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer(args.text.read_text()[:200_000])["input_ids"])
     windows = ids[: len(ids) // args.tokens * args.tokens].view(-1, args.tokens).to(model.device)
+    if not len(windows):
+        sys.exit(f"{args.text} has {len(ids)} tokens: give more text, or less than --tokens {args.tokens}")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.rate)
     for step in range(args.steps):
         batch = windows[torch.arange(step * args.batch, (step + 1) * args.batch) % len(windows)]

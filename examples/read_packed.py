@@ -2,7 +2,8 @@
 
     python examples/read_packed.py FOLDER model.layers.0.mlp.down_proj.weight [IN_FEATURES]
 
-Without IN_FEATURES, columns are those of whole blocks of 32.
+The name is that of the unquantized parameter, as in the file: experts that are stored one by one are read one
+by one, and fused ones together. Without IN_FEATURES, columns are those of whole blocks of 32.
 """
 
 import json
@@ -31,6 +32,8 @@ def read_packed(folder: Path, name: str, in_features: int | None = None) -> np.n
         with safe_open(file, "np") as tensors:
             wanted = filter(lambda key: key.startswith(name + "_"), tensors.keys())
             parts |= {key: tensors.get_tensor(key) for key in wanted}
+    if name + "_packed" not in parts:
+        raise ValueError(f"{folder} has no quantized parameter {name}")
     packed, absmax = parts[name + "_packed"], parts[name + "_absmax"]
     scale = parts.get(name + "_scale", np.ones(packed.shape[:-2], np.float32))
 
@@ -49,6 +52,10 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     if len(arguments) not in (2, 3):
         sys.exit(__doc__)
-    weight = read_packed(Path(arguments[0]), arguments[1], int(arguments[2]) if arguments[2:] else None)
+    columns = int(arguments[2]) if arguments[2:] else None
+    try:
+        weight = read_packed(Path(arguments[0]), arguments[1], columns)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
     print(f"{arguments[1]}: {weight.shape}, from {weight.min():.4f} to {weight.max():.4f}")
     print(weight)
