@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 
 import pytest
 from typer.testing import CliRunner
@@ -35,6 +36,14 @@ def test_the_command_on_a_cpu(config_file, tmp_path):
         assert run["weights_per_second"] == pytest.approx(run["weights"] / run["seconds"])
         assert run["seconds_for_80b"] == pytest.approx(80e9 / run["weights_per_second"])
     assert not list(folder.iterdir())
+
+
+def test_too_little_space_is_said_before_a_model_is_made(config_file, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(random_models.shutil, "disk_usage", lambda folder: usage(1000))
+    with pytest.raises(OSError, match=r"0\.0 GB free.*--layers"):
+        random_models.write(str(config_file), None, tmp_path / "model", "cpu")
+    assert not (tmp_path / "model").exists()
 
 
 def test_random_checkpoints_are_whole_models(config_file, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -22,8 +24,18 @@ def write(name: str, layers: int | None, folder: Path, device: torch.device) -> 
         name, layers: see `model_build.load_config`.
         folder: to be made.
         device: where random numbers are drawn.
+
+    Raises:
+        OSError: too little space is free.
     """
     config = model_build.load_config(name, layers)
+    needed, free = model_build.sixteen_bit_bytes(config), shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{folder.parent} has {free / 1e9:.1f} GB free, {name} takes {needed / 1e9:.1f} GB. Keep fewer "
+            f"layers (--layers), or set TMPDIR to a folder on another disk",
+        )
     model = model_build.build(config, device).model
     model.generation_config.eos_token_id = None  # every answer is as long as was asked for
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
