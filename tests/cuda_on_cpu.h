@@ -1,5 +1,5 @@
-// CUDA as far as the NVFP4 kernels need it, on a CPU: every thread of a block is a thread, blocks run in
-// turn.
+// CUDA as far as stream.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a thread,
+// blocks run in turn.
 //
 // Stands in for common.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products included, go
 // through memory between two barriers; misaligned accesses abort, as they fault on a GPU. fp-contract must be
@@ -10,9 +10,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -256,6 +258,9 @@ inline u32 load_shared(u32 address) {
 inline uint2 load_shared2(u32 address) {
     return from_shared<uint2>(address);
 }
+inline uint4 load_shared4(u32 address) {
+    return from_shared<uint4>(address);
+}
 template <int BYTES>
 u32 load_shared_element(u32 address) {
     return from_shared<u16>(address);
@@ -285,6 +290,7 @@ inline void stage16(u32 to, const void* from) {
 }
 inline void end_stage() {}
 inline void launch_dependents() {}
+inline void wait_for_previous() {}
 
 template <class T>
 T __ldg(const T* from) {
@@ -300,6 +306,106 @@ u32 load_global(const u8* from) {
 inline void store16(void* to, uint4 value) {
     require_aligned(u64(to), 16);
     std::memcpy(to, &value, 16);
+}
+
+// ---- barriers in shared memory, and copies that arrive at them
+
+struct Barrier {
+    std::mutex lock;
+    int count, pending;
+    u32 phase;
+};
+// By address / 8: what a barrier holds would not fit in its eight bytes.
+inline Barrier barriers[sizeof(block_memory) / 8];
+
+inline Barrier& barrier_at(u32 address) {
+    require_aligned(address, 8);
+    return barriers[address / 8];
+}
+inline void barrier_init(u32 address, int arrivals) {
+    Barrier& b = barrier_at(address);
+    b.count = b.pending = arrivals;
+    b.phase = 0;
+}
+inline void barriers_visible() {}
+inline void barrier_arrive(u32 address) {
+    Barrier& b = barrier_at(address);
+    const std::lock_guard<std::mutex> guard(b.lock);
+    if (--b.pending == 0) {
+        b.pending = b.count;
+        b.phase ^= 1;
+    }
+}
+inline void barrier_wait(u32 address, u32 parity) {
+    Barrier& b = barrier_at(address);
+    while (true) {
+        {
+            const std::lock_guard<std::mutex> guard(b.lock);
+            if (b.phase != parity) {
+                return;
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+constexpr int kWarpArrivals = 1, kCopyArrivals = 1;
+inline void warp_arrive(u32 address, int lane) {
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(address);
+    }
+}
+inline void copy(u32 to, const u8* from, u32 bytes, u32 address, int lane) {
+    require_aligned(to | u64(from) | bytes, 16);
+    if (lane == 0) {
+        std::memcpy(block_memory + to, from, bytes);
+        barrier_arrive(address);
+    }
+    __syncwarp();
+}
+inline u32 after_loads(u32, u32) {
+    return 0;
+}
+
+// ---- what common.cuh makes of these
+
+inline float low_half(u32 both) {
+    return Half<false>::widen(u16(both));
+}
+inline float high_half(u32 both) {
+    return Half<false>::widen(u16(both >> 16));
+}
+template <int I>
+struct Index {
+    static constexpr int value = I;
+};
+template <int N, int I = 0, class F>
+void static_for(F f) {
+    if constexpr (I < N) {
+        f(Index<I>());
+        static_for<N, I + 1>(f);
+    }
+}
+inline void transpose_four_lanes(u32 (&v)[4], int t) {
+    u32 all[4][4];
+    for (int i = 0; i < 4; ++i) {
+        for (int lane = 0; lane < 4; ++lane) {
+            all[lane][i] = exchange(v[i], lane_id() / 4 * 4 + lane);
+        }
+    }
+    for (int i = 0; i < 4; ++i) {
+        v[i] = all[i][t];
+    }
+}
+inline float add_four_lanes(float value) {
+    value += __shfl_xor_sync(kAll, value, 1);
+    return value + __shfl_xor_sync(kAll, value, 2);
+}
+template <bool BF16>
+float silu_and_mul(float gate, float up) {
+    using H = Half<BF16>;
+    gate = H::widen(H::narrow(gate));
+    return H::widen(H::narrow(gate / (1.0f + expf(-gate)))) * H::widen(H::narrow(up));
 }
 
 // ---- launches

@@ -1,4 +1,4 @@
-"""Run CUDA sources of NVFP4 on the CPU: compiled by g++ with cuda_on_cpu.h instead of PTX.
+"""Run stream.cu and the CUDA sources of NVFP4 on the CPU: compiled by g++ with cuda_on_cpu.h instead of PTX.
 
 The modules that launch are the real ones; `launcher.load` and `launcher.launch_on` are replaced, so that
 indices, sizes and argument lists are tested as well.
@@ -22,7 +22,7 @@ from kbit.backends.cuda.compiler import CSRC, KernelSpec
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
-TOGETHER = ("nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_row_scale")
+TOGETHER = ("stream", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_row_scale")
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
 

@@ -7,27 +7,6 @@
 #define __align__(n) alignas(n)
 using std::fabs;
 
-// ---- common.cuh
-
-inline void wait_for_previous() {}
-inline float low_half(u32 both) {
-    return Half<false>::widen(u16(both));
-}
-inline float high_half(u32 both) {
-    return Half<false>::widen(u16(both >> 16));
-}
-template <int I>
-struct Index {
-    static constexpr int value = I;
-};
-template <int N, int I = 0, class F>
-void static_for(F f) {
-    if constexpr (I < N) {
-        f(Index<I>());
-        static_for<N, I + 1>(f);
-    }
-}
-
 // ---- a warp and a block
 
 template <class T, class F>
@@ -108,9 +87,6 @@ inline void stage16_if(u32 to, const void* from, bool valid) {
     if (!valid) {
         into_shared(to, uint4{0, 0, 0, 0});
     }
-}
-inline uint4 load_shared4(u32 address) {
-    return from_shared<uint4>(address);
 }
 inline void wait_for_stage() {}
 template <int COUNT, int SIZE>

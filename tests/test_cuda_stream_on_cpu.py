@@ -18,30 +18,6 @@ from kbit.nvfp4 import reference
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
 
-# Beside cuda_on_cpu.h: what stream.cuh names of common.cuh, and what is called only by what is not run here.
-HEADER = """
-#include "cuda_on_cpu.h"
-inline uint4 load_shared4(u32 address) { return from_shared<uint4>(address); }
-inline float low_half(u32 both) { return Half<false>::widen(u16(both)); }
-inline float high_half(u32 both) { return Half<false>::widen(u16(both >> 16)); }
-template <int I> struct Index { static constexpr int value = I; };
-template <int N, int I = 0, class F> void static_for(F f) {
-    if constexpr (I < N) { f(Index<I>()); static_for<N, I + 1>(f); }
-}
-inline void transpose_four_lanes(u32 (&v)[4], int t) {
-    u32 all[4][4];
-    for (int i = 0; i < 4; ++i)
-        for (int lane = 0; lane < 4; ++lane) all[lane][i] = exchange(v[i], lane_id() / 4 * 4 + lane);
-    for (int i = 0; i < 4; ++i) v[i] = all[i][t];
-}
-constexpr int kCopyArrivals = 1;
-inline void barrier_init(u32, int) {}
-inline void barriers_visible() {}
-inline void barrier_wait(u32, u32) {}
-inline void copy(u32, const u8*, u32, u32, int) {}
-inline u32 after_loads(u32, u32) { return 0; }
-"""
-
 RUN = """
 extern "C" void run(const u8* group, const float* codebook, const u16* x, int m, int k, float* out) {
     const int grid[3] = {1, 1, 1};
@@ -73,7 +49,8 @@ def compiled(folder: Path, tokens: int, dtype: torch.dtype) -> ctypes.CDLL:
     config = stream.Config(8, 1, 2).spec(4, dtype, tokens, nvfp4=True).config_header
     text = cuda_on_cpu.translated("stream_nvfp4.cuh", set())
     source, library = folder / "stream.cpp", folder / "stream.so"
-    source.write_text("\n".join([HEADER, config.replace("#pragma once", ""), text, RUN]))
+    header = '#include "cuda_on_cpu.h"'
+    source.write_text("\n".join([header, config.replace("#pragma once", ""), text, RUN]))
     flags = (*cuda_on_cpu.FLAGS, f"-I{cuda_on_cpu.HERE}", "-o", str(library))
     done = subprocess.run([cuda_on_cpu.COMPILER, *flags, str(source)], capture_output=True, text=True)
     assert done.returncode == 0, re.sub(r"(?s)(.{4000}).*", r"\1", done.stderr)
