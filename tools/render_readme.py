@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_FILE = "h200-kernels.json"
+# What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
+CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 256, 1024, 4096)
@@ -50,14 +52,21 @@ def claim() -> str:
     return f"{row['vs_bfloat16']:.1f}"
 
 
-def cpu() -> str:
+def cpu_all() -> str:
     """The large layer: every kernel at every number of tokens."""
+    return cpu(kernels=None)
+
+
+def cpu(kernels: tuple[str, ...] | None = CPU_KERNELS) -> str:
+    """The large layer: some kernels, or all, at every number of tokens."""
     result = load("cpu.json")
     rows = _linear(result, "llama-8b up")
     counts = sorted({count for count, _, _ in rows})
-    kernels = list(dict.fromkeys((kernel, bits) for _, kernel, bits in rows))
+    measured = dict.fromkeys((kernel, bits) for _, kernel, bits in rows)
     body = []
-    for kernel, bits in kernels:
+    for kernel, bits in measured:
+        if kernels is not None and (kernel not in kernels or bits not in (None, GPU_BITS)):
+            continue
         cells = [f"{kernel}, k={bits}" if bits else kernel]
         for count in counts:
             row = rows[count, kernel, bits]
@@ -104,6 +113,8 @@ def gpu() -> str:
         f"weights colder than the cache, CUDA-graph replays, medians. {about['gpu']}, driver "
         f"{about['driver']}, CUDA {about['cuda']}, torch {about['torch']}."
     )
+    if "dispatch" in result:
+        text += f" Dispatch {result['dispatch']}."
     table = markdown(["layer", *(f"M={tokens}" for tokens in GPU_TOKENS)], body)
     large = cells.get(("l70b", 1))
     if large is None:
@@ -227,7 +238,7 @@ def demo() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (claim, gpu_claim, gpu, gpu_losses, models, cpu, quantizers, quality, demo)
+    for function in (claim, gpu_claim, gpu, gpu_losses, models, cpu, cpu_all, quantizers, quality, demo)
 }
 
 
