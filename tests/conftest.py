@@ -21,6 +21,11 @@ if not INDUCTOR_BUILDS:
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Or each worker's references would take every core.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
