@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,6 +238,23 @@ def saved(tmp_path: Path) -> Path:
     build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
     load(tmp_path / "source", NVFP4Config()).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
+
+
+CHECK = """
+import sys
+{imports}
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model.model.layers[0].mlp.experts).__name__ == "NVFP4Experts"
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import kbit", "import transformers.quantizers\nimport kbit", "import kbit.integrations.nvfp4"],
+)
+def test_importing_kbit_suffices_to_load(saved: Path, imports: str) -> None:
+    subprocess.run([sys.executable, "-c", CHECK.format(imports=imports), str(saved)], check=True)
 
 
 CODES = "model.layers.0.mlp.experts.gate_up_codes"

@@ -4,25 +4,15 @@
 >>> model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 >>> model.save_pretrained(target)
 
-Import this module before loading such a checkpoint: importing it makes the method known to transformers,
-which it imports.
+Importing this module imports transformers. Loading such a checkpoint needs `import kbit` only.
 """
 
 from __future__ import annotations
+
+# First, because it asks for the two modules below: see kbit.integrations.transformers.autoregister.
+import transformers.quantizers  # noqa: F401
 
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
 from kbit.integrations.nvfp4.quantizer import NVFP4HfQuantizer
 
 __all__ = ["QUANT_METHOD", "NVFP4Config", "NVFP4HfQuantizer"]
-
-
-def _register() -> None:
-    from transformers.quantizers import auto
-
-    if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
-        auto.register_quantization_config(QUANT_METHOD)(NVFP4Config)
-    if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantizer(QUANT_METHOD)(NVFP4HfQuantizer)
-
-
-_register()

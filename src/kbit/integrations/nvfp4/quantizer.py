@@ -9,7 +9,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo
-from kbit.integrations.transformers.placement import read_index
 from kbit.nvfp4.layers import NVFP4Module, replace_layers
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
@@ -30,6 +29,9 @@ class NVFP4HfQuantizer(HfQuantizer):
     ) -> Any:
         if not self.pre_quantized:
             return model
+        # Imported here because transformers' registry, which imports this module, comes before its loader.
+        from kbit.integrations.transformers.placement import read_index
+
         config = self.quantization_config
         names = replace_layers(model, config.settings(), config.chooses, empty=True)
         index = read_index(checkpoint_files)
@@ -71,7 +73,6 @@ class NVFP4HfQuantizer(HfQuantizer):
 
 def _by_parameter(model: Any, index: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """A checkpoint's tensors by the names of the model's parameters, as transformers' loader renames them."""
-    # Imported here because transformers' registry, which imports this module, comes before its loader.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -1,4 +1,4 @@
-"""Make transformers know the method "kbit", and peft kbit's layers, whichever is imported first."""
+"""Make transformers know "kbit" and "kbit_nvfp4", and peft kbit's layers, in any order of imports."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ def install() -> None:
 
 
 def register(registry: ModuleType) -> None:
-    """Add kbit to transformers' tables of quantization methods.
+    """Add kbit's to transformers' tables of quantization methods.
 
     Args:
         registry: the module transformers.quantizers.auto.
     """
-    from kbit.format.policy import QUANT_METHOD
+    from kbit.integrations.nvfp4.config import NVFP4Config
+    from kbit.integrations.nvfp4.quantizer import NVFP4HfQuantizer
     from kbit.integrations.transformers.config import KbitConfig
     from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
-    if QUANT_METHOD not in registry.AUTO_QUANTIZATION_CONFIG_MAPPING:
-        registry.register_quantization_config(QUANT_METHOD)(KbitConfig)
-    if QUANT_METHOD not in registry.AUTO_QUANTIZER_MAPPING:
-        registry.register_quantizer(QUANT_METHOD)(KbitHfQuantizer)
+    for config, quantizer in ((KbitConfig, KbitHfQuantizer), (NVFP4Config, NVFP4HfQuantizer)):
+        method = config.quant_method
+        if method not in registry.AUTO_QUANTIZATION_CONFIG_MAPPING:
+            registry.register_quantization_config(method)(config)
+        if method not in registry.AUTO_QUANTIZER_MAPPING:
+            registry.register_quantizer(method)(quantizer)
