@@ -313,6 +313,23 @@ def test_eval_quantizes_in_memory(folders, text, tmp_path):
         assert saved[key] == pytest.approx(in_memory[key], rel=1e-6), key
 
 
+def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = kbit.NVFP4Config(activations="16bit")
+    model = AutoModelForCausalLM.from_pretrained(folders["original"], quantization_config=config)
+    model.save_pretrained(tmp_path / "nvfp4")
+    save_tokenizer(tmp_path / "nvfp4")
+    options = ("--text", text, "--window", 64, "--max-tokens", 128, "--json", tmp_path / "result.json")
+    # In a process of its own, where nothing but the command has asked for kbit's part of transformers.
+    result = shell("eval", tmp_path / "nvfp4", "--reference", folders["original"], *options)
+    assert result.returncode == 0, result.stderr
+    base, row = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert row["perplexity"] == pytest.approx(base["perplexity"], rel=0.1)
+    assert 0 < row["kl_divergence"] < 0.05
+    assert "is quantized" in refuse("eval", tmp_path / "nvfp4", "--bits", "4", "--text", text)
+
+
 def test_eval_uses_the_shipped_text(folders):
     assert "windows of 32" in succeed("eval", folders["quantized"], "--window", 32, "--max-tokens", 64)
 
@@ -323,11 +340,18 @@ def test_eval_refuses_what_it_cannot_score(folders, text, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert "tokens" in refuse("eval", original, "--text", tmp_path / "empty.txt")
     assert "UTF-8" in refuse("eval", original, "--text", tmp_path / "latin.txt")
-    assert "nothing.txt" in refuse("eval", original, "--text", tmp_path / "nothing.txt")
+    for unreadable in (tmp_path / "nothing.txt", tmp_path):
+        message = refuse("eval", original, "--text", unreadable)
+        assert f"--text {unreadable} cannot be read" in message
+        assert "leave --text out" in message
     assert "--bits takes" in refuse("eval", original, "--bits", "2-5", "--text", text)
     assert "bits must be" in refuse("eval", original, "--bits", "6", "--text", text)
-    assert "is quantized" in refuse("eval", quantized, "--bits", "4", "--text", text)
-    assert "is quantized" in refuse("eval", quantized, "--reference", quantized, "--text", text)
+    assert "is quantized. Give the unquantized model, or drop --bits" in refuse(
+        "eval", quantized, "--bits", "4", "--text", text
+    )
+    assert "is quantized. Give --reference the folder" in refuse(
+        "eval", quantized, "--reference", quantized, "--text", text
+    )
 
 
 # -- doctor --------------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def read_text(file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 text ({error}). Convert it first.") from None
+    except OSError as error:
+        raise OSError(
+            f"--text {file} cannot be read: {error.strerror}. Give a UTF-8 text file, or leave --text out: "
+            f"kbit ships one."
+        ) from None
 
 
 def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
@@ -83,7 +88,8 @@ def _saved(
     models: dict[str, Any] = {}
     base = None
     if reference is not None:
-        base = models[f"{reference.name} (reference)"] = _load_unquantized(reference)
+        remedy = "Give --reference the folder of the unquantized model, or leave it out."
+        base = models[f"{reference.name} (reference)"] = _load_unquantized(reference, remedy)
     models[folder.name] = load_model(folder, "float32")
     sizes = {each.config.get_text_config().vocab_size for each in models.values()}
     if len(sizes) > 1:
@@ -111,7 +117,7 @@ def _in_memory(
         for search in ((False, True) if plain else (True,))
     ]
     ids = encode_windows(folder, read_text(text), window, max_tokens)
-    base = _load_unquantized(folder)
+    base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.")
     models = {folder.name: base}
     rows: dict[str, dict[str, Any]] = {folder.name: {"bits": None, "method": "unquantized"}}
     for policy in policies:
@@ -122,12 +128,13 @@ def _in_memory(
     return _score(models, rows, ids, base)
 
 
-def _load_unquantized(folder: Path) -> Any:
+def _load_unquantized(folder: Path, remedy: str) -> Any:
     from kbit.nn.parts import QuantizedModule
+    from kbit.nvfp4.layers import NVFP4Module
 
     model = load_model(folder, "float32")
-    if any(isinstance(module, QuantizedModule) for module in model.modules()):
-        raise ValueError(f"{folder} is quantized. Give the unquantized model, or drop --bits.")
+    if any(isinstance(module, QuantizedModule | NVFP4Module) for module in model.modules()):
+        raise ValueError(f"{folder} is quantized. {remedy}")
     return model
 
 
