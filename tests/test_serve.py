@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,15 @@ def test_bench_serve_wants_folders_or_a_name(arguments):
     result = CliRunner().invoke(app, ["bench", "serve", *arguments])
     assert result.exit_code == 1
     assert "takes model folders, or --random" in str(result.exception)
+
+
+def test_bench_serve_wants_a_chat_template(folders, tmp_path, monkeypatch):
+    plain = shutil.copytree(folders["kbit"], tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    monkeypatch.setattr(bench, "server", lambda *_: pytest.fail("a server was started"))
+    result = CliRunner().invoke(app, ["bench", "serve", str(folders["kbit"]), str(plain)])
+    assert isinstance(result.exception, ValueError), repr(result.exception)
+    assert f"{plain}: its tokenizer has no chat template" in str(result.exception)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kbit.cli.generate import check_model_folder
+from kbit.cli.generate import load_tokenizer
 from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import labels, numbers
 from kbit.cli.tables import show
@@ -94,7 +94,7 @@ def serve(
         raise ValueError("bench serve takes model folders, or --random and a model's name.")
     check_packages()
     for folder in models or ():
-        check_model_folder(folder)
+        _check_template(folder)
     plan = bench.Plan(numbers("--clients", clients), requests, prompt_words, new_tokens, timeout)
     options = ["--device", device, *(option or [])]
     if continuous_batching:
@@ -112,6 +112,15 @@ def serve(
     errors = [error for levels in results.values() for level in levels for error in level.errors]
     if errors:
         raise OSError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+
+
+def _check_template(folder: Path) -> None:
+    """Raises OSError or ValueError, before a server is started, for a model that cannot be chatted with."""
+    if not load_tokenizer(folder).chat_template:
+        raise ValueError(
+            f"{folder}: its tokenizer has no chat template, by which the server makes prompts of messages. "
+            f"Copy the chat_template.jinja of the model's chat variant into the folder."
+        )
 
 
 def _measure(
