@@ -128,6 +128,18 @@ def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in result.stderr
 
 
+def test_a_missing_package_is_named_with_its_remedy(folders, tmp_path):
+    code = "raise ModuleNotFoundError(\"No module named 'transformers'\", name='transformers')"
+    (tmp_path / "transformers.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    for command in (("generate", folders["original"], "hello"), ("eval", folders["original"])):
+        result = shell(*command, PYTHONPATH=path)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert "No module named 'transformers'" in result.stderr
+        assert "pip install transformers" in result.stderr
+
+
 def test_a_bad_option_is_a_usage_error():
     assert run("quantize", "--bits", "many", "a", "b").exit_code == 2
     assert run("no-such-command").exit_code == 2

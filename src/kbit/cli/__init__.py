@@ -93,7 +93,12 @@ def _stop(number: int, _: object) -> None:
 
 
 def escape(error: Exception) -> str:
-    """An exception's message for rich, its brackets taken literally."""
+    """An exception's message for rich, its brackets taken literally; a missing package with its remedy."""
     from rich.markup import escape as escape_markup
 
-    return escape_markup(str(error) or type(error).__name__)
+    message = str(error) or type(error).__name__
+    # Python's own sentence has no remedy; those of kbit have one, and no name.
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        message += f", which this command needs. Install it: pip install {package}"
+    return escape_markup(message)
