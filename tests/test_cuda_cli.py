@@ -162,6 +162,7 @@ def test_doctor_says_what_to_do_about_a_missing_driver(monkeypatch):
         raise DriverError("NVIDIA's driver was not found. Install it.")
 
     monkeypatch.setattr(driver, "driver_version", missing)
+    monkeypatch.setattr(doctor_module(), "_nvidia_in_sight", lambda: True)
     assert "Install it" in doctor()["nvidia driver"]["remedy"]
 
 
@@ -177,7 +178,7 @@ def test_doctor_finds_compilers(monkeypatch, tmp_path):
     assert "Install CUDA's toolkit" in doctor()["nvcc"]["remedy"]
 
 
-def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
+def hide_bindings(monkeypatch) -> None:
     real_import, real_version = builtins.__import__, doctor_module().metadata.version
 
     def refusing(name, *arguments, **options):
@@ -193,9 +194,38 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refusing)
     monkeypatch.setattr(doctor_module().metadata, "version", version)
     driver.api.cache_clear()
+
+
+def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
+    hide_bindings(monkeypatch)
+    monkeypatch.setattr(doctor_module(), "_nvidia_in_sight", lambda: True)
     findings = doctor()
     for what in ("cuda-bindings", "nvrtc", "nvidia driver"):
         assert "pip install 'kbit[cuda]'" in findings[what]["remedy"], what
+
+
+def test_without_a_gpu_doctor_asks_for_nothing(monkeypatch):
+    hide_bindings(monkeypatch)
+    monkeypatch.setattr(doctor_module(), "_nvidia_in_sight", lambda: False)
+    findings = doctor()
+    assert "cuda-bindings and nvrtc are not needed" in findings["gpu"]["found"]
+    assert not {"cuda-bindings", "nvrtc", "nvidia driver"} & set(findings)
+    assert findings["gpu"]["remedy"] == ""
+
+
+def test_a_gpu_without_a_driver_is_seen_on_the_bus(monkeypatch, tmp_path):
+    def missing():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    module = doctor_module()
+    monkeypatch.setattr(driver, "driver_library", missing)
+    monkeypatch.setattr(module, "Path", lambda *_: tmp_path)
+    for kind, seen in (("0x060400", False), ("0x030200", True)):  # a bridge, a 3D controller
+        device = tmp_path / kind
+        device.mkdir()
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text(kind + "\n")
+        assert module._nvidia_in_sight() is seen
 
 
 def test_doctor_says_where_the_library_is_missing(monkeypatch):
@@ -203,6 +233,7 @@ def test_doctor_says_where_the_library_is_missing(monkeypatch):
         raise RuntimeError("libnvrtc.so.13 not found")
 
     monkeypatch.setattr(nvrtc._bindings(), "nvrtcVersion", missing)
+    monkeypatch.setattr(doctor_module(), "_nvidia_in_sight", lambda: True)
     assert "libnvrtc.so.13" in doctor()["nvrtc"]["remedy"]
 
 

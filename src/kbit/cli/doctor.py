@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_INSTALL = "pip install 'kbit[cuda]'"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -84,13 +86,39 @@ def _threads() -> Finding:
     return Finding("threads", f"{threads} of {cores} usable cores", remedy if threads > cores else "")
 
 
-def _driver() -> Finding:
+def _nvidia_in_sight() -> bool:
+    """Whether NVIDIA's driver is installed or, on Linux, the PCI bus has a GPU of theirs."""
     from kbit.backends.cuda import driver
 
     try:
+        driver.driver_library()
+    except OSError:
+        devices = Path("/sys/bus/pci/devices").glob("*")
+        return any(
+            _pci(device, "vendor") == "0x10de" and _pci(device, "class")[:4] == "0x03" for device in devices
+        )
+    except AttributeError:  # a driver, but too old for what kbit asks of it
+        pass
+    return True
+
+
+def _pci(device: Path, what: str) -> str:
+    try:
+        return (device / what).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _driver() -> Finding:
+    from kbit.backends.cuda import driver
+    from kbit.backends.cuda.compiler import CompilerUnavailableError
+
+    try:
         return Finding("nvidia driver", f"for CUDA {driver.driver_version()}")
+    except CompilerUnavailableError:
+        return Finding("nvidia driver", "unknown: asking it needs cuda-bindings", _INSTALL)
     except ValueError as error:
-        return Finding("nvidia driver", "none", f"Only GPUs need it: {error}")
+        return Finding("nvidia driver", "none", str(error))
 
 
 def _gpu() -> Finding:
@@ -101,7 +129,8 @@ def _gpu() -> Finding:
     try:
         found = _count([_gpu_name(index) for index in range(driver.device_count())])
     except ValueError:
-        return Finding("gpu", "none")
+        unneeded = "" if _nvidia_in_sight() else " by NVIDIA; driver, cuda-bindings and nvrtc are not needed"
+        return Finding("gpu", f"none{unneeded}")
     if torch.cuda.is_available():
         old = "older than sm_80" in found
         return Finding("gpu", found, "Those run kbit's slow reference backend." if old else "")
@@ -133,7 +162,7 @@ def _cuda_bindings() -> Finding:
     try:
         return Finding("cuda-bindings", metadata.version("cuda-bindings"))
     except metadata.PackageNotFoundError:
-        return Finding("cuda-bindings", "not installed", "Only GPUs need it: pip install 'kbit[cuda]'")
+        return Finding("cuda-bindings", "not installed", _INSTALL)
 
 
 def _nvrtc() -> Finding:
@@ -142,7 +171,7 @@ def _nvrtc() -> Finding:
     try:
         return Finding("nvrtc", f"{nvrtc.Nvrtc().name} ({nvrtc.library_path() or 'unknown place'})")
     except ValueError as error:
-        return Finding("nvrtc", "none", f"Only GPUs need it: {error}")
+        return Finding("nvrtc", "none", str(error))
 
 
 def _nvcc() -> Finding:
@@ -187,11 +216,20 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _cache,
     _disk,
 )
+# Warnings of these would mislead where there is no GPU to use them.
+FOR_GPUS = ("nvidia driver", "cuda-bindings", "nvrtc")
+
+
+def _findings() -> list[Finding]:
+    findings = [check() for check in CHECKS]
+    if any(finding.remedy and finding.what in FOR_GPUS for finding in findings) and not _nvidia_in_sight():
+        return [finding for finding in findings if not (finding.remedy and finding.what in FOR_GPUS)]
+    return findings
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what was found, what is missing and what to do. Exit 1 if kbit cannot run."""
-    findings = [check() for check in CHECKS]
+    findings = _findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
