@@ -367,6 +367,20 @@ def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
     assert (tmp_path / "in" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("color", ["", "1"])  # "1" is a terminal to rich
+def test_an_error_has_no_progress_bar_above_it(tmp_path, color):
+    command = [sys.executable, "-m", "kbit", "quantize", str(tmp_path / "nothing"), str(tmp_path / "out")]
+    env = os.environ | {"FORCE_COLOR": color, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "bytes" not in result.stderr
+
+
+def test_one_shard_is_singular(source, tmp_path):
+    assert "in 1 shard\n" in run(source, tmp_path / "out").output
+
+
 def test_bad_sources(source, tmp_path):
     assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
     (tmp_path / "empty").mkdir()

@@ -106,7 +106,7 @@ def test_a_shared_parameter_is_told_once():
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(1001, 1000), "lm_head": nn.Linear(1000, 1001, False)})
     model["lm_head"].weight = model["embed_tokens"].weight
     text = report.unquantized(model, kbit.QuantizationPolicy())
-    assert text.startswith("kbit left 1 large parameters unquantized: embed_tokens.weight (4.0 MB: ")
+    assert text.startswith("kbit left 1 large parameter unquantized: embed_tokens.weight (4.0 MB: ")
 
 
 def test_inspect_counts_experts_of_a_layer_together(tmp_path, monkeypatch):

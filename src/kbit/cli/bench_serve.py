@@ -16,6 +16,7 @@ from kbit.cli.generate import load_tokenizer
 from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import labels, numbers
 from kbit.cli.tables import show
+from kbit.format.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,7 +112,7 @@ def serve(
             show(_table(results))
     errors = [error for levels in results.values() for level in levels for error in level.errors]
     if errors:
-        raise OSError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+        raise OSError(f"{counted(len(errors), 'request')} failed, the first with: {errors[0]}")
 
 
 def _check_template(folder: Path) -> None:

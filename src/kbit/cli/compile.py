@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kbit.cli.tables import show
+from kbit.format.words import counted
 
 if TYPE_CHECKING:
     from kbit.backends.cuda.compiler import KernelSpec, Outcome
@@ -50,7 +51,8 @@ def compile_kernels(
             f"compile: {cubin_folder()} cannot keep kernels: {problem}. Set KBIT_CACHE to another."
         )
     console = Console()
-    console.print(f"{chosen_compiler().name}, {len(wanted)} kernels into {cubin_folder()}", soft_wrap=True)
+    compiler, count = chosen_compiler().name, counted(len(wanted), "kernel")
+    console.print(f"{compiler}, {count} into {cubin_folder()}", soft_wrap=True)
     start = time.perf_counter()
     outcomes = _compile_with_progress(wanted, jobs, console)
     kernels = [(*pair, outcome) for pair, outcome in zip(wanted, outcomes, strict=True)]

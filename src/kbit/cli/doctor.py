@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.format.words import counted
+
 _INSTALL = "pip install 'kbit[cuda]'"
 
 
@@ -193,7 +195,9 @@ def _cache() -> Finding:
         remedy = "Name a folder of your own: set KBIT_CACHE, or XDG_CACHE_HOME for all programs."
         return Finding("cache folder", f"{folder}: {problem}", remedy)
     sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    return Finding("cache folder", f"{folder}, writable, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB")
+    return Finding(
+        "cache folder", f"{folder}, writable, {counted(len(sizes), 'kernel')}, {sum(sizes) / 1e6:.1f} MB"
+    )
 
 
 def _disk() -> Finding:

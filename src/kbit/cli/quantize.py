@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from kbit.cli.json_file import check, write_json
+from kbit.format.words import counted
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -85,13 +87,18 @@ def run(
     device: str = "cpu",
 ) -> Report:
     """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
+    from kbit.integrations.streaming import quantize_checkpoint
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading headers", total=None)
-        from kbit.integrations.streaming import quantize_checkpoint
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task(f"quantizing to {policy.bits} bits", total=None)
+    with ExitStack() as shown:
 
         def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"quantizing to {policy.bits} bits")
+            # Not before: what is wrong with a folder or an option is an error with nothing above it.
+            if bar.console.is_terminal and not bar.live.is_started:
+                shown.enter_context(bar)
+            bar.update(task, completed=done, total=total)
 
         return quantize_checkpoint(source, target, policy, force, show, jobs, device.split(","))
 
@@ -117,7 +124,7 @@ def _print_summary(report: Report, target: Path) -> None:
     resumed = f", {report.resumed_shards} of them from before" if report.resumed_shards else ""
     console.print(
         f"{escape(str(target))}: {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB in "
-        f"{len(report.shards)} shards{resumed}"
+        f"{counted(len(report.shards), 'shard')}{resumed}"
     )
     share = report.quantized_weights / max(1, report.weights)
     console.print(

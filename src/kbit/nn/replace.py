@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.unmatched import unmatched
+from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts, unsupported_experts
 from kbit.nn.linear import KbitLinear
@@ -19,6 +21,9 @@ Progress = Callable[[int, int, str], None]
 # Called after a model was quantized in place. Integrations add to it, so that a library which the model is of
 # learns of the change.
 after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
+
+# Asked before a model is quantized: {module: its name in the model's checkpoints} where that is another one.
+other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
 
 # A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
 LARGE = 1_000_000
@@ -61,7 +66,7 @@ def quantize_model(
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
         policy: which modules get how many bits; see `QuantizationPolicy.bits_for`. It sees the names of this
-            model's modules; quantizing on load it sees those of the checkpoint, which differ for a few.
+            model's modules and, of a model of transformers, those in its checkpoints, which differ for a few.
         progress: called as progress(done, total, name) after each layer.
 
     Returns:
@@ -72,23 +77,27 @@ def quantize_model(
         ValueError: the model itself is a layer, or holds weights on the meta device.
 
     Warns:
-        UserWarning: large parameters stay as they are although the policy would quantize them.
+        UserWarning: large parameters stay as they are although the policy would quantize them; or an override
+            or a skip matches no module.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
-    groups = _layers(model, policy)
+    names = {name: stored for ask in other_names for name, stored in ask(model).items()}
+    layers = _layers(model)
+    _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
+    groups = _with_bits(layers, policy, names)
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy)
         if progress is not None:
             progress(done, len(groups), members[0])
-    _warn_about_leftovers(model, policy)
+    _warn_about_leftovers(model, policy, names)
     for tell in after_quantizing:
         tell(model, policy)
     return model
 
 
-def _layers(model: nn.Module, policy: QuantizationPolicy) -> list[tuple[int, list[str]]]:
-    """(bits, names that lead to one weight) of everything to be replaced, in model order."""
+def _layers(model: nn.Module) -> list[list[str]]:
+    """The names that lead to one weight, the one that decides first, of all that can be replaced, in order."""
     shared: dict[int, list[str]] = {}
     # A module may have several names; each must lead to the quantized one.
     for name, module in model.named_modules(remove_duplicate=False):
@@ -98,20 +107,38 @@ def _layers(model: nn.Module, policy: QuantizationPolicy) -> list[tuple[int, lis
             shared.setdefault(id(module.weight), []).append(name)
         elif is_experts(module):
             shared.setdefault(id(module), []).append(name)
-    groups = []
-    for names in shared.values():
+    layers = [
+        members
+        for members in shared.values()
+        if not any(unsupported(model.get_submodule(name)) for name in members)
+    ]
+    for members in layers:
         # A tied weight is stored under the embedding's name, so that name decides.
-        names.sort(key=lambda name: not isinstance(model.get_submodule(name), nn.Embedding))
-        bits = policy.bits_for(names[0])
-        if bits is None or any(unsupported(model.get_submodule(name)) for name in names):
+        members.sort(key=lambda name: not isinstance(model.get_submodule(name), nn.Embedding))
+    return layers
+
+
+def _with_bits(
+    layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
+) -> list[tuple[int, list[str]]]:
+    """(bits, names that lead to one weight) of everything to be replaced."""
+    groups = []
+    for members in layers:
+        bits = policy.bits_for(*_both(members[0], names))
+        if bits is None:
             continue
-        if "" in names:
+        if "" in members:
             raise ValueError(
                 "quantize_model replaces layers inside a model; this model is one layer itself. "
                 "Use KbitLinear.from_linear or KbitEmbedding.from_embedding."
             )
-        groups.append((bits, names))
+        groups.append((bits, members))
     return groups
+
+
+def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
+    """A module's names: the model's own, and that in its checkpoints if it is another."""
+    return (name, names[name]) if name in names else (name,)
 
 
 def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
@@ -147,23 +174,44 @@ def _quantized(module: nn.Module, bits: int, policy: QuantizationPolicy, name: s
     return KbitEmbedding.from_embedding(module, *settings)
 
 
-def leftovers(model: nn.Module, policy: QuantizationPolicy) -> dict[str, str]:
-    """Large parameters that stay as they are although the policy would quantize them: {name: reason}."""
+def leftovers(
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Large parameters that stay as they are although the policy would quantize them: {name: reason}.
+
+    Args:
+        names: {module: its name in the model's checkpoints} where that is another one.
+    """
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             continue
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{key}" if name else key
-            if parameter.numel() >= LARGE and parameter.dim() > 1 and policy.bits_for(module_of(full)):
+            large = parameter.numel() >= LARGE and parameter.dim() > 1
+            if large and policy.bits_for(*_both(module_of(full), names or {})):
                 found[full] = (
                     unsupported(module) or "it shares its weight with a layer that cannot be quantized"
                 )
     return found
 
 
-def _warn_about_leftovers(model: nn.Module, policy: QuantizationPolicy) -> None:
-    found = leftovers(model, policy)
+def _warn_about_leftovers(
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str]
+) -> None:
+    found = leftovers(model, policy, names)
     if found:
         lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())
-        warnings.warn(f"kbit left {len(found)} large parameters unquantized: {lines}.", stacklevel=3)
+        warnings.warn(
+            f"kbit left {counted(len(found), 'large parameter')} unquantized: {lines}.", stacklevel=3
+        )
+
+
+def _warn_about_unmatched(
+    model: nn.Module, policy: QuantizationPolicy, layers: list[str], names: Mapping[str, str]
+) -> None:
+    known = [each for name in layers for each in _both(name, names)]
+    others = [each for name, _ in model.named_modules() for each in _both(name, names)]
+    found = unmatched(policy, known, others)
+    if found:
+        warnings.warn(found, stacklevel=3)

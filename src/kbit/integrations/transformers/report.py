@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.words import counted
 from kbit.nn import replace
 from kbit.nn.parts import QuantizedModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def unquantized(model: nn.Module, policy: QuantizationPolicy) -> str | None:
+def unquantized(
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str] | None = None
+) -> str | None:
     """The parameters of a million elements or more that are not quantized, in words; None if there are none.
 
     Layers are told together: "model.layers.*.mlp.experts.gate_up_proj (48 of 1611.0 MB: its experts ...)".
@@ -21,8 +26,9 @@ def unquantized(model: nn.Module, policy: QuantizationPolicy) -> str | None:
     Args:
         model: after loading.
         policy: what leaves out a parameter that could be quantized.
+        names: {module: its name in the model's files} where that is another one.
     """
-    reasons = replace.leftovers(model, policy)
+    reasons = replace.leftovers(model, policy, names)
     found: dict[tuple[str, str], list[int]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -42,4 +48,4 @@ def unquantized(model: nn.Module, policy: QuantizationPolicy) -> str | None:
         f"{name} ({f'{len(sizes)} of ' if len(sizes) > 1 else ''}{max(sizes) / 1e6:.1f} MB: {reason})"
         for (name, reason), sizes in found.items()
     ]
-    return f"kbit left {count} large parameters unquantized: {'; '.join(lines)}."
+    return f"kbit left {counted(count, 'large parameter')} unquantized: {'; '.join(lines)}."
