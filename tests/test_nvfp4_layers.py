@@ -157,6 +157,14 @@ def test_wrong_inputs_name_the_layer() -> None:
         layer(torch.zeros(2, 48))
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_experts_refuse_choices_of_other_tokens(activations: str) -> None:
+    layer = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations), "mlp.experts")
+    x, ids, weights = inputs()
+    with pytest.raises(ValueError, match=r"\(8, 48\), \(9, 2\) and \(9, 2\) \(mlp.experts\)"):
+        layer(x[:8], ids, weights)
+
+
 def test_a_changed_factor_is_noticed() -> None:
     layer = NVFP4Linear.from_linear(nn.Linear(32, 4, bias=False), NVFP4Settings())
     x = torch.randn(2, 32)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_experts_forward_and_gradients_equal_dense_ones(spread):
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_experts_refuse_choices_of_other_tokens():
+    model = adapted(quantized())
+    name, lora = next((n, m) for n, m in lora_layers(model).items() if isinstance(m.base_layer, KbitExperts))
+    x, chosen = torch.randn(3, lora.base_layer.hidden_dim), torch.zeros(4, 2, dtype=torch.int64)
+    where = re.escape(name.removeprefix("base_model.model."))
+    with pytest.raises(ValueError, match=rf"got \(3, 48\), \(4, 2\) and \(4, 2\) \({where}\)"):
+        lora(x, chosen, torch.rand(4, 2))
 
 
 def lora_delta(lora, name):

@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from kbit.nn.experts import KbitExperts, _combine
-from kbit.ops import checks
+from kbit.ops import checks, moe_checks
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -142,11 +142,16 @@ class LoraExperts(nn.Module, LoraLayer):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run every token through its experts and their adapters; see KbitExperts."""
+        """Run every token through its experts and their adapters; see KbitExperts.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; the message names this layer.
+        """
         base = self.get_base_layer()
         if self.disable_adapters or not any(adapter in self.lora_A for adapter in self.active_adapters):
             return base(hidden_states, top_k_index, top_k_weights)
         checks.activation("experts", hidden_states, base.hidden_dim, base.codebook.device, base.layer_name)
+        moe_checks.routing(hidden_states, top_k_index, top_k_weights, base.layer_name)
         source, bounds, inverse = torch.ops.kbit.moe_align(top_k_index, base.num_experts)
         rows = hidden_states.index_select(0, source)
         if base.gate_up_proj_scale.dim() > 1:

@@ -12,6 +12,7 @@ from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
 from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
+from kbit.ops import moe_checks
 
 
 class NVFP4Experts(NVFP4Module):
@@ -69,9 +70,10 @@ class NVFP4Experts(NVFP4Module):
             [T, hidden_dim] of hidden_states' dtype.
 
         Raises:
-            TypeError, ValueError: hidden_states do not fit; the message names this layer.
+            TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         x, settings = hidden_states.detach(), self.settings
+        moe_checks.routing(x, top_k_index, top_k_weights, self.layer_name)
         routing = route(top_k_index.int(), self.num_experts)
         p = top_k_weights.detach().float()
         if settings.activations == "16bit":
