@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,7 +93,8 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task(f"quantizing to {policy.bits} bits", total=None)
-    with ExitStack() as shown:
+    with warnings.catch_warnings(), ExitStack() as shown:
+        warnings.showwarning = _print_warning
 
         def show(done: int, total: int, name: str) -> None:
             # Not before: what is wrong with a folder or an option is an error with nothing above it.
@@ -101,6 +103,12 @@ def run(
             bar.update(task, completed=done, total=total)
 
         return quantize_checkpoint(source, target, policy, force, show, jobs, device.split(","))
+
+
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Without the line of code that Python's own shows."""
+    text = escape(str(message))
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]warning:[/yellow] {text}", highlight=False)
 
 
 def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ class QuantizationPolicy:
         codebook: name of a codebook, 2^bits numbers, or {bits: numbers} when several widths are used.
         absmax_format: block scale format, "e4m4" (one byte), "float16" or "float32".
         search: search block scales (default) or take the rounded absmax (plain).
-        overrides: {regular expression: bits}; the first that `re.search`es in a module's name wins.
+        overrides: {regular expression: bits}; the first that `re.search` finds in a name of the module wins.
             0 leaves the module unquantized.
-        modules_to_not_convert: names; a module is skipped if one of them is its name, or one of its parents.
+        modules_to_not_convert: names; a module is skipped if one of them is a name of it or of its parents.
         embedding_bits: width of input embeddings and the output head; None leaves them unquantized.
 
     Raises:
@@ -86,23 +86,49 @@ class QuantizationPolicy:
         used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in self.overrides.items() if bits != 0)
         return sorted(used)
 
-    def bits_for(self, module_name: str) -> int | None:
+    def bits_for(self, *names: str) -> int | None:
         """The width of a module, or None where it stays unquantized.
 
         Args:
-            module_name: dotted name of a linear, embedding or experts module, without ".weight".
+            names: dotted names of one linear, embedding or experts module, without ".weight": the one in a
+                checkpoint's files and, where the model calls it otherwise, that one too. What is found in any
+                of them counts, and their order does not.
         """
-        for skipped in self.modules_to_not_convert or ():
-            if module_name == skipped or module_name.startswith(skipped + "."):
-                return None
-        for pattern, bits in self.overrides.items():
-            if re.search(pattern, module_name):
-                return bits or None
-        if _ROUTERS.search(module_name):
+        if any(is_inside(name, skipped) for skipped in self.modules_to_not_convert or () for name in names):
             return None
-        if _EMBEDDINGS.search(module_name):
+        for pattern, bits in self.overrides.items():
+            if _found(re.compile(pattern), names):
+                return bits or None
+        if _found(_ROUTERS, names):
+            return None
+        if _found(_EMBEDDINGS, names):
             return self.embedding_bits
         return self.bits
+
+    def stating(self, widths: Mapping[str, int]) -> QuantizationPolicy:
+        """This policy as a checkpoint's config holds it: names in the files alone give modules their widths.
+
+        A width may have been decided by the name that the model has for a module. Where that in the files
+        would give another, an override for it comes first; layers that are alike share one.
+
+        Args:
+            widths: {name of a quantized module in the files: its bits}.
+
+        >>> QuantizationPolicy(overrides={r"mlp": 3}).stating({"layers.0.moe.experts": 3}).overrides
+        {'^layers\\.\\d+\\.moe\\.experts$': 3, 'mlp': 3}
+        """
+        layers: dict[str, set[int]] = {}
+        for name, bits in widths.items():
+            layers.setdefault(_of_every_layer(name), set()).add(bits)
+        said: dict[str, int] = {}
+        for name, bits in widths.items():
+            if self.bits_for(name) != bits:
+                pattern = _of_every_layer(name)
+                said[pattern if len(layers[pattern]) == 1 else f"^{re.escape(name)}$"] = bits
+        if not said:
+            return self
+        others = {pattern: bits for pattern, bits in self.overrides.items() if pattern not in said}
+        return replace(self, overrides=said | others)
 
     def codebook_for(self, bits: int) -> torch.Tensor:
         """float32 [2^bits]: the codebook used at a width."""
@@ -145,6 +171,21 @@ class QuantizationPolicy:
             TypeError, ValueError: not a kbit config, a newer version, an unknown block size or field.
         """
         return cls(**policy_fields(config))
+
+
+def is_inside(module_name: str, skipped: str) -> bool:
+    """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
+    return module_name == skipped or module_name.startswith(skipped + ".")
+
+
+def _found(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
+    return any(pattern.search(name) for name in names)
+
+
+def _of_every_layer(name: str) -> str:
+    """A regular expression for a module's name whatever the layers' numbers."""
+    parts = (r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+    return "^" + r"\.".join(parts) + "$"
 
 
 def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def quantize_model(
 
 
 def _layers(model: nn.Module) -> list[list[str]]:
-    """The names that lead to one weight, the one that decides first, of all that can be replaced, in order."""
+    """The names that lead to one weight, the one that decides first, of all that can be replaced."""
     shared: dict[int, list[str]] = {}
     # A module may have several names; each must lead to the quantized one.
     for name, module in model.named_modules(remove_duplicate=False):
@@ -137,8 +137,8 @@ def _with_bits(
 
 
 def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
-    """A module's names: the model's own, and that in its checkpoints if it is another."""
-    return (name, names[name]) if name in names else (name,)
+    """A module's names: that in the model's checkpoints if it is another one, and the model's own."""
+    return (names[name], name) if name in names else (name,)
 
 
 def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
@@ -196,9 +196,7 @@ def leftovers(
     return found
 
 
-def _warn_about_leftovers(
-    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str]
-) -> None:
+def _warn_about_leftovers(model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str]) -> None:
     found = leftovers(model, policy, names)
     if found:
         lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())

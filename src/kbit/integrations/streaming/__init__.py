@@ -26,6 +26,7 @@ from kbit import ops
 from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, PICKLE_SUFFIXES
+from kbit.format.names import module_of
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
 from kbit.integrations.streaming.reader import read_tensor
@@ -105,6 +106,9 @@ def quantize_checkpoint(
         OSError: the disk is full, or cannot be written; finished shards stay for the next run.
         ValueError: the source is damaged, pickled, quantized already, or overlaps the target; a device is not
             there, or there are fewer jobs than devices.
+
+    Warns:
+        UserWarning: an override or a skip matches no module.
     """
     start = time.perf_counter()
     folder.check_target(source, target, force)
@@ -205,7 +209,8 @@ def _write_rest(
             shutil.copyfile(path, partial / path.name)
         elif path.is_dir() and path.name == CHAT_TEMPLATES:
             shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
-    config = config | {"quantization_config": policy.to_dict()}
+    widths = {module_of(job.name): job.bits for jobs in shards.values() for job in jobs if job.bits}
+    config = config | {"quantization_config": policy.stating(widths).to_dict()}
     (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:
         weight_map: dict[str, str] = {}

@@ -1,8 +1,10 @@
-"""Models of transformers that `kbit.quantize_model` changed: what `save_pretrained` needs to know of it."""
+"""Models of transformers that `kbit.quantize_model` changes: their other names, and what saving needs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -11,33 +13,52 @@ from kbit.nn import replace
 
 
 def install() -> None:
-    """Have `quantize_model` tell transformers. Calling it again changes nothing."""
+    """Have `quantize_model` ask and tell transformers. Calling it again changes nothing."""
     if tell_transformers not in replace.after_quantizing:
         replace.after_quantizing.append(tell_transformers)
+        replace.other_names.append(names_in_files)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether transformers has this class of model; it is not imported to find out."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return False  # without it there are none of its models
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def names_in_files(model: nn.Module) -> Mapping[str, str]:
+    """{module: its name in the model's files} where that is another; see `names.names_in_files`."""
+    if not is_of_transformers(model):
+        return {}
+    from kbit.integrations.transformers import names
+
+    return names.names_in_files(model)
 
 
 def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     """Give a model of transformers the config and conversions with which it saves as a kbit checkpoint.
 
-    Other models are left alone, and transformers is not imported for them: without it there are none of its
-    models.
+    Other models are left alone.
     """
-    if "transformers.modeling_utils" not in sys.modules:
+    if not is_of_transformers(model):
         return
-    from transformers import PreTrainedModel
+    _tell(model, policy)
 
-    from kbit.integrations.transformers import placement, saving
+
+def _tell(model: Any, policy: QuantizationPolicy) -> None:
+    from kbit.integrations.transformers import names, placement, saving
     from kbit.integrations.transformers.config import KbitConfig
     from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
-    if not isinstance(model, PreTrainedModel):
-        return
-    config = policy if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
     placement.rename_tied_parts(model)
+    stated = names.stated_policy(model, policy)
+    config = stated if isinstance(stated, KbitConfig) else KbitConfig.from_dict(stated.to_dict())
     model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, config.quant_method
     model.config.quantization_config = config
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
-        conversions = saving.own_conversions(model)
+        conversions = names.own_conversions(model)
     model._weight_conversions = saving.with_experts(model, conversions)

@@ -1,17 +1,17 @@
 """Which parameters of a transformers model are quantized, decided from the names in the checkpoint.
 
-transformers renames and fuses checkpoint tensors into parameters. A policy speaks of the checkpoint's
-modules, so that quantizing on load, `kbit quantize` on the files, and reloading either agree. The plan
-translates: for each parameter of the model, its width and the checkpoint tensors that it comes from.
+transformers renames and fuses checkpoint tensors into parameters. The plan translates: for each parameter of
+the model, its width and the checkpoint tensors that it comes from. Quantizing on load and `kbit quantize` on
+the files follow it, and so does loading what either has written.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -26,6 +26,8 @@ from transformers.core_model_loading import (
 from kbit.format.checkpoint import TensorInfo
 from kbit.format.names import PACKED, SCALE, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.unmatched import unmatched
+from kbit.integrations.transformers.names import names_in_files
 from kbit.nn.replace import unsupported
 
 
@@ -49,6 +51,22 @@ class Planned:
 Plan = dict[str, Planned]
 
 
+class Route(NamedTuple):
+    """Where a tensor of a checkpoint goes.
+
+    Attributes:
+        name: the tensor's, without the suffix of a part.
+        target: the model's parameter.
+        pattern: of the converter that fuses it with others; None if it is a parameter by itself.
+        modules: the names of its module that a policy is asked with.
+    """
+
+    name: str
+    target: str
+    pattern: str | None
+    modules: tuple[str, ...]
+
+
 def build_plan(
     model: Any, policy: QuantizationPolicy, index: Mapping[str, TensorInfo] | None, pre_quantized: bool
 ) -> Plan:
@@ -56,8 +74,9 @@ def build_plan(
 
     Args:
         model: a PreTrainedModel on the meta device, not yet changed.
-        policy: the decision rule.
-        index: the checkpoint's tensors; None if unknown, then the model's own names count.
+        policy: the decision rule. It is asked with the module's name in the checkpoint and that in the model;
+            for a quantized checkpoint with the former alone, which its config speaks of.
+        index: the checkpoint's tensors; None if unknown, then the model's are taken.
         pre_quantized: whether the checkpoint holds quantized tensors.
 
     Returns:
@@ -66,17 +85,19 @@ def build_plan(
     Raises:
         ValueError: tensors of one parameter would get different widths; or the checkpoint holds quantized
             what this model cannot run quantized.
+
+    Warns:
+        UserWarning: an override or a skip matches no module.
     """
-    state = model.state_dict()
-    names = _quantized_names(index) if pre_quantized else _candidates(index, state, policy)
     transforms = _transforms(model)
+    routes = _routes(model, index, pre_quantized, transforms)
+    if not pre_quantized:
+        _warn_about_unmatched(model, policy, routes)
     plan: Plan = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = _target(name, transforms, model.base_model_prefix, state)
-        if target not in state:
-            continue  # a tensor this class of model does not use, such as a prediction head
-        bits = policy.bits_for(module_of(name))
-        assert bits is not None
+    for name, target, pattern, modules in routes:
+        bits = policy.bits_for(*modules)
+        if bits is None:
+            continue
         planned = plan.setdefault(target, Planned(bits, merged=pattern is not None))
         if planned.bits != bits:
             raise ValueError(
@@ -90,20 +111,37 @@ def build_plan(
     return plan
 
 
-def _quantized_names(index: Mapping[str, TensorInfo] | None) -> list[str]:
-    assert index is not None
-    return [original_of(name) for name in index if name.endswith(PACKED)]
-
-
-def _candidates(
-    index: Mapping[str, TensorInfo] | None, state: Mapping[str, torch.Tensor], policy: QuantizationPolicy
-) -> list[str]:
+def _routes(
+    model: Any, index: Mapping[str, TensorInfo] | None, pre_quantized: bool, transforms: Any
+) -> list[Route]:
+    """Of all tensors that are quantized, or can be by their names and shapes."""
+    state = model.state_dict()
     tensors: Mapping[str, Any] = state if index is None else index
-    return [
-        name
-        for name, tensor in tensors.items()
-        if is_candidate(name, tensor.shape) and policy.bits_for(module_of(name)) is not None
-    ]
+    if pre_quantized:
+        names = [original_of(name) for name in tensors if name.endswith(PACKED)]
+    else:
+        names = [name for name, tensor in tensors.items() if is_candidate(name, tensor.shape)]
+    stored = names_in_files(model) if index is None else {}
+    routes = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = _target(name, transforms, model.base_model_prefix, state)
+        if target not in state:
+            continue  # a tensor this class of model does not use, such as a prediction head
+        module, own = module_of(name), module_of(target)
+        modules = (module,) if pre_quantized else (stored.get(module, module), own)
+        routes.append(Route(name, target, pattern, modules))
+    return routes
+
+
+def _warn_about_unmatched(model: Any, policy: QuantizationPolicy, routes: Iterable[Route]) -> None:
+    quantizable: dict[str, None] = {}
+    others = dict.fromkeys(name for name, _ in model.named_modules())
+    for route in routes:
+        supported = unsupported(model.get_submodule(route.target.rpartition(".")[0])) is None
+        (quantizable if supported else others).update(dict.fromkeys(route.modules))
+    found = unmatched(policy, quantizable, others)
+    if found:
+        warnings.warn(found, stacklevel=2)
 
 
 def _transforms(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:

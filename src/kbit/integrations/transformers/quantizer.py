@@ -29,6 +29,7 @@ class KbitHfQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    quantization_config: Any
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -117,7 +118,7 @@ class KbitHfQuantizer(HfQuantizer):
     # -- after loading ---------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from kbit.integrations.transformers import placement, report, saving
+        from kbit.integrations.transformers import names, placement, report, saving
 
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
@@ -130,11 +131,14 @@ class KbitHfQuantizer(HfQuantizer):
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
-        left = report.unquantized(model, policy)
-        if left is not None:
-            logger.warning("%s", left)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
+        left = report.unquantized(model, policy, names.names_in_files(model))
+        if left is not None:
+            logger.warning("%s", left)
+        if not self.pre_quantized:
+            self.quantization_config = names.stated_policy(model, policy)
+            model.config.quantization_config = self.quantization_config
         self.index, self._originals = None, {}  # only the load needed them
         return model
 

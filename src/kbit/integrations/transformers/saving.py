@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from kbit.format.names import PARTS
 from kbit.integrations.transformers.plan import is_expert_merge
@@ -79,13 +79,6 @@ def with_experts(model: Any, conversions: list) -> list:
     # Saving walks the list backwards and takes the first match. Ours must be it: before transformers 5.21 the
     # original's pattern matches the longer names too.
     return conversions + ours
-
-
-def own_conversions(model: Any) -> list:
-    """What transformers itself would undo when saving a model that it did not load."""
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    # As in transformers: whether a prefix was dropped on loading is not known of such a model.
-    return [entry for entry in conversions if not isinstance(entry, PrefixChange)]
 
 
 def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:

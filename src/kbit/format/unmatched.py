@@ -1,0 +1,61 @@
+"""Overrides and skips that match no module: one line that names them, and what was perhaps meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from difflib import SequenceMatcher
+
+from kbit.format.policy import QuantizationPolicy, is_inside
+
+# A name is near a pattern from this likeness on, of 1; if none is, the one that is nearest is named.
+NEAR = 0.6
+NEAREST = 3
+
+
+def unmatched(
+    policy: QuantizationPolicy, quantizable: Collection[str], others: Collection[str]
+) -> str | None:
+    """What of a policy matches no module of a model, in one line; None if everything matches.
+
+    Args:
+        policy: its overrides and skips are looked at.
+        quantizable: names, in the model and in its files, of the modules that can be quantized.
+        others: names of further modules. They can be left unquantized only, so overrides to a width do not
+            match them.
+    """
+    everything = [*quantizable, *others]
+    missed = []
+    for pattern, bits in policy.overrides.items():
+        known = quantizable if bits else everything
+        if not any(re.search(pattern, name) for name in known):
+            missed.append(f"override '{pattern}'{_nearest(pattern, known)}")
+    for skipped in policy.modules_to_not_convert or ():
+        if not any(is_inside(name, skipped) for name in everything):
+            missed.append(f"skip '{skipped}'{_nearest(skipped, everything)}")
+    if not missed:
+        return None
+    return f"kbit found no module for {', '.join(missed)}.{_about_experts(quantizable)}"
+
+
+def _nearest(pattern: str, names: Collection[str]) -> str:
+    """Names that end most like a pattern, those of all layers as one."""
+    wanted = re.sub(r"\\[a-zA-Z]|[^\w.]", "", pattern)
+    parts = wanted.count(".") + 1
+
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, wanted, ".".join(name.split(".")[-parts:])).ratio()
+
+    ranked = sorted(_of_all_layers(names), key=likeness, reverse=True)[:NEAREST]
+    near = [name for name in ranked if likeness(name) >= NEAR] or ranked[:1]
+    return f" (nearest: {', '.join(near)})" if near else ""
+
+
+def _about_experts(names: Collection[str]) -> str:
+    experts = [name for name in _of_all_layers(names) if name.rpartition(".")[2] == "experts"]
+    return f" All experts of a layer are one module: {' or '.join(experts)}." if experts else ""
+
+
+def _of_all_layers(names: Collection[str]) -> list[str]:
+    """Distinct names with * for numbers, in the order given."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name))

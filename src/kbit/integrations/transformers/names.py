@@ -1,0 +1,75 @@
+"""What a model's modules are called in its files: transformers renames some while it loads and saves.
+
+A policy is asked with both names of a module (`QuantizationPolicy.bits_for`), so that it decides alike for
+files and for a model in memory. The config of a checkpoint speaks of the names in its files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
+
+from kbit.format.names import PACKED, module_of, original_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn.parts import QuantizedModule
+
+
+def own_conversions(model: Any) -> list:
+    """What transformers itself would undo when saving a model that it did not load."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # As in transformers: whether a prefix was dropped on loading is not known of such a model.
+    return [entry for entry in conversions if not isinstance(entry, PrefixChange)]
+
+
+def names_in_files(model: Any) -> dict[str, str]:
+    """{module: its name in the files that saving writes}, of the modules that are called otherwise there.
+
+    Args:
+        model: a PreTrainedModel, quantized or not.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = own_conversions(model)
+    try:
+        undone = [entry.reverse_transform() for entry in reversed(conversions)]
+    except NotImplementedError:  # such a model cannot be saved by other names than its own
+        return {}
+    names = {}
+    for key in model.state_dict():
+        name, stored = module_of(key), module_of(_undo(original_of(key), undone))
+        if stored != name:
+            names[name] = stored
+    return names
+
+
+def _undo(name: str, undone: list) -> str:
+    """As transformers does when it saves: one converter at most, then every renaming."""
+    for entry in undone:
+        if isinstance(entry, WeightConverter):
+            name, matched = entry.rename_source_key(name)
+            if matched is not None:
+                break
+    for entry in undone:
+        if not isinstance(entry, WeightConverter):
+            name, _ = entry.rename_source_key(name)
+    return name.replace(".*.", ".0.")  # of all experts that the name is for, any
+
+
+def stated_policy(model: Any, policy: QuantizationPolicy) -> QuantizationPolicy:
+    """The policy to be saved with a quantized model; see `QuantizationPolicy.stating`.
+
+    Args:
+        model: a PreTrainedModel, after it was quantized.
+        policy: the one that it was quantized by.
+    """
+    names = names_in_files(model)
+    tied = getattr(model, "all_tied_weights_keys", {})  # the ends of ties that are not stored
+    return policy.stating(
+        {
+            names.get(name, name): module.bits
+            for name, module in model.named_modules()
+            if isinstance(module, QuantizedModule) and f"{name}.weight{PACKED}" not in tied
+        }
+    )
