@@ -199,6 +199,21 @@ def test_replacing_skips_what_is_tied_or_not_chosen() -> None:
     assert type(model["head"]) is nn.Linear
 
 
+def test_a_module_of_several_names_is_replaced_under_each() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.ModuleDict({"experts": Experts()}))
+    model.append(model[3])
+    x = torch.randn(3, 32)
+    assert replace_layers(model, NVFP4Settings(activations="16bit"), lambda name: True) == ["0", "3.experts"]
+    assert type(model[0]) is NVFP4Linear
+    assert model[2] is model[0]
+    assert type(model[4]["experts"]) is NVFP4Experts
+    assert torch.equal(model[:3](x), model[0](model[0](x).relu()))
+    # Nothing of it is quantized where one of its names is left out.
+    other = nn.ModuleDict({"up": shared, "head": shared})
+    assert not replace_layers(other, NVFP4Settings(), lambda name: name != "head")
+
+
 # -- transformers --------------------------------------------------------------------------------------------
 
 

@@ -15,22 +15,26 @@ from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
 Chooser = Callable[[str], bool]
 
 
-def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules that `replace_layers` replaces: linear layers and fused experts that are chosen.
+def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], nn.Module]]:
+    """Modules that `replace_layers` replaces, with all names of each: linear layers and fused experts.
 
-    A linear layer whose weight is tied to another parameter stays as it is.
+    A module is chosen by all its names. A linear layer whose weight is tied to another parameter stays as it
+    is.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for name, module in list(model.named_modules()):
-        if not name or not choose(name):
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for module, known in names.items():
+        if not all(name and choose(name) for name in known):
             continue
         untied = type(module) is nn.Linear and owners[id(module.weight)] == 1
         if untied or (is_experts(module) and unsupported_experts(module) is None):
-            yield name, module
+            yield known, module
 
 
 def replace_layers(
@@ -45,13 +49,13 @@ def replace_layers(
         empty: leave the weights to a checkpoint.
 
     Returns:
-        Names of the replaced modules.
+        Names of the replaced modules, the first of each.
 
     Raises:
         NonFiniteError: a weight holds NaN or Inf; layers before it are replaced already.
     """
-    names = []
-    for name, module in replaceable(model, choose):
+    replaced = []
+    for (name, *others), module in replaceable(model, choose):
         layer: NVFP4Module
         if isinstance(module, nn.Linear):
             make = NVFP4Linear.empty_like if empty else NVFP4Linear.from_linear
@@ -60,6 +64,7 @@ def replace_layers(
             make_experts = NVFP4Experts.empty_like if empty else NVFP4Experts.from_experts
             layer = make_experts(module, settings, name)
         layer.training = module.training
-        model.set_submodule(name, layer)
-        names.append(name)
-    return names
+        for each in (name, *others):
+            model.set_submodule(each, layer)
+        replaced.append(name)
+    return replaced
