@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging import version
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import kbit
@@ -234,6 +234,34 @@ def test_gradients_reach_the_input_embeddings(sources):
     model(inputs_embeds=x).logits.square().sum().backward()
     assert x.grad.isfinite().all()
     assert x.grad.abs().sum() > 0
+
+
+class SharesProjection(transformers.LlamaForCausalLM):
+    """One linear layer is in it under two names."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].mlp.up_proj = self.model.layers[0].mlp.up_proj
+
+
+@pytest.mark.parametrize("stored", [(0, 1), (0,), (1,)])  # by which names the file has it
+def test_a_module_of_several_names_is_replaced_under_each(stored, sources, tmp_path):
+    paths = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
+    model = load(sources["llama"])
+    model.get_submodule(paths[1]).load_state_dict(model.get_submodule(paths[0]).state_dict())
+    model.save_pretrained(tmp_path / "source")
+    load(tmp_path / "source", kbit.KbitConfig()).save_pretrained(tmp_path / "quantized")
+    expected = load(tmp_path / "quantized")(IDS).logits
+    gone = tuple(paths[layer] for layer in (0, 1) if layer not in stored)
+    for name, config in (("source", {"quantization_config": kbit.KbitConfig()}), ("quantized", {})):
+        file = tmp_path / name / "model.safetensors"
+        kept = {key: tensor for key, tensor in load_file(file).items() if not key.startswith(gone)}
+        save_file(kept, file, metadata={"format": "pt"})
+        shared = SharesProjection.from_pretrained(tmp_path / name, **config)
+        one, other = map(shared.get_submodule, paths)
+        assert type(one) is KbitLinear
+        assert one is other
+        assert torch.equal(shared(IDS).logits, expected)
 
 
 CHECK = """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kbit.format.checkpoint import TensorInfo, read_header
 from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
@@ -40,6 +41,7 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
         placeholders: keep the unquantized parameters too, without data, so that transformers' loader finds
             the names of an unquantized checkpoint; `Quantize` removes each.
     """
+    names = _names(model)
     for target, planned in plan.items():
         path = target.rpartition(".")[0]
         module = model.get_submodule(path)
@@ -49,7 +51,16 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
         if placeholders:
             for key in layer.shapes:
                 layer._parameters[key] = module._parameters[key]
-        model.set_submodule(path, layer)
+        for name in names[module]:
+            model.set_submodule(name, layer)
+
+
+def _names(model: Any) -> dict[nn.Module, list[str]]:
+    """All names of every module: a quantized one is to be found by each, and files may hold it under any."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
@@ -82,6 +93,7 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
 
 def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -> None:
     """Replace the other end of each tied pair too, and tell transformers to tie their parts."""
+    names = _names(model)
     for pair in ties:
         planned = plan[pair[1]] if pair[1] in plan else plan[pair[0]]
         for name in pair:
@@ -89,7 +101,8 @@ def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -
             module = model.get_submodule(path)
             if not isinstance(module, QuantizedModule):
                 layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
-                model.set_submodule(path, layer)
+                for each in names[module]:
+                    model.set_submodule(each, layer)
     _rename_ties(model, ties, (PACKED, ABSMAX))
 
 
