@@ -23,6 +23,8 @@ TIMEOUT_S = 240
 CONFIG = {"bits": 4, "overrides": {"down_proj": 3}, "embedding_bits": 5}
 MODES = [(name, mode) for name in PARALLEL for mode in distributed_modes(name)]
 TOO_NARROW = "too_narrow"
+# The first name is Mixtral's in memory, the second that in its files.
+BY_BOTH_NAMES = {"bits": 4, "overrides": {r"0\.mlp\.experts$": 3, r"1\.block_sparse_moe\.experts$": 5}}
 
 
 def run_ranks(folder, cases, device="cpu"):
@@ -60,6 +62,12 @@ def runs(tmp_path_factory):
     model.save_pretrained(folder / TOO_NARROW)
     narrow = {"name": TOO_NARROW, "folder": str(folder / TOO_NARROW), "config": CONFIG}
     cases.append({**narrow, "mode": "tp", "architecture": "llama"})
+    build_parallel("mixtral").save_pretrained(folder / "mixtral")
+    load(folder / "mixtral", BY_BOTH_NAMES).save_pretrained(folder / "mixtral-kbit")
+    one = {"mode": "tp", "architecture": "mixtral", "save": True}
+    cases.append({"name": "mixtral-tp", "folder": str(folder / "mixtral-kbit"), **one})
+    on_load = {"folder": str(folder / "mixtral"), "config": BY_BOTH_NAMES}
+    cases.append({"name": "mixtral-tp-load", **on_load, **one})
     return folder, run_ranks(folder, cases + random_cases(PARALLEL))
 
 
@@ -133,6 +141,15 @@ def test_two_ranks_save_the_bytes_of_one(name, mode, suffix, runs):
     saved, one = folder / f"saved-{name}-{mode}{suffix}", folder / f"{name}-kbit"
     assert (saved / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
     assert json.loads((saved / "config.json").read_text()) == json.loads((one / "config.json").read_text())
+
+
+@pytest.mark.parametrize("suffix", ["", "-load"])
+def test_two_ranks_find_a_module_by_either_name(suffix, runs):
+    folder, ranks = runs
+    test_two_ranks_save_the_bytes_of_one("mixtral", "tp", suffix, runs)
+    experts = load(folder / f"saved-mixtral-tp{suffix}").model.layers
+    assert [layer.mlp.experts.bits for layer in experts] == [3, 5]
+    assert all("model.layers.0.mlp.experts" in rank[f"mixtral-tp{suffix}"]["layers"] for rank in ranks)
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
