@@ -381,6 +381,14 @@ def test_one_shard_is_singular(source, tmp_path):
     assert "in 1 shard\n" in run(source, tmp_path / "out").output
 
 
+@pytest.mark.parametrize(
+    ("speed", "words"), [(2.124e8, "212 M weights/s"), (4.4e5, "440 k weights/s"), (0.0, "0 k weights/s")]
+)
+def test_the_summary_has_a_unit_that_fits_the_speed(source, tmp_path, monkeypatch, speed, words):
+    monkeypatch.setattr(streaming.Report, "weights_per_second", speed)
+    assert words in run(source, tmp_path / "out").output.replace("\n", " ")
+
+
 def test_bad_sources(source, tmp_path):
     assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
     (tmp_path / "empty").mkdir()

@@ -50,7 +50,9 @@ def quantize(
     skip: Annotated[list[str] | None, typer.Option(help="Modules to leave unquantized, by name.")] = None,
     embedding_bits: Annotated[int | None, typer.Option(help="Quantize embeddings and head too.")] = None,
     codebook: Annotated[str, typer.Option(help="Name of a codebook.")] = "nf",
-    absmax: Annotated[str, typer.Option(help="Block scales: e4m4, float16 or float32.")] = "e4m4",
+    absmax: Annotated[
+        str, typer.Option(help="Block scales: e4m4, or float16 or float32, which no kernel writes: slow.")
+    ] = "e4m4",
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     jobs: Annotated[
@@ -137,9 +139,14 @@ def _print_summary(report: Report, target: Path) -> None:
     share = report.quantized_weights / max(1, report.weights)
     console.print(
         f"{share:.1%} of {report.weights / 1e6:.1f} M weights at {report.bits_per_weight:.2f} bits; "
-        f"{report.seconds:.1f} s, {report.weights_per_second / 1e6:.0f} M weights/s, "
+        f"{report.seconds:.1f} s, {_per_second(report.weights_per_second)}, "
         f"peak memory {peak_memory_mb():.0f} MB"
     )
+
+
+def _per_second(weights: float) -> str:
+    """Such as "212 M weights/s", or "440 k weights/s" where there are few."""
+    return f"{weights / 1e6:.0f} M weights/s" if weights >= 1e7 else f"{weights / 1e3:.0f} k weights/s"
 
 
 def peak_memory_mb() -> float:
