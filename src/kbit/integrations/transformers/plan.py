@@ -136,9 +136,10 @@ def _routes(
 def _warn_about_unmatched(model: Any, policy: QuantizationPolicy, routes: Iterable[Route]) -> None:
     quantizable: dict[str, None] = {}
     others = dict.fromkeys(name for name, _ in model.named_modules())
-    for route in routes:
-        supported = unsupported(model.get_submodule(route.target.rpartition(".")[0])) is None
-        (quantizable if supported else others).update(dict.fromkeys(route.modules))
+    owners = dict.fromkeys((route.target.rpartition(".")[0], route.modules) for route in routes)
+    for path, names in owners:  # of experts stored one by one there are hundreds of routes to each
+        supported = unsupported(model.get_submodule(path)) is None
+        (quantizable if supported else others).update(dict.fromkeys(names))
     found = unmatched(policy, quantizable, others)
     if found:
         warnings.warn(found, stacklevel=2)
