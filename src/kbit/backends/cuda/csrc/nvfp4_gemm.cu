@@ -151,18 +151,17 @@ DEVICE void add_teams(Sums& sums, u32 base, int team, int thread, int threads) {
 #pragma unroll
     for (int other = 1; other < kTeams; ++other) {
         __syncthreads();  // everyone is done with that memory
+        if (team == other) {
 #pragma unroll
-        for (int i = 0; i < kTiles * 4; ++i) {
-            const u32 at = base + u32(i * threads + thread) * 8;
-            if (team == other) {
+            for (int i = 0; i < kTiles * 4; ++i) {
                 const u64 sum = u64(sums[i / 4][i % 4]);
-                store_shared2(at, make_uint2(u32(sum), u32(sum >> 32)));
+                store_shared2(base + u32(i * threads + thread) * 8, make_uint2(u32(sum), u32(sum >> 32)));
             }
         }
         __syncthreads();
+        if (team == 0) {
 #pragma unroll
-        for (int i = 0; i < kTiles * 4; ++i) {
-            if (team == 0) {
+            for (int i = 0; i < kTiles * 4; ++i) {
                 const uint2 part = load_shared2(base + u32(i * threads + thread) * 8);
                 sums[i / 4][i % 4] += i64(u64(part.y) << 32 | part.x);
             }

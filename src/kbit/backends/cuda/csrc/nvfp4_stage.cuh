@@ -28,7 +28,7 @@ struct Problem {
 // ---- activations: raw codes in registers for a step, then operands in shared memory
 
 struct Activations {
-    i64 row[kPieces];  // of A; -1 for none
+    int row[kPieces];  // of A; -1 for none
     uint4 codes[kPieces];
     u32 scales[kPieces];
 
@@ -50,7 +50,7 @@ struct Activations {
             codes[i] = make_uint4(0, 0, 0, 0);
             scales[i] = 0;
             if (row[i] >= 0 && column < p.columns) {
-                const i64 at = row[i] * p.columns + column;
+                const i64 at = i64(row[i]) * p.columns + column;
                 codes[i] = __ldg(reinterpret_cast<const uint4*>(p.a_codes + at / 2));
                 scales[i] = __ldg(reinterpret_cast<const u16*>(p.a_scales + at / 16));
             }
