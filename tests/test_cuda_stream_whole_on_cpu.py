@@ -51,7 +51,7 @@ def check(m: int, n: int, k: int, bits: int, dtype: torch.dtype, gated: bool = F
     assert not bool(wrong.any()), (wrong.nonzero()[:4].tolist(), int(wrong.sum()), y.numel())
 
 
-@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize("m", [1, 5, 16, 20])
 def test_every_class_of_tokens(m: int) -> None:
     for n, k in SIZES:
         check(m, n, k, 4, torch.float16)

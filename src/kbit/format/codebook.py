@@ -15,6 +15,8 @@ import torch
 
 SUPPORTED_BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
+# Of NVFP4's codes, by their low three bits; see `kbit.nvfp4.formats.e2m1`.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def check_bits(bits: int, name: str = "bits") -> int:

@@ -37,6 +37,7 @@ from kbit.format.tiles import SCALE_WORDS, TILE_COLUMNS, TILE_ROWS, tile_shape, 
 __all__ = [
     "LANES",
     "NVFP4_BITS",
+    "NVFP4_BLOCK",
     "NVFP4_TILE_BYTES",
     "PAIRS",
     "PAIR_PITCH",
@@ -66,7 +67,7 @@ _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
 
 NVFP4_BITS = 4
 NVFP4_TILE_BYTES = 576
-_NVFP4_BLOCK = 16
+NVFP4_BLOCK = 16  # elements with a scale
 _NVFP4_CODE_BYTES = 512
 
 
@@ -244,12 +245,12 @@ def to_tiled_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         uint8 [..., ceil(N / 16), ceil(K16 / 64), 576].
     """
     *leading, n, groups = scales.shape
-    row_tiles, column_tiles = -(-n // TILE_ROWS), -(-groups * _NVFP4_BLOCK // TILE_COLUMNS)
+    row_tiles, column_tiles = -(-n // TILE_ROWS), -(-groups * NVFP4_BLOCK // TILE_COLUMNS)
     more_rows, more = row_tiles * TILE_ROWS - n, column_tiles * 4 - groups
     scales = scales & 0x7F
     scales = scales.masked_fill_(scales == 0x7F, 0)
     if more_rows or more:
-        codes = F.pad(codes, (0, more * _NVFP4_BLOCK // 2, 0, more_rows))
+        codes = F.pad(codes, (0, more * NVFP4_BLOCK // 2, 0, more_rows))
         scales = F.pad(scales, (0, more, 0, more_rows))
     tiles = codes.new_empty((*leading, row_tiles, column_tiles, NVFP4_TILE_BYTES))
     flat = tiles.view(-1, row_tiles, column_tiles, NVFP4_TILE_BYTES)
@@ -275,11 +276,11 @@ def from_tiled_nvfp4(
         codes uint8 [..., N, K16 / 2] and scales uint8 [..., N, K16 / 16].
     """
     *leading, row_tiles, column_tiles, _ = tiled.shape
-    groups = -(-in_features // _NVFP4_BLOCK)
+    groups = -(-in_features // NVFP4_BLOCK)
     flat = tiled.reshape(-1, row_tiles, column_tiles, NVFP4_TILE_BYTES)
     pairs = flat[..., :_NVFP4_CODE_BYTES].unflatten(-1, (8, 4, 4, 2, 2)).permute(0, 1, 7, 3, 2, 5, 6, 4)
     codes = pairs.reshape(*leading, row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS // 2)
     bytes_of = flat[..., _NVFP4_CODE_BYTES:].unflatten(-1, (8, 2, 4)).permute(0, 1, 4, 3, 2, 5)
     scales = bytes_of.reshape(*leading, row_tiles * TILE_ROWS, column_tiles * 4)
-    codes = codes[..., :out_features, : groups * _NVFP4_BLOCK // 2]
+    codes = codes[..., :out_features, : groups * NVFP4_BLOCK // 2]
     return codes.contiguous(), scales[..., :out_features, :groups].contiguous()

@@ -19,9 +19,9 @@ from kbit.backends.cuda import driver, operands, stream, tables, wgmma
 KERNELS = ("stream", "grouped", "wgmma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
 # 16 tokens 19.9 and 15.1.
-_FEW_TOKENS = 8
+FEW_TOKENS = 8
 # Off Hopper, so many tokens are taken 16 at a time: four readings of 4-bit weights are one of 16-bit ones.
-_STREAM_TOKENS = 64
+STREAM_TOKENS = 64
 # On Hopper, small weights for many tokens: decoding costs little and cuBLAS fills the machine better. 2048 x
 # 512 by 4096 tokens on an H200: wgmma 19.7 us, cuBLAS alone 13.2.
 _SMALL_WEIGHTS, _MANY_TOKENS = 2**21, 2048
@@ -112,7 +112,7 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
 
 def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_features: int) -> str:
     many = m >= _MANY_TOKENS and out_features * in_features <= _SMALL_WEIGHTS
-    if refusals["stream"] is None and (m <= _FEW_TOKENS or refusals["wgmma"] is not None):
+    if refusals["stream"] is None and (m <= FEW_TOKENS or refusals["wgmma"] is not None):
         return "stream"
     return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
 
@@ -170,7 +170,7 @@ def refusals_of(
     m: int, dtype: torch.dtype, out_features: int, gated: bool, arch: str
 ) -> dict[str, str | None]:
     """Why each kernel may not take a problem, or None."""
-    at_once = min(m, stream.TOKENS[-1]) if m <= _STREAM_TOKENS else m
+    at_once = min(m, stream.TOKENS[-1]) if m <= STREAM_TOKENS else m
     return {
         "stream": stream.refusal(at_once, dtype, out_features, gated),
         "wgmma": wgmma.arch_refusal(arch) or operands.refusal(dtype, out_features, gated),

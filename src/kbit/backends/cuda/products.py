@@ -60,9 +60,7 @@ def launch(
     """`linear_tiled` by the chosen kernel, which may take the problem."""
     weight = (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
     if choice.kernel == "stream":
-        for part in range(0, x.shape[0], stream.TOKENS[-1]):
-            tokens = slice(part, part + stream.TOKENS[-1])
-            stream.linear(x[tokens], *weight, out[tokens])
+        stream.linear(x, *weight, out)
     elif choice.kernel == "wgmma":
         wgmma.linear(x, *weight, out, choice.tiles)
     else:

@@ -195,10 +195,31 @@ def linear(
     out: torch.Tensor,
     row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`.
+    """Launch the kernel on a legal problem, or one of more tokens, 16 at a time; see `products`.
 
     NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
     """
+    most, weight = TOKENS[-1], (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    if x.shape[0] <= most:
+        _launch(x, *weight, out, row_scale)
+        return
+    for first in range(0, x.shape[0], most):
+        part = slice(first, first + most)
+        _launch(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
+
+
+def _launch(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+    row_scale: torch.Tensor | None,
+) -> None:
     index = x.device.index
     bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
     limits = driver.device_limits(index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from kbit.format.codebook import E2M1_MAGNITUDES
+
 MAX = 6.0
 # A magnitude's index is the count of these that it exceeds: halfway values go toward zero.
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -23,7 +24,7 @@ def midpoints(ties_even: bool, device: torch.device | str = "cpu") -> torch.Tens
 
 def magnitudes(device: torch.device | str = "cpu") -> torch.Tensor:
     """float32 [8]: the magnitude of every index."""
-    return torch.tensor(MAGNITUDES, dtype=torch.float32, device=device)
+    return torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=device)
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:

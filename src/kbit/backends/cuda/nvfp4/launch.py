@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, layout
 from kbit.backends.cuda.compiler import KernelSpec
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
-SUB_BLOCK = 16  # elements with a scale
+SUB_BLOCK = layout.NVFP4_BLOCK
 THREADS = 256
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
 _PER_SM = 32

@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import driver, layout, operands, stream, wgmma
+from kbit.backends.cuda import driver, layout, operands, preference, stream, wgmma
 from kbit.backends.cuda.nvfp4 import products
 from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
+from kbit.format.codebook import E2M1_MAGNITUDES
 
 # Values of e2m1 codes.
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-CODEBOOK = (*_POSITIVE, *(-value for value in _POSITIVE))
-_MOST_STREAMED = 64  # tokens, 16 at a time: four readings of 4.5 bits are one of 16 and a bit
-_FEW_TOKENS = 8  # on Hopper; as for k-bit weights
+CODEBOOK = (*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES))
 _MOST_KEPT = 4096
 _kept: dict[tuple[tuple[float, ...], int], torch.Tensor] = {}
 
@@ -33,14 +31,14 @@ def refusal(m: int, dtype: torch.dtype, arch: str) -> str | None:
     """
     if dtype not in operands.DTYPES:
         return f"the kernels give float16 and bfloat16, not {dtype}"
-    if m <= _MOST_STREAMED:
+    if m <= preference.STREAM_TOKENS:
         return None
     return wgmma.arch_refusal(arch)
 
 
 def kernel(m: int, arch: str) -> str:
     """Which kernel multiplies what is not refused: "stream" or "wgmma"."""
-    return "wgmma" if m > _FEW_TOKENS and wgmma.arch_refusal(arch) is None else "stream"
+    return "wgmma" if m > preference.FEW_TOKENS and wgmma.arch_refusal(arch) is None else "stream"
 
 
 def gemm_tiled(
@@ -101,10 +99,7 @@ def _multiply(
     if kernel(m, _arch(x)) == "wgmma":
         wgmma.linear(x, *weight, out_features, columns, False, y, row_scale=row_scale)
         return y
-    for first in range(0, m, stream.TOKENS[-1]):
-        tokens = slice(first, first + stream.TOKENS[-1])
-        factors = None if row_scale is None else row_scale[tokens]
-        stream.linear(x[tokens], *weight, out_features, columns, False, y[tokens], factors)
+    stream.linear(x, *weight, out_features, columns, False, y, row_scale)
     return y
 
 
