@@ -229,9 +229,8 @@ def _dequantize(results: Sequence[Result]) -> str:
 
 def _alone_row(item: Mapping[str, Any], bandwidth: float) -> Row:
     layer = f"{item['in_features']} → {item['out_features']}"
-    speed = [f"{item['us']:.1f}", f"{100 * item['spread']:.0f}%", f"{item['gb_s']:.0f}"]
-    share = f"{100 * item['gb_s'] / bandwidth:.0f}"
-    return Row([item["kernel"], layer, str(item["bits"]), item["dtype"], *speed, share])
+    known = [item["kernel"], layer, str(item["bits"]), item["dtype"]]
+    return Row([*known, *markup.speed(item, bandwidth)])
 
 
 def _dequantize_row(row: dequant.DequantizeRow, bandwidth: float) -> Row:

@@ -104,6 +104,12 @@ def number(value: float | None, spec: str) -> str:
     return MISSING if value is None else format(value, spec)
 
 
+def speed(item: Mapping[str, Any], bandwidth: float) -> list[str]:
+    """Microseconds, spread, GB/s and their share of `bandwidth` (GB/s), in percent, of a measured row."""
+    share = f"{100 * item['gb_s'] / bandwidth:.0f}"
+    return [f"{item['us']:.1f}", f"{100 * item['spread']:.0f}%", f"{item['gb_s']:.0f}", share]
+
+
 def generic(items: Sequence[Mapping[str, Any]], caption: str) -> str:
     """A table of objects: a column for every key with plain values."""
     keys = [

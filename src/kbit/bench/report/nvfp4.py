@@ -41,10 +41,7 @@ def _measured(items: Sequence[Mapping[str, Any]], bandwidth: float) -> Iterator[
         cells: list[str | markup.Cell] = [
             str(item["rows"]),
             item["arm"],
-            f"{item['us']:.1f}",
-            f"{100 * item['spread']:.0f}%",
-            f"{item['gb_s']:.0f}",
-            f"{100 * item['gb_s'] / bandwidth:.0f}",
+            *markup.speed(item, bandwidth),
             str(item["quantized_rows"]),
             str(item["copied_rows"]),
             markup.MISSING if item["vs_bf16"] is None else markup.heat(item["vs_bf16"]),
