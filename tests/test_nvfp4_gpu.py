@@ -28,15 +28,12 @@ from kbit.nvfp4 import (
 from kbit.nvfp4.formats import e2m1, ue4m3
 from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Settings
 from kbit.nvfp4.moe import DEDUP, expert_product, quantize_for_experts, route
+from made_up_nvfp4 import draw, random_tensor
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 F32 = torch.float32
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def same(cpu: torch.Tensor, gpu: torch.Tensor) -> bool:
@@ -54,16 +51,6 @@ def same_tensor(cpu: NVFP4Tensor, gpu: NVFP4Tensor) -> bool:
     parts = zip(cpu.nv(), gpu.nv(), strict=True)
     rows = cpu.row_scale is None or (gpu.row_scale is not None and same(cpu.row_scale, gpu.row_scale))
     return rows and all(same(a, b) for a, b in parts)
-
-
-def random_tensor(shape: tuple[int, ...], seed: int) -> NVFP4Tensor:
-    """Any codes and scales."""
-    groups = -(-shape[-1] // 16)
-    codes = torch.randint(16, (*shape[:-1], groups * 16), generator=draw(seed)).to(torch.uint8)
-    codes[..., shape[-1] :] = 0
-    scales = torch.randint(0x7F, (*shape[:-1], groups), generator=draw(seed + 1)).to(torch.uint8)
-    factor = torch.rand(shape[:-2], generator=draw(seed + 2)) + 0.5
-    return NVFP4Tensor(e2m1.pack(codes), scales, factor, shape)
 
 
 def difficult_rows() -> torch.Tensor:

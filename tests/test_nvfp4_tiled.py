@@ -16,22 +16,9 @@ from kbit.format import bitplanes
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.formats import e2m1, layouts
 from kbit.nvfp4.layers import NVFP4Linear, NVFP4Settings
+from made_up_nvfp4 import draw, random_tensor
 
 HALVES = [torch.float16, torch.bfloat16]
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def random_tensor(shape: tuple[int, ...], seed: int) -> NVFP4Tensor:
-    """Any codes and scales."""
-    groups = -(-shape[-1] // 16)
-    codes = torch.randint(16, (*shape[:-1], groups * 16), generator=draw(seed)).to(torch.uint8)
-    codes[..., shape[-1] :] = 0
-    scales = torch.randint(0x7F, (*shape[:-1], groups), generator=draw(seed + 1)).to(torch.uint8)
-    factor = torch.rand(shape[:-2], generator=draw(seed + 2)) + 0.5
-    return NVFP4Tensor(e2m1.pack(codes), scales, factor, shape)
 
 
 # -- the layout ----------------------------------------------------------------------------------------------
