@@ -54,7 +54,7 @@ JOBS = (
     Job(
         "tensor-parallel",
         "bench model llama-3-70b --gpus 1,2 --all-reduce nccl,one-shot --no-baseline --prefill 0 "
-        "--json {results}/{gpu}-llama-3-70b.json",
+        "--json {results}/{gpu}-parallel-llama-3-70b.json",
         gpus=2,
     ),
     Job(
@@ -69,7 +69,7 @@ JOBS = (
     Job(
         "30b-parallel",
         "bench model qwen3-30b-a3b --gpus 1,2 --no-baseline --prefill 0 "
-        "--json {results}/{gpu}-qwen3-30b-a3b-parallel.json",
+        "--json {results}/{gpu}-parallel-qwen3-30b-a3b.json",
         gpus=2,
     ),
     Job("nvfp4", "bench nvfp4 --json {results}/{gpu}-nvfp4.json"),
@@ -103,7 +103,7 @@ class Running:
     start: float
 
 
-def ready(jobs: Sequence[Job], waiting: Sequence[Job], running: Sequence[Running], free: int) -> Job | None:
+def ready(waiting: Sequence[Job], running: Sequence[Running], free: int) -> Job | None:
     """The first waiting job whose GPUs are free and that waits for none of the others.
 
     A job that needs more GPUs than are free holds back those after it, or it would wait for ever.
@@ -123,7 +123,7 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[
     free = list(gpus)
     try:
         while waiting or running:
-            while (job := ready(jobs, waiting, running, len(free))) is not None:
+            while (job := ready(waiting, running, len(free))) is not None:
                 mine, free = free[: job.gpus], free[job.gpus :]
                 environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
                 with (logs / f"{job.name}.log").open("wb") as log:
