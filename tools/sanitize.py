@@ -16,14 +16,18 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SHAPES = ((96, 320), (17, 33), (130, 576))
 
 
 def run_cases(bits: int) -> None:
-    """Launch the kernels of one width; the results are compared where two ways lead to them."""
+    """The kernels of one width; the results are compared where two ways lead to them."""
     import torch
 
     from kbit.backends import cuda
@@ -147,8 +151,14 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
 
 
-def summary(tool: str) -> dict[str, object]:
-    """Run all widths under one tool."""
+PARTS = {f"{bits} bits": partial(run_cases, bits) for bits in (2, 3, 4, 5)} | {
+    "sort": sort_many,
+    "nvfp4": run_nvfp4,
+}
+
+
+def check(tool: str, part: str) -> dict[str, Any]:
+    """Run one part under one tool."""
     flags = os.environ.get("KBIT_CUDA_FLAGS", "")
     if tool == "racecheck":
         flags += " -DKBIT_ALL_LANES_ARRIVE"
@@ -156,16 +166,26 @@ def summary(tool: str) -> dict[str, object]:
     # cuda-bindings asks the driver for functions that it may lack: refused calls are no memory errors.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     result = subprocess.run(
-        [*command, sys.executable, __file__, "--cases"],
+        [*command, sys.executable, __file__, "--cases", part],
         env={**os.environ, "KBIT_CUDA_FLAGS": flags.strip()},
         capture_output=True,
         text=True,
     )
     lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", result.stdout)
-    print(tool, *lines, sep="\n  ")
+    print(f"{tool}, {part}", *lines, sep="\n  ")
     if not clean(result.returncode, lines):
         print(result.stdout[-8000:], result.stderr[-8000:], sep="\n")
-    return {"tool": tool, "exit_code": result.returncode, "summary": lines}
+    return {"tool": tool, "exit_code": result.returncode, "summary": lines or ["no summary"]}
+
+
+def merge(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each tool: the worst exit code, every summary that differs."""
+    merged: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        into = merged.setdefault(run["tool"], {"tool": run["tool"], "exit_code": 0, "summary": []})
+        into["exit_code"] = into["exit_code"] or run["exit_code"]
+        into["summary"] += [line for line in run["summary"] if line not in into["summary"]]
+    return list(merged.values())
 
 
 def clean(exit_code: int, lines: list[str]) -> bool:
@@ -177,13 +197,11 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="JSON for the summary")
-    parser.add_argument("--cases", action="store_true", help="launch the kernels, without a tool")
+    parser.add_argument("--cases", choices=PARTS, help="launch the kernels of this part, without a tool")
+    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="processes at a time")
     arguments = parser.parse_args()
-    if arguments.cases:
-        for bits in (2, 3, 4, 5):
-            run_cases(bits)
-        sort_many()
-        run_nvfp4()
+    if arguments.cases is not None:
+        PARTS[arguments.cases]()
         return
     if arguments.file is None:
         parser.error("the file for the summary is missing: benchmarks/results/sanitizer.json, say.")
@@ -191,7 +209,8 @@ def main() -> None:
         parser.error("compute-sanitizer is not on PATH; it is in the bin folder of CUDA's toolkit.")
     from kbit.bench.gpu_timing import describe
 
-    runs = [summary(tool) for tool in TOOLS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = merge(list(pool.map(check, *zip(*product(TOOLS, PARTS), strict=True))))
     result = {"machine": describe(), "shapes": SHAPES, "runs": runs}
     arguments.file.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(not all(clean(run["exit_code"], run["summary"]) for run in runs))
