@@ -64,6 +64,8 @@ def sort_many() -> None:
     """Enough ids that sorting them takes several launches."""
     import torch
 
+    import kbit  # noqa: F401
+
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)
@@ -95,7 +97,8 @@ def run_nvfp4() -> None:
     long, weight = (nvfp4.quantize_nvfp4(torch.randn(m, 2640, device="cuda")) for m in (9, 24))
     for accum in ("exact", "seq16", "tc"):
         for tile in nvfp4.tiles_nvfp4(accum, "cuda"):
-            nvfp4.gemm_nvfp4(long, weight, accum, tile=tile)
+            if tile != "cublas":  # in whose own kernels the tools find races and reads of old memory
+                nvfp4.gemm_nvfp4(long, weight, accum, tile=tile)
     tiled = nvfp4.repack_nvfp4(one, "tiled")
     for rows in (4, 9):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
@@ -112,9 +115,9 @@ def _multiply(weight, dtype) -> None:
     width = n // 2 if gated else n
 
     def operands(m: int):
-        return torch.randn(m, k, device="cuda", dtype=dtype), torch.empty(
-            m, width, device="cuda", dtype=dtype
-        )
+        # What the copy engine writes counts as not written for initcheck; what no one writes stays NaN.
+        out = torch.full((m, width), torch.nan, device="cuda", dtype=dtype)
+        return torch.randn(m, k, device="cuda", dtype=dtype), out
 
     for m in (1, 5, 16):
         x, out = operands(m)
@@ -142,7 +145,8 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         ids = torch.randint(0, 6, (tokens, choices), device="cuda", dtype=torch.int32)  # 5: not mine
         source, bounds, inverse = ops.moe_align(ids, 5)
         x = torch.randn(tokens, k, device="cuda", dtype=dtype)
-        out = torch.empty(tokens * choices, n // 2 if gated else n, device="cuda", dtype=dtype)
+        shape = (tokens * choices, n // 2 if gated else n)
+        out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
         grouped.linear(x, tiled, codebook, scale, bounds, source, *sizes, out)
         assert torch.isfinite(out).all()
         if hopper:
