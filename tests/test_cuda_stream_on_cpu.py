@@ -46,7 +46,7 @@ extern "C" void run(const u8* group, const float* codebook, const u16* x, int m,
 
 
 def compiled(folder: Path, tokens: int, dtype: torch.dtype) -> ctypes.CDLL:
-    config = stream.Config(8, 1, 2).spec(4, dtype, tokens, nvfp4=True).config_header
+    config = stream.Config(8, 2).spec(4, dtype, tokens, nvfp4=True).config_header
     text = cuda_on_cpu.translated("stream_nvfp4.cuh", set())
     source, library = folder / "stream.cpp", folder / "stream.so"
     header = '#include "cuda_on_cpu.h"'

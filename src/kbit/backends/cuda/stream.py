@@ -1,7 +1,8 @@
 """The small-batch kernel, csrc/stream.cu: which configuration takes a problem, and its launch.
 
 Legality is `refusal`; `plan` chooses among what is legal. The choice follows measurements on an H200 (132
-multiprocessors) and changes speed alone: results depend on the number of tokens' class, N and K.
+multiprocessors) and changes speed alone: results depend on N, K and whether there are 1, 2 to 4, 5 to 8 or
+more tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +29,12 @@ class Config:
     """Compile-time choices of stream.cu.
 
     Attributes:
-        workers: most warps that split K; a launch may have fewer.
-        blocks: of which so many are meant to run at once on a multiprocessor.
+        workers: most warps that split K; a launch may have fewer. Their number bounds their registers.
         stages: groups of four tiles that a worker has in flight.
         pairs: look two 5-bit codes up at once, in a table of 128 KB.
     """
 
     workers: int
-    blocks: int
     stages: int
     pairs: bool = True
 
@@ -48,7 +47,6 @@ class Config:
             pairs=self.pairs,
             tokens=tokens,
             workers=self.workers,
-            blocks=self.blocks,
             stages=self.stages,
             buffers=self.buffers(tokens),
             in_holes=self.in_holes(bits, tokens),
@@ -84,23 +82,19 @@ class Plan:
     shared_bytes: int
 
 
-# Two blocks on a multiprocessor, or one of them beside the next kernel's; many warps for large K; 20 groups
-# at once (K = 5120).
-_NARROW, _WIDE, _WIDER = Config(8, 2, 2), Config(16, 1, 2), Config(20, 1, 1)
-_ROOMY = Config(8, 1, 2)  # more registers: 8 tokens of 5120 x 2048 from 7.0 to 5.7 us
-
-
 def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config]:
     """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, 1, pairs=bits != 5)]
+        return [Config(8, 1, pairs=bits != 5)]
     if bits == 5:  # a table of pairs leaves room for one stage of many warps
         pairs = shared_bytes > operands.PAIRS_MEMORY
-        return [Config(8, 1, 2, pairs), Config(16, 1, 1, pairs)]
-    if tokens > 1:
-        return [_ROOMY, _WIDE]
+        return [Config(8, 2, pairs), Config(16, 1, pairs)]
+    if tokens > 8:
+        return [Config(8, 2), Config(16, 2)]
+    if tokens > 1:  # 8 or 12 workers have more registers than 16
+        return [Config(12, 1), Config(12, 2), Config(16, 1), Config(16, 2)]
     # 21 warps have 80 registers each. Only for sm_90a does that do: for sm_80 and 100a 8 to 56 bytes spill.
-    return [_NARROW, _WIDE, _WIDER] if arch == "90a" else [_NARROW, _WIDE]
+    return [Config(16, 2), Config(20, 1)] if arch == "90a" else [Config(16, 2)]
 
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
@@ -137,41 +131,88 @@ def plan(
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
-    available = configs(bits, tokens, device.shared_bytes, device.arch)
-    config = _preferred(available, tokens, groups)
-    passes = -(-groups // config.workers)
+    wanted = _by_groups(m, groups) if bits == 5 else _by_shape(m, groups, units / device.multiprocessors)
+    config = _nearest(configs(bits, tokens, device.shared_bytes, device.arch), wanted)
+    passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
-    crowded = config.blocks == 2 and tokens == 1 and units > config.blocks * device.multiprocessors
-    grid = min(units, device.multiprocessors * (2 if crowded else 1))
     tile_bytes = 4 * layout.words_of(bits, nvfp4)
-    chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated, tile_bytes)
+    lay_out = functools.partial(_lay_out, config, tokens, workers, units, passes, bits, gated, tile_bytes)
+    grid = min(units, device.multiprocessors * wanted.blocks)
+    if wanted.blocks * lay_out(grid).shared_bytes > device.shared_bytes:
+        grid = min(units, device.multiprocessors)
     # Fewer row tiles a block have fewer totals to keep.
-    while chosen.shared_bytes > device.shared_bytes and grid < units:
+    while lay_out(grid).shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
-        chosen = _lay_out(config, tokens, grid, workers, units, passes, bits, gated, tile_bytes)
-    return chosen
+    return lay_out(grid)
 
 
-def _preferred(available: list[Config], tokens: int, groups: int) -> Config:
-    narrow, wide = available[0], available[-1]
-    if tokens == 1:
-        wide = available[min(1, len(available) - 1)] if groups <= 16 or groups > 20 else wide
-        return narrow if groups <= 8 else wide
+@dataclass(frozen=True)
+class _Wanted:
+    """What would be fastest: most workers, stages, blocks at once on a multiprocessor, whose kernel."""
+
+    workers: int
+    stages: int
+    blocks: int = 1
+    compiled_for: int = 16
+
+
+def _by_shape(m: int, groups: int, share: float) -> _Wanted:
+    """By measurements of 14 shapes (k = 4) on an H200. `share`: row tiles of a multiprocessor.
+
+    Two blocks, or one beside the next kernel's, need 96 registers or fewer. One stage where there are few
+    row tiles: weights that are fetched early come before the activations, which are waited for.
+    """
+    if m == 1:
+        if groups <= 8:
+            return _Wanted(8, 2, blocks=2 if share > 2 else 1)
+        if groups <= 16 and 1 < share <= 2:
+            return _Wanted(8, 1, blocks=2, compiled_for=20)
+        if 16 < groups <= 20:
+            return _Wanted(20, 1, compiled_for=20)
+        return _Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 else _Wanted(16, 2)
+    if m <= 4:
+        if groups <= 8:
+            return _Wanted(8, 1, blocks=2) if share > 1 else _Wanted(8, 2, compiled_for=12)
+        if groups > 20 and share > 8:
+            return _Wanted(8, 2, blocks=2)
+        return _Wanted(16, 2 if groups > 64 or (groups > 20 and share <= 1) else 1)
+    if m <= 8:
+        if groups <= 8:
+            return _Wanted(8, 1 if share <= 2 else 2, compiled_for=12)
+        if groups <= 16 and share <= 2:
+            return _Wanted(8, 2, compiled_for=12)
+        if 20 < groups <= 40:
+            return _Wanted(12, 2, compiled_for=12)
+        return _Wanted(16, 2 if groups > 20 and share <= 1 else 1)
+    return _by_groups(m, groups)
+
+
+def _by_groups(m: int, groups: int) -> _Wanted:
+    """Where tables are large, or nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
-    return narrow if groups <= 8 or 16 < groups <= 24 else wide
+    narrow = groups <= 8 or (m > 1 and 16 < groups <= 24)
+    return _Wanted(8, 2, compiled_for=8) if narrow else _Wanted(16, 2)
+
+
+def _nearest(available: list[Config], wanted: _Wanted) -> Config:
+    def distance(config: Config) -> tuple[bool, int, int]:
+        neither = config.workers not in (wanted.compiled_for, wanted.workers)
+        return neither, abs(config.stages - wanted.stages), abs(config.workers - wanted.compiled_for)
+
+    return min(available, key=distance)
 
 
 def _lay_out(
     config: Config,
     tokens: int,
-    grid: int,
     workers: int,
     units: int,
     passes: int,
     bits: int,
     gated: bool,
     tile_bytes: int,
+    grid: int,
 ) -> Plan:
     """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
     sums, rows = _sums(tokens), -(-units // grid)

@@ -156,6 +156,9 @@ DEVICE void static_for(F f) {
     }
 }
 
+DEVICE void put_shared(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 DEVICE void store_shared2(u32 address, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
@@ -251,10 +254,14 @@ DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
 
 // All lanes of the warp have read what a copy will overwrite; 0, for that copy's address. The copy engine is
 // not ordered behind loads that are still queued (a __syncwarp alone was a race), so the address depends on
-// `last`, a word that was loaded last. `zero`: a zero that the compiler does not know.
+// `last`, a word that each lane loaded last. `zero`: a zero that the compiler does not know.
 DEVICE u32 after_loads(u32 last, u32 zero) {
+#if __CUDA_ARCH__ >= 900
+    return __reduce_or_sync(~0u, last & zero);  // in a uniform register, which the copy engine takes
+#else
     __syncwarp();
     return last & zero;
+#endif
 }
 
 // ---- clusters (sm_90 on; elsewhere a block is alone)

@@ -150,10 +150,6 @@ DEVICE void wait_for_stage() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-DEVICE void put_shared(u32 address, u32 v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-
 // The first COUNT words of `w`; `from` is aligned to 16 bytes for 4 words, to 8 for 2.
 template <int COUNT, int SIZE>
 DEVICE void load_words(u32 (&w)[SIZE], const u32* from) {

@@ -19,7 +19,8 @@
 // instructions.
 //
 // Order of float32 sums: the MMAs of a 32-block, times its scale, over the blocks of a worker's group, over
-// workers in their order, over passes. Results depend on M's class, N and K alone, never on timing.
+// workers in their order, over passes. Results depend on N, K and which of stream.py's classes M is in, never
+// on timing.
 //
 //   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
 //   useful in column b only, and one set of 4 registers is the x of all of them.
@@ -157,10 +158,11 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             if (!hands_over) {
                 continue;
             }
+            const u32 row_at = parts.row(out.slot, worker);
             barrier_wait(parts_empty + 8 * out.slot, out.phase ^ 1);
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
-                *parts.row(out.slot, worker, i, lane) = sum_at(sums, i);
+                put_shared(row_at + i * kPartStep, __float_as_uint(sum_at(sums, i)));
                 sum_at(sums, i) = 0.0f;
             }
             warp_arrive(parts_full + 8 * out.slot, lane);
@@ -225,7 +227,7 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
             for (int w = 0; w < p.workers; ++w) {
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) {
-                    sums[i] += *parts.row(in.slot, w, i, lane);
+                    sums[i] += __uint_as_float(load_shared(parts.row(in.slot, w) + i * kPartStep));
                 }
             }
             warp_arrive(parts_empty + 8 * in.slot, lane);
@@ -258,7 +260,7 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
     }
 }
 
-extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config::blocks)
+extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
            int parts_at, int totals_at, const float* row_scale) {
@@ -294,7 +296,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, Config:
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
     wait_for_previous();
-    const Parts parts{memory + (kInHoles ? 128 : parts_at), workers};
+    const Parts parts{base + (kInHoles ? 128 : parts_at) + 4 * lane, workers};
     if (warp < workers) {
         work(p, ring, parts, parts_full, memory, x, x_stride, warp, lane);
     } else {

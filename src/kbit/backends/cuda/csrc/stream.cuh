@@ -110,13 +110,13 @@ struct Ring {
     }
 };
 
-// The workers' sums, [buffer][worker][sum] rows of 32 floats.
+// The workers' sums, [buffer][worker][sum] rows of 32 floats in shared memory.
 struct Parts {
-    u8* base;
+    u32 base;  // for this lane
     int workers;
 
-    DEVICE float* row(int buffer, int worker, int i, int lane) const {
-        return reinterpret_cast<float*>(base + ((buffer * workers + worker) * kSums + i) * kPartStep) + lane;
+    DEVICE u32 row(int buffer, int worker) const {
+        return base + (buffer * workers + worker) * kSums * kPartStep;
     }
 };
 
