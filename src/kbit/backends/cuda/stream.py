@@ -91,8 +91,10 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config
         return [Config(8, 2, pairs), Config(16, 1, pairs)]
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
-    if tokens > 1:  # 8 or 12 workers have more registers than 16
-        return [Config(12, 1), Config(12, 2), Config(16, 1), Config(16, 2)]
+    if tokens > 1:  # 12 workers have more registers than 16
+        return [
+            Config(workers, stages) for workers in (12, 16) for stages in ((1, 2) if arch == "90a" else (2,))
+        ]
     # 21 warps have 80 registers each. Only for sm_90a does that do: for sm_80 and 100a 8 to 56 bytes spill.
     return [Config(16, 2), Config(20, 1)] if arch == "90a" else [Config(16, 2)]
 
