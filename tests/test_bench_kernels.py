@@ -149,6 +149,7 @@ def on_cpu(monkeypatch):
     """The measurements' set-up on the CPU; the timer calls each arm once and makes its times up."""
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_timing, "l2_bytes", lambda: 4096)
+    monkeypatch.setattr(gpu_timing, "rest", lambda: None)
     monkeypatch.setitem(sys.modules, "humming.layer", None)
 
     def timer(arms, repeats):

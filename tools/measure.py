@@ -74,7 +74,7 @@ JOBS = (
     ),
     Job("nvfp4", "bench nvfp4 --json {results}/{gpu}-nvfp4.json"),
     Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
-    Job("quantize", "bench quantize llama-3-8b --json {results}/{gpu}-quantize.json"),
+    Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
     Job("moe", "bench moe --json {results}/{gpu}-moe.json"),
     Job("dequant", "bench dequant --dtype fp16,bf16 --json {results}/{gpu}-dequant.json"),

@@ -167,6 +167,7 @@ def shape_rows(
         absent: filled with {peer: why it is missing from rows}.
     """
     weights = make_weights(shape, plan, absent)
+    gpu_timing.rest()
     for count in plan.rows:
         x = activations(shape, count, plan)
         _check_results(shape, x, weights, plan)
