@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "measure"
 SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
 ROWS = "1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
+REPEATS = "--repeats 7"
 POLL_SECONDS = 0.5
 
 
@@ -59,10 +60,14 @@ JOBS = (
     ),
     Job(
         "kernels",
-        f"bench kernels --bits 4 --dtype fp16,bf16 --rows {ROWS} --json {{results}}/{{gpu}}-kernels.json",
+        f"bench kernels --bits 4 --dtype fp16,bf16 {REPEATS} --rows {ROWS} --json {{results}}/{{gpu}}-kernels.json",
         after=("tune",),
     ),
-    Job("widths", f"bench kernels --rows {ROWS} --json {{results}}/{{gpu}}-widths.json", after=("tune",)),
+    Job(
+        "widths",
+        f"bench kernels {REPEATS} --rows {ROWS} --json {{results}}/{{gpu}}-widths.json",
+        after=("tune",),
+    ),
     Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
     Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
     Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
@@ -72,12 +77,12 @@ JOBS = (
         "--json {results}/{gpu}-parallel-qwen3-30b-a3b.json",
         gpus=2,
     ),
-    Job("nvfp4", "bench nvfp4 --json {results}/{gpu}-nvfp4.json"),
+    Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
     Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
-    Job("moe", "bench moe --json {results}/{gpu}-moe.json"),
-    Job("dequant", "bench dequant --dtype fp16,bf16 --json {results}/{gpu}-dequant.json"),
+    Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
+    Job("dequant", f"bench dequant {REPEATS} --dtype fp16,bf16 --json {{results}}/{{gpu}}-dequant.json"),
     Job(
         "gate",
         "gate --toggle all --tokens 1,7,8,32,128 --device cuda --json {results}/{gpu}-nvfp4-gate.json",

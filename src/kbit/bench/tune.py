@@ -25,7 +25,7 @@ from kbit.bench.shapes import LayerShape
 from kbit.bench.tune_record import Record
 
 # A row serves down to half its tokens; between 16 and 1024, where plans change most, they lie closer.
-ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
 # The estimate is within 5% of the best launch mostly; 1.6 times leaves it room for error.
 ESTIMATE_RANGE = 1.6
 MOST_PLANS = 5

@@ -8,7 +8,7 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
-TOKENS = (16, 32, 64, 96, 128, 176, 256)  # a block's, at compile time
+TOKENS = (16, 32, 64, 96, 128, 176, 192, 256)  # a block's, at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
 TILE_COLUMNS, ROW_TILES = 64, 8
 _SHARED_BYTES = 227 * 1024

@@ -256,10 +256,10 @@ DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
 // not ordered behind loads that are still queued (a __syncwarp alone was a race), so the address depends on
 // `last`, a word that each lane loaded last. `zero`: a zero that the compiler does not know.
 DEVICE u32 after_loads(u32 last, u32 zero) {
+    __syncwarp();
 #if __CUDA_ARCH__ >= 900
     return __reduce_or_sync(~0u, last & zero);  // in a uniform register, which the copy engine takes
 #else
-    __syncwarp();
     return last & zero;
 #endif
 }
