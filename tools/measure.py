@@ -1,4 +1,4 @@
-"""Measure everything that needs a GPU again, into benchmarks/results/, with one process per GPU at a time.
+"""Test and measure everything that needs a GPU, into benchmarks/results/, one process per GPU at a time.
 
     python tools/measure.py                    # all of it, about half an hour on one H200, on all GPUs there
     python tools/measure.py --only kernels moe --gpus 0
@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "measure"
 SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
-ROWS = "1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
 REPEATS = "--repeats 7"
+KERNEL_OPTIONS = f"{REPEATS} --rows 1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
 POLL_SECONDS = 0.5
 
 
@@ -49,9 +49,29 @@ class Job:
         return [sys.executable, *(words[1:] if words[0] == "python" else ["-m", "kbit", *words])]
 
 
-# The longest first among those that may start.
+# The most important first, and long before short; those that need several GPUs wait for all of them.
 JOBS = (
     Job("tune", "tune --fresh --bits 4 --out {tables}/nvidia-{gpu}.json"),
+    Job("tests", "python -m pytest -q -m gpu tests"),
+    Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
+    Job(
+        "kernels",
+        f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-kernels.json",
+        after=("tune",),
+    ),
+    Job("widths", f"bench kernels {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json", after=("tune",)),
+    Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
+    Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
+    Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
+    Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
+    Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
+    Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
+    Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
+    Job("dequant", f"bench dequant {REPEATS} --dtype fp16,bf16 --json {{results}}/{{gpu}}-dequant.json"),
+    Job(
+        "gate",
+        "gate --toggle all --tokens 1,7,8,32,128 --device cuda --json {results}/{gpu}-nvfp4-gate.json",
+    ),
     Job(
         "tensor-parallel",
         "bench model llama-3-70b --gpus 1,2 --all-reduce nccl,one-shot --no-baseline --prefill 0 "
@@ -59,33 +79,15 @@ JOBS = (
         gpus=2,
     ),
     Job(
-        "kernels",
-        f"bench kernels --bits 4 --dtype fp16,bf16 {REPEATS} --rows {ROWS} --json {{results}}/{{gpu}}-kernels.json",
-        after=("tune",),
+        "parallel-tests",
+        "python -m pytest -q -m gpu tests/test_parallel_gpu.py tests/test_cuda_ops.py",
+        gpus=2,
     ),
-    Job(
-        "widths",
-        f"bench kernels {REPEATS} --rows {ROWS} --json {{results}}/{{gpu}}-widths.json",
-        after=("tune",),
-    ),
-    Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
-    Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
-    Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
     Job(
         "30b-parallel",
         "bench model qwen3-30b-a3b --gpus 1,2 --no-baseline --prefill 0 "
         "--json {results}/{gpu}-parallel-qwen3-30b-a3b.json",
         gpus=2,
-    ),
-    Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
-    Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
-    Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
-    Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
-    Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
-    Job("dequant", f"bench dequant {REPEATS} --dtype fp16,bf16 --json {{results}}/{{gpu}}-dequant.json"),
-    Job(
-        "gate",
-        "gate --toggle all --tokens 1,7,8,32,128 --device cuda --json {results}/{gpu}-nvfp4-gate.json",
     ),
     Job(
         "workload",
