@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kbit.backends.cuda import tables as choices
 from kbit.bench import kernel_rows, shapes
 from kbit.bench.kernel_rows import BASELINE, OURS
+from kbit.bench.plots import figure_of
 from kbit.bench.workload import distributions, scenarios, scheduler, tables
 from kbit.bench.workload import plot as plots
 from kbit.bench.workload import times as measured
@@ -493,20 +494,25 @@ def test_command_refuses(arguments, message):
     assert message in str(result.exception)
 
 
-def test_plot_marks_where_the_earlier_kernels_fell_behind():
-    figure, axes = plots._figure()
+def test_plot_marks_where_the_earlier_kernels_fell_behind(tmp_path, monkeypatch):
     models = [
         {
             "model": "m",
             "scenarios": [
                 {"users": users, "bits": bits, "dtype": "fp16", "speedup": 1 + 1 / users}
                 for users in (1, 16, 64)
-                for bits in (2, 4)
+                for bits in (2, 3, 4)
             ],
         }
     ]
-    plots.draw(axes, models, tables.earlier())
-    assert any("from 16 users on" in text.get_text() for text in axes.texts)
-    assert [line.get_label() for line in axes.lines][:2] == ["m, k=2", "m, k=4"]
-    assert any(list(line.get_xdata()) == [16, 16] for line in axes.lines)
-    assert figure.axes == [axes]
+    made = []
+    monkeypatch.setattr(plots, "figure_of", lambda *size: made.append(figure_of(*size)) or made[-1])
+    plots.write({"workload": models, "earlier": tables.earlier()}, tmp_path / "users.png")
+    assert (tmp_path / "users.png").stat().st_size > 1000
+    [(_, panels)] = made
+    assert [axes.get_title() for axes in panels] == ["k=2", "k=3", "k=4", ""]
+    assert [axes.axison for axes in panels] == [True, True, True, False]
+    for axes in panels[:3]:
+        assert any("slower than fp16" in text.get_text() for text in axes.texts)
+        assert axes.lines[0].get_label() == "m"
+        assert any(list(line.get_xdata()) == [16, 16] for line in axes.lines)

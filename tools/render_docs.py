@@ -25,7 +25,8 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
 PEERS_FILE, NVFP4_FILE = "h200-peers.json", "h200-nvfp4.json"
 WORKLOAD_FILE = "h200-workload.json"
-WIDTHS_TOKENS = (1, 8, 64)
+WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64), ("gateup", "l8b", "l70b")
+PARALLEL_FILES, TRAIN_FILE = "h200-parallel-*.json", "h200-train.json"
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -53,7 +54,7 @@ def widths() -> str:
         if row["kernel"] == "kbit" and row["dtype"] == "fp16"
     }
     body = []
-    for shape in dict.fromkeys(row["shape"] for row in results[0]["rows"]):
+    for shape in WIDTHS_SHAPES:
         for bits in SUPPORTED_BITS:
             rows = [cells[shape, bits, tokens] for tokens in WIDTHS_TOKENS]
             name = f"{rows[0]['in_features']} → {rows[0]['out_features']}, k={bits}"
@@ -120,6 +121,44 @@ def workload() -> str:
     return f"{text} {about(result)}\n\n{markdown(['model', 'k', *(str(n) for n in users)], body)}"
 
 
+def parallel() -> str:
+    """Decoding on several GPUs against one."""
+    results = [load(path.name) for path in sorted((ROOT / "benchmarks" / "results").glob(PARALLEL_FILES))]
+    body = []
+    for result in results:
+        arms = [arm for arm in result["arms"] if arm["decode"]]
+        for one, *several in zip(*(arm["decode"] for arm in arms), strict=True):
+            ratios = [f"{row['tokens_s']:.0f} ({row['vs_one_gpu']:.2f})" for row in several]
+            body.append([f"{result['model']}, batch {one['batch']}", f"{one['tokens_s']:.0f}", *ratios])
+    if not body:
+        return "Not measured yet: `kbit bench model --gpus 1,2` does."
+    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), k=4, all layers."
+    header = ["model", "1 GPU", "2 GPUs, NCCL", "2 GPUs, one-shot sums"]
+    return f"{text} {about(results[0])}\n\n{markdown(header, body)}"
+
+
+def training() -> str:
+    """A LoRA step on packed weights against one on bfloat16."""
+    result = load_if_there(TRAIN_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench train` does."
+    body = [
+        [
+            f"{result['model']}, {arm['name']}",
+            f"{arm['weight_bytes'] / 1e9:.1f}",
+            f"{arm['peak_bytes'] / 1e9:.1f}",
+            f"{arm['ms']:.0f} ({arm['time_vs_bf16']:.2f})",
+            f"{arm['first_loss']:.2f} to {arm['last_loss']:.2f}",
+        ]
+        for arm in result["arms"]
+    ]
+    text = "A LoRA step of 4096 tokens, all layers, checkpointing, random weights and tokens."
+    header = ["base", "weights GB", "peak GB", "ms (times bf16's)", "loss"]
+    return f"{text} {about(result)}\n\n{markdown(header, body)}"
+
+
+# Parts of a table that say nothing new: layers between the others, the routing that is less uniform.
+_NVFP4_LEFT_OUT = {"gemm": ("down", "l70b"), "kernels": ("zipf, tc", "zipf, exact")}
 # Part of `kbit bench nvfp4`: what a table of it is called, and what its M is.
 _NVFP4_PARTS = {
     "quantize": "Quantizer, 2048 columns, by rows",
@@ -136,7 +175,8 @@ def nvfp4() -> str:
         return "Not measured yet: `kbit bench nvfp4` does."
     parts = [f"Microseconds, medians of {result['repeats']}. {about(result)}"]
     for part, title in _NVFP4_PARTS.items():
-        rows = [row for row in result["rows"] if row["part"] == part]
+        left_out = _NVFP4_LEFT_OUT.get(part, ())
+        rows = [row for row in result["rows"] if row["part"] == part and row["problem"] not in left_out]
         if not rows:
             continue
         counts = sorted({row["rows"] for row in rows})
@@ -238,7 +278,8 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    **{f.__name__: f for f in (widths, peers, experts, workload, nvfp4, sanitizer, provenance, codebooks)},
+    **{f.__name__: f for f in (widths, peers, experts, workload, parallel, training)},
+    **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 

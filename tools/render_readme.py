@@ -158,6 +158,8 @@ def models() -> str:
     body = []
     for result in results:
         for arm in result["arms"]:
+            if arm["absent"]:
+                continue
             best = {b: _fastest(arm, b) for b in batches}
             decoded = [f"{row['tokens_s']:.0f}{_ratio(row)}" if row else "" for row in best.values()]
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]

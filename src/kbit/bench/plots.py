@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 COLORS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
 BASELINE_COLOR = "#666666"
+_LEAST_RATIO = 1.3  # of labelled numbers of tokens
 
 
-def _figure() -> tuple[Figure, Axes]:
-    """An empty picture that needs no display.
+def figure_of(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A picture of empty panels with common axes, row by row; it needs no display.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -27,8 +28,8 @@ def _figure() -> tuple[Figure, Axes]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"plots need matplotlib ({error}). pip install 'kbit[plot]'") from None
-    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
-    return figure, figure.add_subplot()
+    figure = Figure(figsize=(7, 4.5 if rows == 1 else 3 * rows), dpi=120, layout="constrained")
+    return figure, list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
 
 
 def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dict[int, float]]:
@@ -63,13 +64,13 @@ def _plot_lines(
     lines: Sequence[tuple[str, str, dict[int, float]]], dtype: str, title: str, file: Path
 ) -> None:
     """Label, colour and {M: speed-up} of each."""
-    figure, axes = _figure()
+    figure, [axes] = figure_of()
     for label, color, line in lines:
         axes.plot(list(line), list(line.values()), marker="o", color=color, label=label)
     axes.axhline(1, color=BASELINE_COLOR, linewidth=1)
     axes.set_xscale("log", base=2)
     ticks = sorted({count for _, _, line in lines for count in line})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(ticks, [str(tick) if apart(tick, ticks) else "" for tick in ticks])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens M")
     axes.set_ylabel(f"times as fast as {dtype} cuBLAS")
@@ -77,6 +78,11 @@ def _plot_lines(
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)
+
+
+def apart(tick: int, ticks: Sequence[int]) -> bool:
+    """Whether a tick's label has room beside the one before it."""
+    return all(other >= tick or tick >= _LEAST_RATIO * other for other in ticks)
 
 
 def intensity(row: KernelRow) -> float:
@@ -89,7 +95,7 @@ def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: 
 
     The slanted roof is the measured read bandwidth (GB/s), the flat one the fastest 16-bit cuBLAS row.
     """
-    figure, axes = _figure()
+    figure, [axes] = figure_of()
     rows = [row for row in rows if row.dtype == dtype]
     baselines = [row for row in rows if row.kind == BASELINE]
     roof = max(row.tflop_s for row in baselines)
