@@ -62,6 +62,10 @@ JOBS = (
     Job("widths", f"bench kernels {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json", after=("tune",)),
     Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
     Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
+    Job(
+        "30b-compiled",
+        "bench model qwen3-30b-a3b --compile --json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
+    ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),

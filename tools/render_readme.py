@@ -164,9 +164,9 @@ def models() -> str:
             decoded = [f"{row['tokens_s']:.0f}{_ratio(row)}" if row else "" for row in best.values()]
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
             prefill = f"{arm['prefill_tokens_s']:.0f}"
-            body.append(
-                [f"{result['model']}, {arm['name'].removeprefix('kbit ')}", *sizes, *decoded, prefill]
-            )
+            compiled = ", torch.compile" if result["plan"]["compiled"] else ""
+            name = f"{result['model']}, {arm['name'].removeprefix('kbit ')}{compiled}"
+            body.append([name, *sizes, *decoded, prefill])
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
         "`kbit bench model`: tokens a second of greedy decoding, all layers, random weights, a CUDA graph of "
