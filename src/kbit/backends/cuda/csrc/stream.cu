@@ -76,35 +76,18 @@ DEVICE void add_scaled(float (&sums)[kColumns][4], const float (&d)[kColumns][4]
 // last.
 template <bool NEW, class S>
 DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    const u32 scales_at = group + D::kScalesAt + S::kBytes * g;
-    u32 w[kGroupTiles][Config::bits];
+    const int t = lane & 3;
     typename S::Words scales[kGroupTiles];
     float column[4] = {};  // M = 1: sums of blocks 2t, 2t + 1 in row g, then row g + 8
-    constexpr int kAhead = kScaleWeights ? 0 : 1;  // tiles loaded before they are needed
-    if constexpr (kOne) {
-        scales[0] = S::load(scales_at + t * D::kTileBytes);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroupTiles + kAhead; ++i) {
-        if (i < kGroupTiles) {
-            if constexpr (!kOne) {
-                scales[i] = S::load(scales_at + i * D::kTileBytes);
-            }
-            D::load(w[i], group + i * D::kTileBytes, lane);
-        }
-        const int q = i - kAhead;
-        if (q < 0) {
-            continue;
-        }
+    const u32 last = for_tiles<kScaleWeights ? 0 : 1>(group, lane, scales, [&](int q, const auto& w) {
         if constexpr (kScaleWeights) {
-            multiply_block<0, NEW>(sums, decode, w[q], scales[q], x, q, t);
-            multiply_block<1, NEW>(sums, decode, w[q], scales[q], x, q, t);
-            continue;
+            multiply_block<0, NEW>(sums, decode, w, scales[q], x, q, t);
+            multiply_block<1, NEW>(sums, decode, w, scales[q], x, q, t);
+            return;
         }
         Sums even = {}, odd = {};
-        multiply_block<0, NEW>(even, decode, w[q], scales[q], x, q, t);
-        multiply_block<1, NEW>(odd, decode, w[q], scales[q], x, q, t);
+        multiply_block<0, NEW>(even, decode, w, scales[q], x, q, t);
+        multiply_block<1, NEW>(odd, decode, w, scales[q], x, q, t);
         if constexpr (kOne) {
             if (t == q) {  // columns 2q and 2q + 1
                 column[0] = even[0][0];
@@ -116,13 +99,13 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
             add_scaled(sums, even, S::template halves<0>(scales[q]));
             add_scaled(sums, odd, S::template halves<1>(scales[q]));
         }
-    }
+    });
     if constexpr (kOne) {
         const u32 even = S::template halves<0>(scales[0]), odd = S::template halves<1>(scales[0]);
         sums[0][0] += column[0] * low_half(even) + column[1] * low_half(odd);
         sums[0][2] += column[2] * high_half(even) + column[3] * high_half(odd);
     }
-    return w[kGroupTiles - 1][Config::bits - 1];
+    return last;
 }
 
 template <bool NEW>

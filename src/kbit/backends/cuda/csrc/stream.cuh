@@ -153,3 +153,28 @@ struct Activations {
         }
     }
 };
+
+// f(q, w) for tile q of the group at a shared address and its words, which are loaded AHEAD tiles before they
+// are needed. `scales` are those of tile q, or, M = 1, scales[0] those of tile t. Returns a word that was
+// loaded last.
+template <int AHEAD, class F>
+DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kGroupTiles], F f) {
+    const u32 scales_at = group + D::kScalesAt + S::kBytes * (lane >> 2);
+    u32 w[kGroupTiles][Config::bits];
+    if constexpr (kOne) {
+        scales[0] = S::load(scales_at + (lane & 3) * D::kTileBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupTiles + AHEAD; ++i) {
+        if (i < kGroupTiles) {
+            if constexpr (!kOne) {
+                scales[i] = S::load(scales_at + i * D::kTileBytes);
+            }
+            D::load(w[i], group + i * D::kTileBytes, lane);
+        }
+        if (i >= AHEAD) {
+            f(i - AHEAD, w[i - AHEAD]);
+        }
+    }
+    return w[kGroupTiles - 1][Config::bits - 1];
+}

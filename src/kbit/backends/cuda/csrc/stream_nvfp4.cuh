@@ -22,30 +22,13 @@ DEVICE float& sum_at(Sums& sums, int i) {
 template <bool NEW>
 DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    const u32 scales_at = group + D::kScalesAt + S::kBytes * g;
-    u32 w[kGroupTiles][Config::bits];
     S::Words scales[kGroupTiles];
     Sums odd = {}, even = {};  // M = 1: [half] of tile t's in row g, [2 + half] in row g + 8
-    constexpr int kAhead = kColumns == 2 ? 0 : 1;  // tiles loaded before they are needed
-    if constexpr (kOne) {
-        scales[0] = S::load(scales_at + t * D::kTileBytes);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroupTiles + kAhead; ++i) {
-        if (i < kGroupTiles) {
-            if constexpr (!kOne) {
-                scales[i] = S::load(scales_at + i * D::kTileBytes);
-            }
-            D::load(w[i], group + i * D::kTileBytes, lane);
-        }
-        const int q = i - kAhead;
-        if (q < 0) {
-            continue;
-        }
+    const u32 last = for_tiles<kColumns == 2 ? 0 : 1>(group, lane, scales, [&](int q, const auto& w) {
         static_for<4>([&](auto step) {
             constexpr int kStep = step.value, kHalf = kStep / 2, kPair = kStep % 2 * 2;
             u32 a[4];
-            decode.template step<kStep>(w[q], a);
+            decode.template step<kStep>(w, a);
             if (kPair == 0 && NEW && (!kOne || q + kHalf == 0)) {
                 x.swap(2 * q + kHalf, t);
             }
@@ -67,7 +50,7 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
                 }
             }
         });
-    }
+    });
     if constexpr (kOne) {
         static_for<4>([&](auto step) {
             constexpr int kStep = step.value;
@@ -81,5 +64,5 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
             sums[0][i] += odd[0][i];
         }
     }
-    return w[kGroupTiles - 1][Config::bits - 1];
+    return last;
 }
