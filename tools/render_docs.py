@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from render_readme import GPU_BITS, ROOT, load, load_if_there, markdown
+from render_readme import GPU_BITS, RESULTS, ROOT, load, load_if_there, markdown
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
@@ -123,18 +123,19 @@ def workload() -> str:
 
 def parallel() -> str:
     """Decoding on several GPUs against one."""
-    results = [load(path.name) for path in sorted((ROOT / "benchmarks" / "results").glob(PARALLEL_FILES))]
-    body = []
+    results = [load(path.name) for path in sorted(RESULTS.glob(PARALLEL_FILES))]
+    cells: dict[str, dict[str, str]] = {}
     for result in results:
-        arms = [arm for arm in result["arms"] if arm["decode"]]
-        for one, *several in zip(*(arm["decode"] for arm in arms), strict=True):
-            ratios = [f"{row['tokens_s']:.0f} ({row['vs_one_gpu']:.2f})" for row in several]
-            body.append([f"{result['model']}, batch {one['batch']}", f"{one['tokens_s']:.0f}", *ratios])
-    if not body:
+        for row in (row for arm in result["arms"] for row in arm["decode"]):
+            ratio = "" if row["gpus"] == 1 else f" ({row['vs_one_gpu']:.2f})"
+            here = cells.setdefault(f"{result['model']}, batch {row['batch']}", {})
+            here[row["arm"].removeprefix("kbit ")] = f"{row['tokens_s']:.0f}{ratio}"
+    if not cells:
         return "Not measured yet: `kbit bench model --gpus 1,2` does."
-    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), k=4, all layers."
-    header = ["model", "1 GPU", "2 GPUs, NCCL", "2 GPUs, one-shot sums"]
-    return f"{text} {about(results[0])}\n\n{markdown(header, body)}"
+    arms = list(dict.fromkeys(arm for here in cells.values() for arm in here))
+    body = [[name, *(here.get(arm, "") for arm in arms)] for name, here in cells.items()]
+    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), all layers."
+    return f"{text} {about(results[0])}\n\n{markdown(['model', *arms], body)}"
 
 
 def training() -> str:
@@ -200,7 +201,7 @@ def sanitizer() -> str:
 def provenance() -> str:
     """Every result file: machine, commit, date."""
     body = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+    for file in sorted(RESULTS.glob("*.json")):
         machine = load(file.name).get("machine", {})
         hardware = str(machine.get("gpu") or machine.get("cpu", ""))
         rest = (machine.get("torch", ""), machine.get("commit", "")[:7], machine.get("date", ""))
