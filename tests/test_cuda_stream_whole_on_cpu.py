@@ -7,7 +7,7 @@ import torch
 
 import cuda_on_cpu
 import kbit
-from kbit.backends.cuda import driver, stream
+from kbit.backends.cuda import driver, one_token, stream
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -67,3 +67,56 @@ def test_other_widths(bits: int) -> None:
 def test_gates(m: int) -> None:
     for n, k in SIZES[:2]:
         check(m, n, k, 4, torch.float16, gated=True)
+
+
+def experts_of(count: int, n: int, k: int, bits: int, made: torch.Generator):
+    """Tiles [E, ...] and float64 weights of random experts; factors differ."""
+    w = torch.randn(count, n, k, generator=made)
+    qs = [kbit.quantize(one, bits=bits, search=False) for one in w]
+    tiled = torch.stack([q.tile().tiled for q in qs])
+    scale = torch.rand(count, generator=made) + 0.5
+    dense = (
+        torch.stack([kbit.dequantize(q, torch.float32).double() for q in qs]) * scale.double()[:, None, None]
+    )
+    return tiled, qs[0].codebook.float(), scale, dense
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 200), (True, 96, 600), (True, 64, 64)])
+def test_rows_of_the_experts_of_a_token(bits: int, gated: bool, n: int, k: int) -> None:
+    made = torch.Generator().manual_seed(n + k + bits)
+    tiled, codebook, scale, dense = experts_of(6, n, k, bits, made)
+    ids = torch.tensor([4, 0, 6, 2, -1])  # two are another device's
+    x = torch.randn(1, k, generator=made).half()
+    out = torch.full((len(ids), n // 2 if gated else n), float("nan"), dtype=torch.float16)
+    one_token.rows(x, tiled, codebook, scale, ids, n, k, gated, out)
+    for slot, expert in enumerate(ids.tolist()):
+        if not 0 <= expert < 6:
+            assert torch.equal(out[slot], torch.zeros_like(out[slot])), slot
+            continue
+        want = dense[expert] @ x[0].double()
+        bound = dense[expert].abs() @ x[0].double().abs() * 2e-3 + 1e-3
+        if gated:
+            (gate, up), (of_gate, of_up) = want.chunk(2), bound.chunk(2)
+            want, bound = (
+                torch.nn.functional.silu(gate) * up,
+                1.2 * of_gate * up.abs() + gate.abs() * of_up + 1e-2,
+            )
+        assert bool(((out[slot].double() - want).abs() <= bound).all()), slot
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("n", "k", "slots"), [(72, 200, 3), (40, 512, 10), (16, 300, 1)])
+def test_columns_of_the_experts_of_a_token(bits: int, n: int, k: int, slots: int) -> None:
+    made = torch.Generator().manual_seed(n + k + bits)
+    tiled, codebook, scale, dense = experts_of(7, n, k, bits, made)
+    ids = torch.randint(-1, 8, (slots,), generator=made, dtype=torch.int32)
+    weights = torch.rand(slots, generator=made).bfloat16()
+    x = torch.randn(slots, k, generator=made).bfloat16()
+    out = torch.full((1, n), float("nan"), dtype=torch.bfloat16)
+    one_token.columns(x, tiled, codebook, scale, ids, weights, n, k, out)
+    mine = [(slot, e) for slot, e in enumerate(ids.tolist()) if 0 <= e < 7]
+    terms = [(dense[e] * float(weights[slot]), x[slot].double()) for slot, e in mine]
+    want = sum((w @ row for w, row in terms), torch.zeros(n).double())
+    bound = sum((w.abs() @ row.abs() for w, row in terms), torch.zeros(n).double()) * 1e-2 + 1e-3
+    assert bool(((out[0].double() - want).abs() <= bound).all())

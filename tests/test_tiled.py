@@ -47,6 +47,7 @@ def opcheck_cases():
     q, e = weight(48, 72, bits=3), weight(4, 24, 40)
     x, bias, rows = torch.randn(5, 72), torch.randn(48), torch.randn(9, 40)
     offsets = torch.tensor([0, 2, 2, 7, 9], dtype=torch.int32)
+    down = weight(4, 40, 12)
     ops = torch.ops.kbit
     packed, absmax = q.packed, q.absmax
     dense, stack = tiled_parts(q), tiled_parts(e)
@@ -80,6 +81,14 @@ def opcheck_cases():
             ops.grouped_linear_tiled_train.default,
             (learning[2], *stack, offsets, 24, 40),
         ),
+        "experts_one_token": (
+            ops.experts_one_token.default,
+            (
+                torch.randn(1, 40),
+                *(stack[0], tiled_parts(down)[0], stack[1], stack[2], down.scale),
+                *(torch.tensor([[3, 4, 0]]), torch.rand(1, 3), 12),
+            ),
+        ),
         "grouped_linear_tiled_grad_input": (
             ops.grouped_linear_tiled_grad_input.default,
             (torch.randn(9, 24), *stack, offsets, 24, 40),
@@ -97,6 +106,39 @@ def test_every_op_is_checked():
     from kbit.ops.tiled_schemas import SCHEMAS
 
     assert {name.removesuffix(".out") for name in opcheck_cases()} == {"tile", "untile", *SCHEMAS}
+
+
+def test_one_token_of_experts_is_the_sum_of_theirs():
+    gate_up, down = scaled(weight(5, 64, 96)), weight(5, 96, 32)
+    x, weights = torch.randn(1, 96), torch.rand(1, 4)
+    ids = torch.tensor([[4, 5, 0, -1]])  # two are another device's
+    dense = [kbit.dequantize(q, torch.float32).double() for q in (gate_up, down)]
+    parts = (gate_up.tile().tiled, down.tile().tiled, gate_up.codebook, gate_up.scale, down.scale)
+    result = torch.ops.kbit.experts_one_token(x, *parts, ids, weights, 32)
+    expected = torch.zeros(96, dtype=torch.float64)
+    for slot, expert in ((0, 4), (2, 0)):
+        gate, up = (dense[0][expert] @ x[0].double()).chunk(2)
+        activated = torch.nn.functional.silu(gate) * up
+        expected += weights[0, slot].double() * (dense[1][expert] @ activated)
+    assert torch.allclose(result[0].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(2, 96)}, "one token is"),
+        ({"ids": torch.tensor([[0.0]])}, "ids must be int32 or int64"),
+        ({"weights": torch.rand(1, 2)}, "top_k_weights"),
+        ({"intermediate": 48}, "tiled"),
+    ],
+)
+def test_one_token_of_experts_refuses(change, message):
+    gate_up, down = weight(5, 64, 96), weight(5, 96, 32)
+    arguments = {"x": torch.randn(1, 96), "gate_up": gate_up.tile().tiled, "down": down.tile().tiled}
+    arguments |= {"codebook": gate_up.codebook, "gate_up_scale": gate_up.scale, "down_scale": down.scale}
+    arguments |= {"ids": torch.tensor([[0]]), "weights": torch.rand(1, 1), "intermediate": 32}
+    with pytest.raises((TypeError, ValueError), match=message):
+        torch.ops.kbit.experts_one_token(**(arguments | change))
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

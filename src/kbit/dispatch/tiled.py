@@ -83,6 +83,18 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
     return out
 
 
+@implement("experts_one_token")
+def _experts_one_token(x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate):
+    arguments = (x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights)
+    tiled_checks.experts_one_token(*arguments, intermediate)
+    if not gate_up.numel() or not ids.numel():
+        return torch.zeros_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    run = backend_for("experts_one_token", x.device, torch.uint8).module.experts_one_token
+    run(*contiguous(*arguments), intermediate, out)
+    return out
+
+
 @implement("grouped_linear_tiled")
 def _grouped(
     x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul=False, source=None

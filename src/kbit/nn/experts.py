@@ -186,11 +186,28 @@ class KbitExperts(QuantizedModule):
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         ops: Any = torch.ops.kbit
+        one = hidden_states.shape[0] == 1
+        tiles = self._one_token_tiles(hidden_states, top_k_weights) if one else None
+        if tiles is not None:
+            scales = self.gate_up_proj_scale, self.down_proj_scale
+            routed = top_k_index, top_k_weights, self.intermediate_dim
+            return ops.experts_one_token(hidden_states, *tiles, self.codebook, *scales, *routed)
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
         results = self._grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
         if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
             return _combine(results, inverse, top_k_weights, bounds)
         return ops.moe_combine(results, inverse, top_k_weights, bounds)
+
+    def _one_token_tiles(
+        self, x: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both weights, if one op may take a token: nothing to differentiate, silu, one factor each."""
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            return None
+        if self.gate_up_proj_scale.dim() > 1 or not is_silu(self.act_fn):
+            return None
+        gate_up, down = self._tiles("gate_up_proj"), self._tiles("down_proj")
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def _activated(
         self, rows: torch.Tensor, bounds: torch.Tensor, source: torch.Tensor | None = None

@@ -8,7 +8,7 @@ from kbit.format.codebook import check_bits
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import check_tiles
 from kbit.format.tiles import tile_shape
-from kbit.ops import checks
+from kbit.ops import checks, moe_checks
 
 
 def tile(packed: torch.Tensor, absmax: torch.Tensor, in_features: int, bits: int) -> None:
@@ -132,3 +132,33 @@ def grouped_linear_tiled(
             f"{source.device}. It names a row of x for every sorted row."
         )
     return source.shape[0], columns
+
+
+def experts_one_token(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    codebook: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    intermediate: int,
+) -> None:
+    """Check the arguments of `kbit::experts_one_token`.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles`, `kbit.ops.moe_checks.moe_align` and `routing`; x is not one
+            token, or an argument is on another device.
+    """
+    if x.dim() != 2 or x.shape[0] != 1:
+        raise ValueError(f"experts: one token is [1, hidden], got {tuple(x.shape)}. Sort more by expert.")
+    check_tiles(gate_up, codebook, gate_up_scale, 2 * intermediate, x.shape[1])
+    check_tiles(down, codebook, down_scale, x.shape[1], intermediate)
+    moe_checks.moe_align(ids, gate_up.shape[0])
+    moe_checks.routing(x, ids, weights)
+    checks.float_dtype("experts", "x", x.dtype)
+    checks.float_dtype("experts", "weights", weights.dtype)
+    for name, tensor in (("gate_up", gate_up), ("down", down), ("ids", ids), ("weights", weights)):
+        if tensor.device != x.device:
+            raise ValueError(f"experts: {name} is on {tensor.device}, x on {x.device}. Move them together.")

@@ -4,6 +4,10 @@ Tiles are int32 [E?, row tiles, column tiles, words], see `kbit.format.tiles`; t
 With silu_and_mul, W holds 2I rows, gate above up, and the result [..., I] is silu(gate) * up: gate and up are
 rounded to x's dtype first, then silu, then the product, as layers that are not fused do. With `source`,
 int32 [R], the sorted rows are x[source], and x need not be sorted.
+
+experts_one_token(x [1, H], ..., ids [1, U], weights [1, U], I) is a whole layer of experts for one token: the
+sum over u of weights[u] * down(silu(gate(x)) * up(x)) of expert ids[u], without sorting. Ids outside 0..E - 1
+add nothing. Results of experts need not be rounded before they are added.
 """
 
 from __future__ import annotations
@@ -31,6 +35,11 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     ),
     "grouped_linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
     "grouped_linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
+    "experts_one_token": (
+        "(Tensor x, Tensor gate_up, Tensor down, Tensor codebook, Tensor gate_up_scale, Tensor down_scale, "
+        "Tensor ids, Tensor weights, SymInt intermediate)",
+        False,
+    ),
 }
 
 
@@ -82,6 +91,16 @@ def grouped_linear_tiled(  # noqa: D103
 ):
     arguments = (x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source)
     return x.new_empty(tiled_checks.grouped_linear_tiled(*arguments))
+
+
+@torch.library.register_fake("kbit::experts_one_token", lib=LIBRARY)
+def experts_one_token(  # noqa: D103
+    x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate
+):
+    tiled_checks.experts_one_token(
+        x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate
+    )
+    return torch.empty_like(x)
 
 
 @torch.library.register_fake("kbit::linear_tiled_grad_input", lib=LIBRARY)

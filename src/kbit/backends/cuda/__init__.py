@@ -12,7 +12,7 @@ import torch
 
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.decoded import linear
-from kbit.backends.cuda.products import grouped_linear_tiled, linear_tiled
+from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine
 from kbit.backends.cuda.rows import (
     dequantize,
@@ -29,6 +29,7 @@ __all__ = [
     "dequantize",
     "dequantize_tiled",
     "embedding",
+    "experts_one_token",
     "from_tiled",
     "grouped_linear_tiled",
     "linear",

@@ -5,9 +5,22 @@ Operands are contiguous, on one CUDA device, and checked by the op layer. Nothin
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-from kbit.backends.cuda import decoded, driver, grouped, grouped_preference, operands, stream, tables, wgmma
+from kbit.backends.cuda import (
+    decoded,
+    driver,
+    grouped,
+    grouped_preference,
+    one_token,
+    operands,
+    routing,
+    stream,
+    tables,
+    wgmma,
+)
 from kbit.backends.cuda.preference import Choice, decide
 
 
@@ -123,3 +136,50 @@ def grouped_linear_tiled(
         if bounds[expert] < bounds[expert + 1]:
             matrix = (tiled[expert], codebook, scale[expert])
             decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
+
+
+def experts_one_token(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    codebook: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    intermediate: int,
+    out: torch.Tensor,
+) -> None:
+    """A layer of experts for one token in two launches, without sorting; nothing waits.
+
+    Where stream.cu may not take it, or KBIT_KERNEL names another kernel, by the ways of more tokens.
+
+    Args:
+        x: [1, H], float16, bfloat16 or float32.
+        gate_up, down: int32 [E, row tiles, column tiles, words].
+        codebook: float32 [2^bits].
+        gate_up_scale, down_scale: float32 [E].
+        ids, weights: [1, U].
+        intermediate: I.
+        out: [1, H].
+
+    Raises:
+        KbitError: a kernel cannot be compiled or loaded.
+    """
+    hidden, slots = x.shape[1], ids.shape[1]
+    refusal = one_token.refusal(
+        x.dtype, weights.dtype, intermediate, slots, driver.device_arch(x.device.index)
+    )
+    if refusal is None and os.environ.get("KBIT_KERNEL", "") in ("", "stream"):
+        rows = x.new_empty((slots, intermediate))
+        one_token.rows(x, gate_up, codebook, gate_up_scale, ids[0], 2 * intermediate, hidden, True, rows)
+        one_token.columns(rows, down, codebook, down_scale, ids[0], weights[0], hidden, intermediate, out)
+        return
+    source = ids.new_empty((slots,), dtype=torch.int32)
+    bounds, inverse = source.new_empty((gate_up.shape[0] + 1,)), source.new_empty((1, slots))
+    routing.moe_align(ids, source, bounds, inverse)
+    rows, results = x.new_empty((slots, intermediate)), x.new_empty((slots, hidden))
+    weight = (gate_up, codebook, gate_up_scale, bounds)
+    grouped_linear_tiled(x, *weight, 2 * intermediate, hidden, True, source, rows)
+    grouped_linear_tiled(rows, down, codebook, down_scale, bounds, hidden, intermediate, False, None, results)
+    routing.moe_combine(results, inverse, weights, bounds, out)

@@ -13,59 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from kbit.backends.cuda import driver, launcher, layout, operands
-from kbit.backends.cuda.compiler import KernelSpec
-from kbit.format.codebook import SUPPORTED_BITS
+from kbit.backends.cuda.stream_config import (
+    DENSE,
+    TOKENS,
+    Config,
+    configs,
+    sums_of,
+)
 
-TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
-_FORMAT = "QQQQQQiiiiiiiiQ"
+FORMAT = "QQQQQQiiiiiiiiQQQiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
+GROUP_COLUMNS = 64 * _GROUP_TILES
 _WARP = 32
 _BARRIER_BYTES = 1024
 _ROW_BYTES = 128  # of 32 sums
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices of stream.cu.
-
-    Attributes:
-        workers: most warps that split K; a launch may have fewer. Their number bounds their registers.
-        stages: groups of four tiles that a worker has in flight.
-        pairs: look two 5-bit codes up at once, in a table of 128 KB.
-    """
-
-    workers: int
-    stages: int
-    pairs: bool = True
-
-    def spec(self, bits: int, dtype: torch.dtype, tokens: int, nvfp4: bool = False) -> KernelSpec:
-        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles."""
-        return KernelSpec.make(
-            "stream.cu",
-            bits=bits,
-            bf16=dtype == torch.bfloat16,
-            pairs=self.pairs,
-            tokens=tokens,
-            workers=self.workers,
-            stages=self.stages,
-            buffers=self.buffers(tokens),
-            in_holes=self.in_holes(bits, tokens),
-            table_bytes=operands.table_bytes(bits, self.pairs),
-            **layout.nvfp4_config(nvfp4),
-        )
-
-    def buffers(self, tokens: int) -> int:
-        """How many row tiles' sums of the workers may wait to be added up."""
-        return 4 if self.workers * _sums(tokens) <= 32 else 2
-
-    def in_holes(self, bits: int, tokens: int) -> bool:
-        """Whether those sums fit in what the table of 3 and 4 bits leaves free: half of each of 256 rows."""
-        return bits in (3, 4) and self.buffers(tokens) * self.workers * _sums(tokens) <= 256
-
-
-def _sums(tokens: int) -> int:
-    """Sums that a lane has of a row tile, in the kernel for so many tokens; as kSums in stream.cuh."""
-    return 2 if tokens == 1 else tokens // 2
 
 
 @dataclass(frozen=True)
@@ -80,35 +41,6 @@ class Plan:
     parts_at: int
     totals_at: int
     shared_bytes: int
-
-
-def configs(bits: int, tokens: int, shared_bytes: int, arch: str) -> list[Config]:
-    """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
-    if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, pairs=bits != 5)]
-    if bits == 5:  # a table of pairs leaves room for one stage of many warps
-        pairs = shared_bytes > operands.PAIRS_MEMORY
-        return [Config(8, 2, pairs), Config(16, 1, pairs)]
-    if tokens > 8:
-        return [Config(8, 2), Config(16, 2)]
-    # On others one stage spills, and so do 21 warps of 80 registers each.
-    measured = arch == "90a"
-    if tokens > 1:  # 12 workers have more registers than 16
-        stages = (1, 2) if measured else (2,)
-        return [Config(workers, count) for workers in (12, 16) for count in stages]
-    return [Config(16, 2), Config(20, 1)] if measured else [Config(16, 2)]
-
-
-def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
-    """Every kernel that `plan` may choose on such a multiprocessor."""
-    formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
-    return [
-        config.spec(bits, dtype, tokens, nvfp4)
-        for bits, nvfp4 in formats
-        for tokens in TOKENS
-        for config in configs(bits, tokens, shared_bytes, arch)
-        for dtype in operands.DTYPES
-    ]
 
 
 def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:
@@ -127,6 +59,7 @@ def plan(
     gated: bool,
     device: driver.DeviceLimits,
     nvfp4: bool = False,
+    experts: int = DENSE,
 ) -> Plan:
     """The launch for a legal problem."""
     tokens = next(t for t in TOKENS if t >= m)
@@ -134,7 +67,7 @@ def plan(
     groups = -(-column_tiles // _GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
     wanted = _by_groups(m, groups) if bits == 5 else _by_shape(m, groups, units / device.multiprocessors)
-    config = _nearest(configs(bits, tokens, device.shared_bytes, device.arch), wanted)
+    config = _nearest(configs(bits, tokens, device.shared_bytes, device.arch, experts), wanted)
     passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
@@ -217,7 +150,7 @@ def _lay_out(
     grid: int,
 ) -> Plan:
     """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
-    sums, rows = _sums(tokens), -(-units // grid)
+    sums, rows = sums_of(tokens), -(-units // grid)
     ring_at = operands.table_bytes(bits, config.pairs) + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
     parts = 0 if config.in_holes(bits, tokens) else config.buffers(tokens) * workers * sums * _ROW_BYTES
@@ -254,7 +187,7 @@ def linear(
     limits = driver.device_limits(index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
     x = operands.aligned(x)
-    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens, nvfp4), index, _FORMAT)
+    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens, nvfp4), index, FORMAT)
     launcher.launch_on(
         index,
         kernel,
@@ -275,6 +208,7 @@ def linear(
             chosen.parts_at,
             chosen.totals_at,
             0 if row_scale is None else row_scale.data_ptr(),
+            *(0, 0, 0, 0, 0, 0),
         ),
         smem=chosen.shared_bytes,
         pdl=True,

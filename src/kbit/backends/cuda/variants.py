@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbit.backends.cuda import grouped, routing, rows, stream, wgmma, wgmma_config
+from kbit.backends.cuda import grouped, routing, rows, stream_config, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
@@ -17,5 +17,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     number = arch.rstrip("af")
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
-    products = [*stream.specs(shared, arch), *grouped.specs(shared), *hopper]
+    products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *hopper]
     return [*rows.row_specs(), *routing.specs(), *products, *nvfp4.specs()]

@@ -13,6 +13,7 @@ from kbit.backends.reference.common import grad_input, grouped_grad_input, group
 from kbit.backends.reference.moe import moe_align, moe_combine
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
+    experts_one_token,
     from_tiled,
     grouped_linear_tiled,
     linear_tiled,
@@ -25,6 +26,7 @@ __all__ = [
     "dequantize",
     "dequantize_tiled",
     "embedding",
+    "experts_one_token",
     "from_tiled",
     "grad_input",
     "grouped_grad_input",

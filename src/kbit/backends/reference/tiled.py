@@ -104,3 +104,27 @@ def grouped_linear_tiled(
     for expert, rows in common.groups(expert_offsets):
         linear_tiled(x[rows], tiled[expert], codebook, scale[expert], None, *sizes, out[rows])
     return out
+
+
+def experts_one_token(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    codebook: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    intermediate: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`kbit::experts_one_token` into `out` [1, H]. Reads the ids on the host."""
+    total = torch.zeros_like(out, dtype=torch.float32)
+    rows, result = x.new_empty((1, intermediate)), torch.empty_like(out)
+    for slot, expert in enumerate(ids[0].tolist()):
+        if 0 <= expert < gate_up.shape[0]:
+            first, second = (gate_up[expert], codebook, gate_up_scale[expert]), (down[expert], codebook)
+            linear_tiled(x, *first, None, 2 * intermediate, x.shape[1], True, rows)
+            linear_tiled(rows, *second, down_scale[expert], None, x.shape[1], intermediate, False, result)
+            total += weights[0, slot].float() * result.float()
+    return out.copy_(total)

@@ -127,16 +127,29 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
     for (int segment = 0; segment < p.segments; ++segment) {
         const int group = p.group(segment, worker);
         const bool mine = p.has(group), hands_over = p.hands_over(segment);
-        if (!p.ups(segment)) {
+        float factor = 1.0f;
+        if constexpr (kExperts == kExpertColumns) {
+            const int slot = mine ? group / p.per_slot : 0;  // else columns that x lacks, which are zeros
+            factor = ring.choice.factor_of(slot);
+            act.load(x + u64(slot) * x_stride, x_stride, mine ? group % p.per_slot : p.per_slot, p, lane);
+        } else if (!p.ups(segment)) {
             act.load(x, x_stride, group, p, lane);
         }
         for (int row = 0; row < p.rows; ++row) {
             if (mine) {
                 const u32 group_at = ring.wait();
+                Sums fresh = {};
+                Sums& into = kExperts == kExpertColumns ? fresh : sums;
                 const u32 last = row == 0 && !p.ups(segment)
-                                     ? multiply<true>(sums, decode, act, group_at, lane)
-                                     : multiply<false>(sums, decode, act, group_at, lane);
+                                     ? multiply<true>(into, decode, act, group_at, lane)
+                                     : multiply<false>(into, decode, act, group_at, lane);
                 ring.refill(p, last, zero);
+                if constexpr (kExperts == kExpertColumns) {
+#pragma unroll
+                    for (int i = 0; i < kSums; ++i) {
+                        sum_at(sums, i) += sum_at(fresh, i) * factor;
+                    }
+                }
             }
             if (!hands_over) {
                 continue;
@@ -175,7 +188,7 @@ struct Output {
     // Row `row` of the first half if gated, with the sum of its up row.
     DEVICE void store(const Problem& p, int token, int row, float value, float up) const {
         const int width = p.gated ? p.n / 2 : p.n;
-        if (token >= p.m || row >= width) {
+        if ((kExperts == kDense && token >= p.m) || row >= width) {
             return;
         }
         if constexpr (kUe4m3) {  // rounded after each factor, as NVFP4's contracts say
@@ -193,8 +206,8 @@ struct Output {
 };
 
 // Adds up the workers' sums. Those that are not complete, and gates, are kept in `totals` [rows][kSums][32].
-DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Output& out, float* totals,
-                  int lane) {
+DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output out, const Choice& choice,
+                  float* totals, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const u32 parts_empty = parts_full + 8 * kBuffers;
     float* const up_totals = totals + p.rows * kSums * 32;
@@ -217,6 +230,12 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
             in.next();
             const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
             const bool writes = p.last(segment) && (p.ups(segment) || !p.gated);
+            int slot = 0, row_tile = p.first + row;
+            if constexpr (kExperts == kExpertRows) {
+                slot = row_tile / p.per_slot;
+                row_tile -= slot * p.per_slot;
+                out.unit = choice.factor_of(slot);
+            }
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
                 const int at = (row * kSums + i) * 32 + lane;
@@ -234,8 +253,8 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
                     gate = add_four_lanes(gate);
                 }
                 if (!kOne || t == 0) {
-                    const int token = kOne ? 0 : i / 4 * 8 + 2 * t + i % 2;
-                    const int n = (p.first + row) * 16 + g + (kOne ? i : i / 2 % 2) * 8;
+                    const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
+                    const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
                     out.store(p, token, n, p.gated ? gate : sums[i], sums[i]);
                 }
             }
@@ -243,15 +262,35 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, const Ou
     }
 }
 
+// This lane's slot: `ids` int32 or int64 [slots], `weights` 16-bit or float32 [slots], or null: 1.
+DEVICE Choice chosen(const void* ids, const void* weights, const float* scale, int slots, int experts,
+                     bool wide_ids, bool wide_weights, int lane) {
+    Choice choice;
+    if (lane < slots) {
+        const long long id =
+            wide_ids ? static_cast<const long long*>(ids)[lane] : static_cast<const int*>(ids)[lane];
+        if (id >= 0 && id < experts) {
+            choice.expert = int(id);
+            const float weight = !weights       ? 1.0f
+                                 : wide_weights ? static_cast<const float*>(weights)[lane]
+                                                : H::widen(static_cast<const u16*>(weights)[lane]);
+            choice.factor = weight * scale[id] * (kExperts == kExpertRows ? S::kUnit : 1.0f);
+        }
+    }
+    return choice;
+}
+
 extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
-           int parts_at, int totals_at, const float* row_scale) {
+           int parts_at, int totals_at, const float* row_scale, const void* ids, const void* weights,
+           int slots, int experts, int wide_ids, int wide_weights) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
     const float level = D::level<kScaleWeights>(codebook, lane);
-    const float unit = __ldg(scale) * (kScaleWeights ? 1.0f : S::kUnit);
+    constexpr float kUnit = kScaleWeights ? 1.0f : S::kUnit;
+    const float unit = kExperts ? kUnit : __ldg(scale) * kUnit;
 
     Problem p;
     p.n = n;
@@ -259,10 +298,15 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     p.m = m;
     p.gated = gated != 0;
     p.k_tiles = (k + 63) / 64;
-    p.segments = (p.k_tiles + workers * kGroupTiles - 1) / (workers * kGroupTiles) * (gated ? 2 : 1);
     p.row_tiles = (n + 15) / 16;
     p.workers = workers;
-    const u32 units = gated ? p.row_tiles / 2 : p.row_tiles;
+    p.groups = (p.k_tiles + kGroupTiles - 1) / kGroupTiles;
+    u32 units = gated ? p.row_tiles / 2 : p.row_tiles;
+    p.per_slot = kExperts == kExpertRows ? units : p.groups;
+    p.expert_bytes = u64(p.row_tiles) * p.k_tiles * D::kTileBytes;
+    units *= kExperts == kExpertRows ? slots : 1;
+    p.groups *= kExperts == kExpertColumns ? slots : 1;
+    p.segments = (p.groups + workers - 1) / workers * (gated ? 2 : 1);
     const u32 share = units / gridDim.x, rest = units % gridDim.x;
     p.first = share * blockIdx.x + (blockIdx.x < rest ? blockIdx.x : rest);
     p.rows = share + (blockIdx.x < rest);
@@ -271,7 +315,10 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes,
               parts_full + kRingBarriersAt + warp * kStages * 8, warp, lane};
     if (warp < workers) {
-        ring.start(p);
+        ring.init();
+        if constexpr (!kExperts) {
+            ring.start(p);
+        }
     } else if (lane < kBuffers) {
         barrier_init(parts_full + 8 * lane, workers * kWarpArrivals);
         barrier_init(parts_full + 8 * (kBuffers + lane), kWarpArrivals);
@@ -279,11 +326,17 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
     wait_for_previous();
+    if constexpr (kExperts) {
+        ring.choice = chosen(ids, weights, scale, slots, experts, wide_ids, wide_weights, lane);
+        if (warp < workers) {
+            ring.start(p);
+        }
+    }
     const Parts parts{base + (kInHoles ? 128 : parts_at) + 4 * lane, workers};
     if (warp < workers) {
         work(p, ring, parts, parts_full, memory, x, x_stride, warp, lane);
     } else {
-        serve(p, parts, parts_full, {bias, y, unit, {row_scale}},
+        serve(p, parts, parts_full, {bias, y, unit, {row_scale}}, ring.choice,
               reinterpret_cast<float*>(memory + totals_at), lane);
     }
 }

@@ -26,6 +26,11 @@ static_assert(D::kTableBytes == Config::table_bytes);
 constexpr int kRingBarriersAt = 128, kBarrierBytes = 1024;
 static_assert(2 * kBuffers * 8 <= kRingBarriersAt);
 static_assert(kRingBarriersAt + Config::workers * kStages * 8 <= kBarrierBytes);
+// One token and the weights of its experts: their rows above each other (gates and ups), or their columns
+// beside each other (down projections, whose sum is weighted). A slot is a choice of the token.
+enum : int { kDense, kExpertRows, kExpertColumns };
+constexpr int kExperts = Config::experts;
+static_assert(kExperts == kDense || (kOne && !kUe4m3));
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 
 // What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass
@@ -34,14 +39,27 @@ struct Problem {
     int n, k, m;
     bool gated;
     int k_tiles, segments, row_tiles, first, rows, workers;
+    int groups;    // of a row tile
+    int per_slot;  // row tiles, or groups, of an expert
+    u64 expert_bytes;
 
     DEVICE int pass(int segment) const { return gated ? segment / 2 : segment; }
     DEVICE bool ups(int segment) const { return gated && segment % 2 == 1; }
     DEVICE bool last(int segment) const { return segment + (gated ? 2 : 1) >= segments; }
     DEVICE int group(int segment, int worker) const { return pass(segment) * workers + worker; }
-    DEVICE bool has(int group) const { return group * kGroupTiles < k_tiles; }
+    DEVICE bool has(int group) const { return group < groups; }
     // A single row tile keeps its sums in registers from one pass to the next.
     DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
+};
+
+// Lane l's: the expert of slot l and the factor of its results. An expert of another device is the first,
+// times zero.
+struct Choice {
+    int expert = 0;
+    float factor = 0.0f;
+
+    DEVICE int expert_of(int slot) const { return kExperts ? __shfl_sync(~0u, expert, slot) : 0; }
+    DEVICE float factor_of(int slot) const { return __shfl_sync(~0u, factor, slot); }
 };
 
 template <int SIZE>
@@ -66,8 +84,9 @@ struct Ring {
     int left = 0, segment = -1;
     u32 bytes = 0;
     Cursor<kStages> at;
+    Choice choice = {};
 
-    DEVICE void start(const Problem& p) {
+    DEVICE void init() {
         if (lane == 0) {
             for (int s = 0; s < kStages; ++s) {
                 barrier_init(barriers + 8 * s, kCopyArrivals);
@@ -75,6 +94,8 @@ struct Ring {
             barriers_visible();
         }
         __syncwarp();
+    }
+    DEVICE void start(const Problem& p) {
         stride = (long long)(p.k_tiles) * D::kTileBytes;
         next_segment(p);
         for (int s = 0; s < kStages; ++s) {
@@ -83,16 +104,28 @@ struct Ring {
     }
     DEVICE void next_segment(const Problem& p) {
         ++segment;
-        const int tile = p.group(segment, worker) * kGroupTiles, tiles = p.k_tiles - tile;
-        const int row = p.first + (p.ups(segment) ? p.row_tiles / 2 : 0);
-        left = segment < p.segments && tiles > 0 ? p.rows : 0;
+        const int group = p.group(segment, worker);
+        const int tile = (kExperts == kExpertColumns ? group % p.per_slot : group) * kGroupTiles;
+        const int tiles = p.k_tiles - tile, row = p.first + (p.ups(segment) ? p.row_tiles / 2 : 0);
+        left = segment < p.segments && p.has(group) ? p.rows : 0;
         bytes = (tiles < kGroupTiles ? tiles : kGroupTiles) * D::kTileBytes;
         from = tiled + (u64(row) * p.k_tiles + tile) * D::kTileBytes;
+        if constexpr (kExperts == kExpertRows) {
+            from = tiled + u64(tile) * D::kTileBytes;
+        } else if constexpr (kExperts == kExpertColumns) {
+            from += choice.expert_of(min(group / p.per_slot, 31)) * p.expert_bytes;
+        }
+    }
+    // Of a row tile among all experts', from the first one on.
+    DEVICE u64 row_offset(const Problem& p, int unit) const {
+        const int row = unit % p.per_slot + (p.ups(segment) ? p.row_tiles / 2 : 0);
+        return choice.expert_of(unit / p.per_slot) * p.expert_bytes + u64(row) * p.k_tiles * D::kTileBytes;
     }
     DEVICE void fetch(const Problem& p, int slot, u32 shift) {
         if (left > 0) {
-            copy(base + slot * kGroupBytes + shift, from, bytes, barriers + 8 * slot, lane);
-            from += stride;
+            const u64 offset = kExperts == kExpertRows ? row_offset(p, p.first + p.rows - left) : 0;
+            copy(base + slot * kGroupBytes + shift, from + offset, bytes, barriers + 8 * slot, lane);
+            from += kExperts == kExpertRows ? 0 : stride;
             if (--left == 0) {
                 next_segment(p);
             }
