@@ -37,15 +37,15 @@ class Config:
         warps: of a block.
         blocks: of which so many run at once on a multiprocessor.
         stages: groups of four tiles that a warp has in flight.
-        pairs: look two 5-bit codes up at once, in a table of 128 KB.
         in_holes: activations are in what the table of 3 and 4 bits leaves free.
+        table_bytes: of the look-up table, see decode.cuh.
     """
 
     warps: int
     blocks: int
     stages: int
-    pairs: bool = True
     in_holes: bool = False
+    table_bytes: int = operands.TABLE_BYTES
 
     def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
         """The kernel for this configuration."""
@@ -53,14 +53,13 @@ class Config:
             "grouped.cu",
             bits=bits,
             bf16=dtype == torch.bfloat16,
-            pairs=self.pairs,
             tokens=tokens,
             warps=self.warps,
             blocks=self.blocks,
             stages=self.stages,
             in_holes=self.in_holes,
             experts=operands.MOST_EXPERTS,
-            table_bytes=operands.table_bytes(bits, self.pairs),
+            table_bytes=self.table_bytes,
         )
 
 
@@ -91,9 +90,11 @@ class Plan:
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """What a multiprocessor with so much shared memory a block is asked to run, the best first."""
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, 1, pairs=bits != 5, in_holes=bits in _HOLES)]
+        table_bytes = operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
+        return [Config(8, 1, 1, in_holes=bits in _HOLES, table_bytes=table_bytes)]
     if bits == 5:
-        return [Config(16, 1, 1) if shared_bytes > operands.PAIRS_MEMORY else Config(16, 1, 2, pairs=False)]
+        wide = shared_bytes > operands.WIDE_TABLE_MEMORY
+        return [Config(16, 1, 1, table_bytes=operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
     return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
 
@@ -174,10 +175,10 @@ def _lay_out(
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
-    grid = min(pieces * units, device.multiprocessors)
+    grid = device.multiprocessors
     span = _span(rows, experts, units, k_tiles, grid, config.warps)
     jobs = -(-pieces // grid) + 1
-    ring_at = operands.table_bytes(bits, config.pairs) + config.warps * config.stages * 8 + _SCRATCH_BYTES
+    ring_at = config.table_bytes + config.warps * config.stages * 8 + _SCRATCH_BYTES
     jobs_at = ring_at + config.warps * config.stages * _STAGE_TILES * 4 * words
     tokens = max(most, TOKENS[0])
     parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16

@@ -9,19 +9,12 @@ from kbit.backends.cuda import layout
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_EXPERTS = 1024  # whose list has room in shared memory
-# Shared memory of a block: what sm_86, 89 and 120 have; above what there is room for the table of pairs of
-# 5-bit codes, with which 8192 x 28672 takes 50 us, and 72 without.
-SMALL_MEMORY, PAIRS_MEMORY = 99 * 1024, 200 * 1024
-
-
-def table_bytes(bits: int, pairs: bool) -> int:
-    """Shared memory of the look-up table of decode.cuh, whose kTableBytes is checked against it.
-
-    Args:
-        bits: code width.
-        pairs: whether 5-bit codes are looked up two at once.
-    """
-    return {2: 65536, 3: 65536, 4: 65536, 5: 131072 if pairs else 4096}[bits]
+# The look-up table of decode.cuh. At 5 bits one of pairs is as large if two lanes share a copy, and twice as
+# large if none do; single levels take the least, and most instructions.
+TABLE_BYTES, WIDE_TABLE_BYTES, LEVELS_BYTES = 65536, 131072, 4096
+# Shared memory of a block: what sm_86, 89 and 120 have; above what there is room for the wide table beside
+# much else, with which one token of 8192 x 28672 takes 50 us at 5 bits, and 72 with single levels.
+SMALL_MEMORY, WIDE_TABLE_MEMORY = 99 * 1024, 200 * 1024
 
 
 def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:

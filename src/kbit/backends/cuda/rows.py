@@ -237,7 +237,11 @@ def dequantize_tiled(
     tiled = aligned(tiled)  # by name: a clone must live until the launch
     pointers = tuple(t.data_ptr() for t in (tiled, codebook, scale, out))
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
-    table = operands.table_bytes(bits, pairs=False) if out.element_size() == 2 else 128 << bits
+    table = (
+        (operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)
+        if out.element_size() == 2
+        else 128 << bits
+    )
     smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
     grid = staying_grid(out.device, matrices * used * column_tiles, _DECODE_WARPS, _DECODE_PER_SM)
     launch(spec, "QQQQQQQQQi", out.device, grid, _DECODE_WARPS, (*pointers, *sizes), smem=smem)

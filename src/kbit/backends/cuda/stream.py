@@ -108,18 +108,22 @@ def _by_shape(m: int, groups: int, share: float) -> _Wanted:
         return _Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 else _Wanted(16, 2)
     if m <= 4:
         if groups <= 8:
-            return _Wanted(8, 1, blocks=2) if share > 1 else _Wanted(8, 2, compiled_for=12)
+            return _Wanted(8, 1, blocks=2) if share > 2 else _Wanted(8, 2)
+        if groups <= 16 and 0.5 < share <= 1:
+            return _Wanted(8, 2)
         if groups > 20 and share > 8:
             return _Wanted(8, 2, blocks=2)
-        return _Wanted(16, 2 if groups > 64 or (groups > 20 and share <= 1) else 1)
+        return _Wanted(16, 2 if groups > 64 else 1)
     if m <= 8:
         if groups <= 8:
-            return _Wanted(8, 1 if share <= 2 else 2, compiled_for=12)
-        if groups <= 16 and share <= 2:
-            return _Wanted(8, 2, compiled_for=12)
-        if 20 < groups <= 40:
+            return (
+                _Wanted(8, 1, blocks=2) if share > 4 else _Wanted(8, 2, compiled_for=12 if share > 2 else 16)
+            )
+        if groups <= 16 and 0.5 < share <= 2:
+            return _Wanted(8, 1 if share <= 1 else 2, compiled_for=12)
+        if 20 < groups <= 40 and share > 1:
             return _Wanted(12, 2, compiled_for=12)
-        return _Wanted(16, 2 if groups > 20 and share <= 1 else 1)
+        return _Wanted(16, 2 if groups > 8 and share <= 0.5 else 1)
     return _by_groups(m, groups)
 
 
@@ -151,7 +155,7 @@ def _lay_out(
 ) -> Plan:
     """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
     sums, rows = sums_of(tokens), -(-units // grid)
-    ring_at = operands.table_bytes(bits, config.pairs) + _BARRIER_BYTES
+    ring_at = config.table_bytes + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
     parts = 0 if config.in_holes(bits, tokens) else config.buffers(tokens) * workers * sums * _ROW_BYTES
     totals_at = parts_at + parts

@@ -23,12 +23,12 @@ class Config:
     Attributes:
         workers: most warps that split K; a launch may have fewer. Their number bounds their registers.
         stages: groups of four tiles that a worker has in flight.
-        pairs: look two 5-bit codes up at once, in a table of 128 KB.
+        table_bytes: of the look-up table, see decode.cuh.
     """
 
     workers: int
     stages: int
-    pairs: bool = True
+    table_bytes: int = operands.TABLE_BYTES
 
     def spec(
         self, bits: int, dtype: torch.dtype, tokens: int, nvfp4: bool = False, experts: int = DENSE
@@ -38,14 +38,13 @@ class Config:
             "stream.cu",
             bits=bits,
             bf16=dtype == torch.bfloat16,
-            pairs=self.pairs,
             tokens=tokens,
             workers=self.workers,
             stages=self.stages,
             experts=experts,
             buffers=self.buffers(tokens),
             in_holes=self.in_holes(bits, tokens),
-            table_bytes=operands.table_bytes(bits, self.pairs),
+            table_bytes=self.table_bytes,
             **layout.nvfp4_config(nvfp4),
         )
 
@@ -66,10 +65,11 @@ def sums_of(tokens: int) -> int:
 def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE) -> list[Config]:
     """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, pairs=bits != 5)]
-    if bits == 5:  # a table of pairs leaves room for one stage of many warps
-        pairs = shared_bytes > operands.PAIRS_MEMORY
-        return [Config(8, 2, pairs), Config(16, 1, pairs)]
+        return [Config(8, 1, operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)]
+    if bits == 5:  # either table leaves room for one stage of many warps
+        wide = shared_bytes > operands.WIDE_TABLE_MEMORY
+        table_bytes = operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES
+        return [Config(8, 2, table_bytes), Config(16, 1, table_bytes)]
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.

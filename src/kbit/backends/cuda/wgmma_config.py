@@ -18,8 +18,7 @@ _FEW_TOKENS = 64
 # Where the sums of a cluster have a place of their own, which saves it a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
-# Of y: two buffers of each warpgroup with 128 bytes a token.
-_STAGING_TOKENS, _STAGING_BYTES = 32, 512
+_STAGING_BYTES = 512  # of y: two buffers of each warpgroup with 128 bytes a token
 _BARRIER_BYTES = 16
 _SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
@@ -34,9 +33,14 @@ def steps_of(in_features: int, tokens: int) -> int:
     return -(-in_features // columns(tokens))
 
 
+def _round(bits: int, tokens: int) -> int:
+    """Tokens of y that are staged at once; at 5 bits fewer make room for a fourth step of 256 tokens."""
+    return 16 if tokens == 16 or (bits == 5 and tokens == 256) else 32
+
+
 def _fixed_bytes(bits: int, tokens: int, grouped: bool) -> int:
-    fixed = operands.table_bytes(bits, pairs=False) + _SUMS_BYTES.get(tokens, 0)
-    fixed += min(tokens, _STAGING_TOKENS) * _STAGING_BYTES
+    fixed = operands.TABLE_BYTES + _SUMS_BYTES.get(tokens, 0)
+    fixed += _round(bits, tokens) * _STAGING_BYTES
     if grouped:  # the list lies in unused parts of the table of 3 and 4 bits
         fixed += _SCRATCH_BYTES + (0 if bits in (3, 4) else _LIST_BYTES)
     return fixed
@@ -71,10 +75,11 @@ def spec(
         tokens=tokens,
         columns=columns(tokens),
         stages=stages(bits, tokens, grouped, nvfp4),
+        round=_round(bits, tokens),
         sums=_SUMS_BYTES.get(tokens, 0),
         experts=operands.MOST_EXPERTS if grouped else 0,
         shared_bytes=shared_bytes(bits, tokens, grouped, nvfp4),
-        table_bytes=operands.table_bytes(bits, pairs=False),
+        table_bytes=operands.TABLE_BYTES,
         **layout.nvfp4_config(nvfp4),
     )
 

@@ -10,9 +10,11 @@
 //   2     4 codes    8 of 8 bytes     256 x 256     one PRMT
 //   3     2 codes    16 of 4 bytes    256 x 256     one PRMT; the byte's top bits do not matter
 //   4     2 codes    16 of 4 bytes    256 x 256     one PRMT
+//   5     2 codes    16 of 4 bytes    1024 x 128    shift and LOP3
+//   5     2 codes    16 of 4 bytes    1024 x 64     the same; two lanes share a copy and often meet
 //   5     1 code     32 of 4 bytes    32 x 128      shift and LOP3, a PRMT joins two
-//   5     2 codes    16 of 4 bytes    1024 x 128    shift and LOP3 (PAIRS: 128 KB of shared memory)
 // clang-format on
+// TABLE_BYTES, those of all rows, chooses at 5 bits: 128, 64 or 4 KB.
 // At 3 and 4 bits half of every row is free: see kHoles.
 //
 // Method: the pair table is FLUTE's (Guo et al. 2024); a copy per bank with 256-byte rows, so that one PRMT
@@ -32,16 +34,18 @@ template <class CONFIG>
 struct Naming<CONFIG, decltype(void(CONFIG::ue4m3))> : CONFIG {};
 constexpr bool kUe4m3 = Naming<Config>::ue4m3;
 
-template <int BITS, bool BF16, bool PAIRS>
+template <int BITS, bool BF16, int TABLE_BYTES>
 struct Decoder {
     static constexpr int kScalesAt = 128 * BITS;  // in a tile
     static constexpr int kTileBytes = kScalesAt + (kUe4m3 ? 64 : 32);
     static constexpr bool kByBytes = BITS <= 4;
-    static constexpr int kFieldBits = kByBytes ? 8 : PAIRS ? 10 : 5;
+    static constexpr int kFieldBits = kByBytes ? 8 : TABLE_BYTES > 4096 ? 10 : 5;
     static constexpr int kRows = 1 << kFieldBits;
-    static constexpr int kRowBytes = kByBytes ? 256 : 128;
+    static constexpr int kRowBytes = TABLE_BYTES / kRows;
     static constexpr int kCopyBytes = BITS == 2 ? 8 : 4;  // of one lane
-    static constexpr int kTableBytes = kRows * kRowBytes;
+    static constexpr int kTableBytes = TABLE_BYTES;
+    static constexpr int kCopies = kRowBytes < 32 * kCopyBytes ? kRowBytes / kCopyBytes : 32;
+    static_assert(kByBytes ? kRowBytes == 256 : kRowBytes == 128 || kRowBytes == 64);
     static constexpr bool kHoles = BITS == 3 || BITS == 4;  // bytes 128..255 of every row are free
 
     const u8* table;
@@ -49,7 +53,7 @@ struct Decoder {
 
     DEVICE Decoder(u8* table_, int lane) : table(table_) {
         // Opaque to the compiler, or it would recompute the value at each of its uses.
-        asm volatile("mov.u32 %0, %1;" : "=r"(lane_byte) : "r"(lane * kCopyBytes));
+        asm volatile("mov.u32 %0, %1;" : "=r"(lane_byte) : "r"(lane % kCopies * kCopyBytes));
     }
 
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
@@ -67,7 +71,7 @@ struct Decoder {
     static DEVICE void fill(u8* table, float level, u32 thread, u32 threads) {
         using H = Half<BF16>;
         constexpr int kParts = 4;  // threads of a row
-        constexpr int kStores = 32 * kCopyBytes / 16 / kParts;
+        constexpr int kStores = kCopies * kCopyBytes / 16 / kParts;
         constexpr u32 kMask = (1 << BITS) - 1;
 #pragma unroll 2
         for (u32 i = thread; i < u32(kRows * kParts); i += threads) {
@@ -106,11 +110,12 @@ struct Decoder {
 
     DEVICE u32 look_up(u32 offset) const { return *reinterpret_cast<const u32*>(table + offset); }
 
-    // Offset of the row whose number is in bits [FIRST, FIRST + kFieldBits) of a word, for 128-byte rows.
+    // Offset of the row whose number is in bits [FIRST, FIRST + kFieldBits) of a word.
     template <int FIRST>
     DEVICE u32 row_offset(u32 word) const {
-        constexpr u32 kMask = (kRows - 1) * 128;
-        const u32 shifted = FIRST < 7 ? word << (7 - FIRST) : word >> (FIRST - 7);
+        constexpr u32 kMask = (kRows - 1) * kRowBytes;
+        constexpr int kFrom = kRowBytes == 64 ? 6 : 7;
+        const u32 shifted = FIRST < kFrom ? word << (kFrom - FIRST) : word >> (FIRST - kFrom);
         return (shifted & kMask) | lane_byte;
     }
 

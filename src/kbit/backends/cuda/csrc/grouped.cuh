@@ -5,7 +5,7 @@
 #include "decode.cuh"
 #include "groups.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
+using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
 using S = Scales<kUe4m3, Config::bf16>;
 
@@ -21,7 +21,6 @@ constexpr int kSums = 8 * kColumns;  // of a lane and unit
 constexpr bool kScaleWeights = Config::tokens == 16;
 constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
 static_assert(!kInHoles || D::kHoles);
-static_assert(D::kTableBytes == Config::table_bytes);
 
 // A unit is two row tiles: neighbours, or if gated a gate's and its up's. Warps of a team share its columns.
 struct Problem {

@@ -118,7 +118,7 @@ DEVICE u32 multiply(Sums& sums, const D& decode, Activations& x, u32 group, int 
 }
 
 DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, const u16* x,
-                 int x_stride, int worker, int lane) {
+                 int x_stride, const Routing& routing, int worker, int lane) {
     const D decode(table, lane);
     const u32 zero = u32(p.m) >> 31, parts_empty = parts_full + 8 * kBuffers;
     Sums sums = {};
@@ -127,14 +127,21 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
     for (int segment = 0; segment < p.segments; ++segment) {
         const int group = p.group(segment, worker);
         const bool mine = p.has(group), hands_over = p.hands_over(segment);
-        float factor = 1.0f;
-        if constexpr (kExperts == kExpertColumns) {
-            const int slot = mine ? group / p.per_slot : 0;  // else columns that x lacks, which are zeros
-            factor = ring.choice.factor_of(slot);
+        const int slot = kExperts == kExpertColumns && mine ? group / p.per_slot : 0;
+        if constexpr (kExperts == kExpertColumns) {  // columns that x lacks are zeros
             act.load(x + u64(slot) * x_stride, x_stride, mine ? group % p.per_slot : p.per_slot, p, lane);
         } else if (!p.ups(segment)) {
             act.load(x, x_stride, group, p, lane);
         }
+        if (!kOne && segment == 0) {
+            launch_dependents();  // whose weights would come before these activations
+        }
+        if (kExperts && segment == 0) {  // the weights come after the activations, which are fewer
+            ring.choice.find(routing);
+            ring.start(p);
+            ring.choice.weigh(routing, lane);
+        }
+        const float factor = kExperts == kExpertColumns ? ring.choice.factor_of(slot) : 1.0f;
         for (int row = 0; row < p.rows; ++row) {
             if (mine) {
                 const u32 group_at = ring.wait();
@@ -262,31 +269,15 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
     }
 }
 
-// This lane's slot: `ids` int32 or int64 [slots], `weights` 16-bit or float32 [slots], or null: 1.
-DEVICE Choice chosen(const void* ids, const void* weights, const float* scale, int slots, int experts,
-                     bool wide_ids, bool wide_weights, int lane) {
-    Choice choice;
-    if (lane < slots) {
-        const long long id =
-            wide_ids ? static_cast<const long long*>(ids)[lane] : static_cast<const int*>(ids)[lane];
-        if (id >= 0 && id < experts) {
-            choice.expert = int(id);
-            const float weight = !weights       ? 1.0f
-                                 : wide_weights ? static_cast<const float*>(weights)[lane]
-                                                : H::widen(static_cast<const u16*>(weights)[lane]);
-            choice.factor = weight * scale[id] * (kExperts == kExpertRows ? S::kUnit : 1.0f);
-        }
-    }
-    return choice;
-}
-
 extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
            int parts_at, int totals_at, const float* row_scale, const void* ids, const void* weights,
            int slots, int experts, int wide_ids, int wide_weights) {
     extern __shared__ __align__(1024) u8 memory[];
-    launch_dependents();
+    if constexpr (kOne) {
+        launch_dependents();
+    }
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
     const float level = D::level<kScaleWeights>(codebook, lane);
     constexpr float kUnit = kScaleWeights ? 1.0f : S::kUnit;
@@ -326,16 +317,18 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
     wait_for_previous();
+    const Routing routing{ids, weights, scale, slots, experts, wide_ids != 0, wide_weights != 0};
     if constexpr (kExperts) {
-        ring.choice = chosen(ids, weights, scale, slots, experts, wide_ids, wide_weights, lane);
-        if (warp < workers) {
-            ring.start(p);
-        }
+        ring.choice.load(routing, lane);
     }
     const Parts parts{base + (kInHoles ? 128 : parts_at) + 4 * lane, workers};
     if (warp < workers) {
-        work(p, ring, parts, parts_full, memory, x, x_stride, warp, lane);
+        work(p, ring, parts, parts_full, memory, x, x_stride, routing, warp, lane);
     } else {
+        if constexpr (kExperts == kExpertRows) {
+            ring.choice.find(routing);
+            ring.choice.weigh(routing, lane);
+        }
         serve(p, parts, parts_full, {bias, y, unit, {row_scale}}, ring.choice,
               reinterpret_cast<float*>(memory + totals_at), lane);
     }

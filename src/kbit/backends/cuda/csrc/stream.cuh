@@ -5,7 +5,7 @@
 #include "config.h"
 #include "decode.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::pairs>;
+using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
 using S = Scales<kUe4m3, Config::bf16>;
 
@@ -21,7 +21,6 @@ constexpr bool kScaleWeights = Config::tokens == 16 || (kUe4m3 && !kOne);
 constexpr int kBuffers = Config::buffers;  // of parts
 constexpr bool kInHoles = Config::in_holes;
 static_assert(!kInHoles || (D::kHoles && kBuffers * Config::workers * kSums <= D::kRows));
-static_assert(D::kTableBytes == Config::table_bytes);
 // Barriers of parts (full, empty) and then of the workers' rings; the ring's place is stream.py's.
 constexpr int kRingBarriersAt = 128, kBarrierBytes = 1024;
 static_assert(2 * kBuffers * 8 <= kRingBarriersAt);
@@ -52,12 +51,42 @@ struct Problem {
     DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
 };
 
+// Which experts the token goes to.
+struct Routing {
+    const void *ids, *weights;  // int32 or int64 [slots]; 16-bit or float32 [slots], or null: 1
+    const float* scale;         // [experts]
+    int slots, experts;
+    bool wide_ids, wide_weights;
+};
+
 // Lane l's: the expert of slot l and the factor of its results. An expert of another device is the first,
-// times zero.
+// times zero. What is loaded is not touched before it must be, or the warp would wait for it.
 struct Choice {
+    u32 low = ~0u, high = 0;  // of the id
+    bool mine = false;
     int expert = 0;
     float factor = 0.0f;
 
+    DEVICE void load(const Routing& r, int lane) {
+        if (lane < r.slots) {
+            low = static_cast<const u32*>(r.ids)[r.wide_ids ? 2 * lane : lane];
+            if (r.wide_ids) {
+                high = static_cast<const u32*>(r.ids)[2 * lane + 1];
+            }
+        }
+    }
+    DEVICE void find(const Routing& r) {
+        mine = low < u32(r.experts) && high == 0;
+        expert = mine ? int(low) : 0;
+    }
+    DEVICE void weigh(const Routing& r, int lane) {
+        if (mine) {
+            const float weight = !r.weights       ? 1.0f
+                                 : r.wide_weights ? static_cast<const float*>(r.weights)[lane]
+                                                  : H::widen(static_cast<const u16*>(r.weights)[lane]);
+            factor = weight * r.scale[expert] * (kExperts == kExpertRows ? S::kUnit : 1.0f);
+        }
+    }
     DEVICE int expert_of(int slot) const { return kExperts ? __shfl_sync(~0u, expert, slot) : 0; }
     DEVICE float factor_of(int slot) const { return __shfl_sync(~0u, factor, slot); }
 };

@@ -7,10 +7,8 @@
 #include "groups.cuh"
 #include "hopper.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, false>;
+using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
-
-static_assert(D::kTableBytes == Config::table_bytes);
 
 constexpr int kTokens = Config::tokens;
 constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
@@ -25,7 +23,7 @@ constexpr int kActivationBytes = kTilesOfStep * kBoxBytes;  // of a step
 constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
-constexpr int kRound = kTokens < 32 ? 16 : 32;
+constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
 constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
 constexpr int kWeightsAt = kStagingAt + 2 * kStagingBytes;
