@@ -63,6 +63,14 @@ def test_other_widths(bits: int) -> None:
         check(m, *SIZES[0], bits, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])
+def test_other_tables_of_five_bits(arch: str, kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = driver.DeviceLimits(multiprocessors=2, shared_bytes=kilobytes * 1024, arch=arch)
+    monkeypatch.setattr(driver, "device_limits", lambda index: limits)
+    for m in (1, 8, 16):
+        check(m, *SIZES[0], 5, torch.float16)
+
+
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
 def test_gates(m: int) -> None:
     for n, k in SIZES[:2]:

@@ -80,10 +80,10 @@ def test_sums_equal_the_reference(tokens, choices, dtype):
         assert torch.equal(everything.cpu(), expected), (columns, weights_dtype)
 
 
-def quantized(dtype, experts=16, hidden=256, intermediate=128):
+def quantized(dtype, bits=4, experts=16, hidden=256, intermediate=128):
     torch.manual_seed(0)
     source = Experts(experts, hidden, intermediate).to("cuda", dtype)
-    return KbitExperts.from_experts(source, 4, kbit.QuantizationPolicy())
+    return KbitExperts.from_experts(source, bits, kbit.QuantizationPolicy())
 
 
 def inputs(make, tokens, dtype, choices=4, experts=16, hidden=256, seed=0):
@@ -108,6 +108,35 @@ def test_the_layer_is_right_and_repeats(tokens, dtype):
         error = (results[0].double() - expected).norm() / expected.norm().clamp(min=1e-9)
         assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], make.__name__
         assert all(torch.equal(result, results[0]) for result in results[1:]), make.__name__
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_token_is_right_at_every_width(bits, dtype):
+    layer = quantized(dtype, bits)
+    decoded = [layer.dequantize(name, dtype) for name in layer.shapes]
+    for make in ROUTINGS:
+        x, ids, weights = inputs(make, 1, dtype)
+        for some in ((ids, weights), (ids.int(), weights.to(dtype))):
+            expected = layer_in_float64(*decoded, x, *some)
+            with torch.no_grad():
+                result = layer(x, *some)
+            error = (result.double() - expected).norm() / expected.norm().clamp(min=1e-9)
+            assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], make.__name__
+
+
+def test_one_token_repeats_while_memory_is_busy():
+    layer, other = quantized(torch.float16), torch.cuda.Stream()
+    x, ids, weights = inputs(uniform, 1, torch.float16)
+    noise = torch.empty(2**26, device="cuda")
+    with torch.no_grad():
+        first = layer(x, ids, weights).clone()
+        for _ in range(300):
+            with torch.cuda.stream(other):
+                noise.add_(1.0)
+            poison = torch.full((64, x.shape[1]), torch.nan, device="cuda", dtype=x.dtype)
+            del poison  # what the layer allocates next holds NaN
+            assert torch.equal(layer(x, ids, weights), first)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 1000])

@@ -133,10 +133,13 @@ def _multiply(weight, dtype) -> None:
 
 
 def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
-    """Rows sorted by expert: found by moe_align, multiplied by both kernels, summed by moe_combine."""
+    """Rows sorted by expert: found by moe_align, multiplied by both kernels, summed by moe_combine.
+
+    One token's also without sorting.
+    """
     import torch
 
-    from kbit.backends.cuda import driver, grouped, wgmma
+    from kbit.backends.cuda import driver, grouped, one_token, wgmma
 
     hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
     n, k, gated = sizes
@@ -145,13 +148,21 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         ids = torch.randint(0, 6, (tokens, choices), device="cuda", dtype=torch.int32)  # 5: not mine
         source, bounds, inverse = ops.moe_align(ids, 5)
         x = torch.randn(tokens, k, device="cuda", dtype=dtype)
+        weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
         shape = (tokens * choices, n // 2 if gated else n)
         out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
         grouped.linear(x, tiled, codebook, scale, bounds, source, *sizes, out)
         assert torch.isfinite(out).all()
+        if hopper and tokens == 1:
+            one_token.rows(x, tiled, codebook, scale, ids[0], *sizes, out.fill_(torch.nan))
+            assert torch.isfinite(out).all()
+            if not gated:
+                rows = torch.randn(choices, k, device="cuda", dtype=dtype)
+                sums = torch.full((1, n), torch.nan, device="cuda", dtype=dtype)
+                one_token.columns(rows, tiled, codebook, scale, ids[0], weights[0], n, k, sums)
+                assert torch.isfinite(sums).all()
         if hopper:
             wgmma.grouped_linear(x[source.long()], tiled, codebook, scale, bounds, *sizes, out)
-        weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
         assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
 
 

@@ -113,14 +113,12 @@ def _by_shape(m: int, groups: int, share: float) -> _Wanted:
             return _Wanted(8, 2)
         if groups > 20 and share > 8:
             return _Wanted(8, 2, blocks=2)
-        return _Wanted(16, 2 if groups > 64 else 1)
+        return _Wanted(16, 2 if groups > 64 or (groups > 20 and share <= 1) else 1)
     if m <= 8:
         if groups <= 8:
-            return (
-                _Wanted(8, 1, blocks=2) if share > 4 else _Wanted(8, 2, compiled_for=12 if share > 2 else 16)
-            )
+            return _Wanted(8, 2, compiled_for=12 if share > 2 else 16)
         if groups <= 16 and 0.5 < share <= 2:
-            return _Wanted(8, 1 if share <= 1 else 2, compiled_for=12)
+            return _Wanted(8, 2, compiled_for=12)
         if 20 < groups <= 40 and share > 1:
             return _Wanted(12, 2, compiled_for=12)
         return _Wanted(16, 2 if groups > 8 and share <= 0.5 else 1)

@@ -77,28 +77,22 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int =
     if tokens > 1:  # 12 workers have more registers than 16
         stages = (1, 2) if measured else (2,)
         return [Config(workers, count) for workers in (12, 16) for count in stages]
+    if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
+        return [Config(16, 1)]
     return [Config(16, 2), Config(20, 1)] if measured and not experts else [Config(16, 2)]
 
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on such a multiprocessor."""
     formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
-    found = [
-        config.spec(bits, dtype, tokens, nvfp4)
-        for bits, nvfp4 in formats
-        for tokens in TOKENS
-        for config in configs(bits, tokens, shared_bytes, arch)
+    kernels = [(*one, tokens, DENSE) for one in formats for tokens in TOKENS]
+    if arch == EXPERTS_ARCH:
+        kernels += [
+            (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
+        ]
+    return [
+        config.spec(bits, dtype, tokens, nvfp4, experts)
+        for bits, nvfp4, tokens, experts in kernels
+        for config in configs(bits, tokens, shared_bytes, arch, experts)
         for dtype in operands.DTYPES
     ]
-    return (
-        found
-        if arch != EXPERTS_ARCH
-        else found
-        + [
-            config.spec(bits, dtype, 1, experts=experts)
-            for bits in SUPPORTED_BITS
-            for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
-            for config in configs(bits, 1, shared_bytes, arch, experts)
-            for dtype in operands.DTYPES
-        ]
-    )
