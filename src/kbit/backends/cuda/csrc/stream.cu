@@ -12,6 +12,11 @@
 //   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
 //   row_scale float32 [M] or null: NVFP4 only, never gated; y is (sum * scale) * row_scale (+ bias)
 //
+// Experts of a token (Config::experts): tiled [experts, ...], scale [experts], ids int32 or int64 [slots].
+//   rows     x [1, K], y [slots, N] or [slots, N/2]: of each expert, zeros for ids of no expert
+//   columns  x [slots, K], y [1, N] = sum over s of weights[s] * (x[s] @ W[ids[s]]^T); weights 16-bit or
+//            float32 [slots]; never gated
+//
 // Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last,
 // split K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the
 // block's row tiles. If K has more groups than there are workers there are several passes. The last warp, the
@@ -25,8 +30,8 @@
 //   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
 //   useful in column b only, and one set of 4 registers is the x of all of them.
 //
-// Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
-// and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
+// Dependent launch: tables are built and the ring is filled before the previous kernel is done (not that of
+// experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
 //
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals.
