@@ -31,7 +31,8 @@
 //   useful in column b only, and one set of 4 registers is the x of all of them.
 //
 // Dependent launch: tables are built and the ring is filled before the previous kernel is done (not that of
-// experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it.
+// experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends
+// with a kernel that is launched without it.
 //
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals.
