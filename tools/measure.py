@@ -64,12 +64,16 @@ JOBS = (
     Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
     Job(
         "30b-compiled",
-        "bench model qwen3-30b-a3b --compile --json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
+        "bench model qwen3-30b-a3b --compile --batch 1 --prefill 0 "
+        "--json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
     ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
-    Job("serve", "bench serve --random llama-3-8b --json {results}/{gpu}-serve.json"),
+    Job(
+        "serve",
+        "bench serve --random llama-3-8b --option=--cb-use-cuda-graph --json {results}/{gpu}-serve.json",
+    ),
     Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
     Job("dequant", f"bench dequant {REPEATS} --dtype fp16,bf16 --json {{results}}/{{gpu}}-dequant.json"),
     Job(
@@ -84,7 +88,8 @@ JOBS = (
     ),
     Job(
         "parallel-tests",
-        "python -m pytest -q -m gpu tests/test_parallel_gpu.py tests/test_cuda_ops.py",
+        "python -m pytest -q -m gpu tests/test_parallel_gpu.py "
+        "tests/test_cuda_ops.py::test_another_device_than_the_current_one",
         gpus=2,
     ),
     Job(

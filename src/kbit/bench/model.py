@@ -7,6 +7,7 @@ record; the faster one is what quantized arms are compared with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -180,21 +181,21 @@ def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, s
 def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> DecodeRow:
     loop = model_decode.DecodeLoop(model, batch, plan.prompt, plan.steps)
     loop.read_prompt()
-    if plan.compiled:
-        compile_blocks(model)
-    loop.warm_up()
-    run, reason = loop.captured()
-    timing = loop.measure(run, plan.repeats, reason)
-    row = DecodeRow(arm, batch, timing.ms, timing.spread, reason, gpus=gpus)
-    if plan.profiled:
-        loop.rewind()
-        replays = min(plan.steps, model_profile.REPLAYS)
-        row.profile = model_profile.as_json(model_profile.profile(run, replays))
+    with compiled_blocks(model) if plan.compiled else contextlib.nullcontext():
+        loop.warm_up()
+        run, reason = loop.captured()
+        timing = loop.measure(run, plan.repeats, reason)
+        row = DecodeRow(arm, batch, timing.ms, timing.spread, reason, gpus=gpus)
+        if plan.profiled:
+            loop.rewind()
+            replays = min(plan.steps, model_profile.REPLAYS)
+            row.profile = model_profile.as_json(model_profile.profile(run, replays))
     return row
 
 
-def compile_blocks(model: Any) -> None:
-    """torch.compile every layer of a model by itself.
+@contextlib.contextmanager
+def compiled_blocks(model: Any) -> Iterator[None]:
+    """Every layer of a model compiled by itself, for one batch size.
 
     A layer's number is a constant of its code, so each is traced; their equal graphs are built once.
     """
@@ -206,6 +207,12 @@ def compile_blocks(model: Any) -> None:
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 64 * len(layers))
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        torch._dynamo.reset()
 
 
 def baseline_ms(results: Iterable[ArmResult], gpus: int = 1) -> dict[int, float]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends import reference
+from kbit.backends import cuda, reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
-from kbit.ops import checks, grad_checks, tiled_checks, tiled_schemas
+from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 
 def _width(codebook):
@@ -81,6 +81,18 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
         y = out.view(rows.shape[0], -1)
         run(rows, *weight, bias, out_features, in_features, silu_and_mul, y)
     return out
+
+
+def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features):
+    out = x.new_empty((*x.shape[:-1], out_features))
+    sizes = (out_features, in_features, False)
+    cuda.linear_tiled(
+        x.view(-1, in_features), tiled, codebook, scale, bias, *sizes, out.view(-1, out_features)
+    )
+    return out
+
+
+direct.set_multiply(_linear_directly)
 
 
 @implement("experts_one_token")

@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast
-from kbit.ops import api, checks
+from kbit.ops import api, checks, direct
 
 
 class KbitLinear(QuantizedModule, nn.Linear):
@@ -120,19 +120,24 @@ class KbitLinear(QuantizedModule, nn.Linear):
         Raises:
             TypeError, ValueError: x does not fit; the message names this layer.
         """
-        x, tiled = autocast(x), self._tiles("weight")
-        device = (self.weight_packed if tiled is None else tiled).device
+        tiled = self._tiles("weight")
         bias: torch.Tensor | None = self.bias
+        sizes = (self.out_features, self.in_features)
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if tiled is not None and not needs_grad:
+            y = direct.linear(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
+            if y is not None:
+                return y
+        x = autocast(x)
+        device = (self.weight_packed if tiled is None else tiled).device
         checks.activation("linear", x, self.in_features, device, self.layer_name)
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        needs_grad = torch.is_grad_enabled() and (
-            x.requires_grad or (bias is not None and bias.requires_grad)
-        )
         if tiled is not None:
             op = torch.ops.kbit.linear_tiled_train if needs_grad else torch.ops.kbit.linear_tiled
-            sizes = (self.out_features, self.in_features)
             return op(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
         op = torch.ops.kbit.linear_train if needs_grad else torch.ops.kbit.linear
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.stream_config import (
     DENSE,
     TOKENS,
@@ -161,6 +163,13 @@ def _lay_out(
     return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, totals_at + kept)
 
 
+@functools.lru_cache(maxsize=4096)
+def _spec_of(dtype: torch.dtype, *shape: Any) -> KernelSpec:
+    """The kernel that `plan(*shape)` launches."""
+    chosen, (_, _, _, bits, _, _, nvfp4) = plan(*shape), shape
+    return chosen.config.spec(bits, dtype, chosen.tokens, nvfp4)
+
+
 def linear(
     x: torch.Tensor,
     tiled: torch.Tensor,
@@ -186,10 +195,10 @@ def linear(
         return
     index = x.device.index
     bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
-    limits = driver.device_limits(index)
-    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
+    shape = (x.shape[0], out_features, in_features, bits, silu_and_mul, driver.device_limits(index), nvfp4)
+    chosen, spec = plan(*shape), _spec_of(x.dtype, *shape)
     x = operands.aligned(x)
-    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens, nvfp4), index, FORMAT)
+    kernel = launcher.load(spec, index, FORMAT)
     launcher.launch_on(
         index,
         kernel,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kbit.backends.cuda import layout, operands
@@ -58,12 +60,14 @@ def stages(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
     return min(_MOST_STAGES, room // _stage_bytes(bits, tokens, nvfp4))
 
 
+@functools.cache
 def shared_bytes(bits: int, tokens: int, grouped: bool, nvfp4: bool = False) -> int:
     """Shared memory of a block, which the constants of wgmma.cuh are checked against."""
     ring = stages(bits, tokens, grouped, nvfp4) * _stage_bytes(bits, tokens, nvfp4)
     return _fixed_bytes(bits, tokens, grouped) + ring
 
 
+@functools.cache
 def spec(
     bits: int, dtype: torch.dtype, tokens: int, grouped: bool = False, nvfp4: bool = False
 ) -> KernelSpec:

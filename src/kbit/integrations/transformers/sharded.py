@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.names import PACKED, SCALE
@@ -148,6 +149,19 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(module, ParallelModule) for module in model.modules())
 
 
+def _whole(tensor: DTensor) -> torch.Tensor:
+    """The tensor of all ranks. Every rank must call it; where halves are split, parts are of one size."""
+    placement = tensor.placements[0]
+    if len(tensor.placements) > 1 or not isinstance(placement, _StridedShard):
+        return tensor.full_tensor()
+    # A rank has its part of the gates above its part of the ups; torch 2.11 does not gather that.
+    local = tensor.to_local().contiguous()
+    parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
+    dist.all_gather(parts, local, group=tensor.device_mesh.get_group())
+    pieces = [part.chunk(placement.split_factor, placement.dim) for part in parts]
+    return torch.cat([piece for half in zip(*pieces, strict=True) for piece in half], placement.dim)
+
+
 def gathered_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """A split model's state dict with whole tensors, on the CPU of rank 0; other ranks get empty ones.
 
@@ -159,7 +173,7 @@ def gathered_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.data_ptr(), tuple(tensor.shape), tensor.dtype) if local.numel() else (name,)
         if key not in seen:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
             seen[key] = (
                 whole.detach().cpu().contiguous()
                 if dist.get_rank() == 0

@@ -29,6 +29,8 @@ class KernelSpec:
     config: tuple[tuple[str, int | bool], ...] = ()
 
     def __post_init__(self) -> None:
+        # Kernels are looked up by their spec at every launch.
+        object.__setattr__(self, "_hash", hash((self.source, self.config)))
         if not self.source.endswith(".cu") or not self.entry.isidentifier():
             raise ValueError(f"kernel source {self.source!r} must be <name of the kernel>.cu.")
         for name, value in self.config:
@@ -38,6 +40,9 @@ class KernelSpec:
                 raise ValueError(
                     f"{self.source}: config {name} must be a bool or a 32-bit int, got {value!r}."
                 )
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
     @classmethod
     def make(cls, source: str, **config: int | bool) -> KernelSpec:
