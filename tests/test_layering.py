@@ -1,4 +1,5 @@
-"""The shape of the source: imports point one way, files and functions are short, `import kbit` is light."""
+"""The shape of the source: imports point one way, files and functions are short, `import kbit` is light,
+and every module can be the first to be imported."""
 
 from __future__ import annotations
 
@@ -128,3 +129,39 @@ def test_import_kbit_does_not_import_transformers() -> None:
     code = "import sys, kbit; print('transformers' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False", "`import kbit` must stay light; import transformers where used."
+
+
+# The import of any module begins with that of `kbit`, so one process does that and forks for each other one.
+# It also takes in what most of them need, which halves the time; but not transformers' quantizers, because
+# kbit has some of its own modules imported right after those.
+FIRST_IMPORTS = """
+import gc, importlib, os, sys, traceback
+import kbit
+import torch.distributed.tensor, transformers.utils
+
+assert "transformers.quantizers" not in sys.modules
+gc.disable()
+gc.freeze()
+for name in sys.argv[1:]:
+    if name in sys.modules:
+        continue
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print(name, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_every_module_can_be_imported_first() -> None:
+    dotted = [".".join(path.relative_to(SRC).with_suffix("").parts) for path in MODULES]
+    names = [name.removesuffix(".__init__") for name in dotted]
+    command = [sys.executable, "-c", FIRST_IMPORTS, *names]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not result.stdout, f"cannot be imported first: {result.stdout.split()}.\n{result.stderr}"

@@ -274,7 +274,14 @@ assert type(model.model.layers[0].self_attn.q_proj.weight_packed).__name__ == "P
 """
 
 
-@pytest.mark.parametrize("imports", ["import kbit", "import transformers.quantizers\nimport kbit"])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import kbit",
+        "import transformers.quantizers\nimport kbit",
+        "import kbit.integrations.transformers.quantizer",
+    ],
+)
 def test_importing_kbit_suffices_before_or_after_transformers(imports, sources, tmp_path):
     load(sources["llama"], kbit.KbitConfig()).save_pretrained(tmp_path)
     subprocess.run([sys.executable, "-c", CHECK.format(imports=imports), str(tmp_path)], check=True)

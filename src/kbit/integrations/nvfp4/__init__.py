@@ -9,9 +9,6 @@ Importing this module imports transformers. Loading such a checkpoint needs `imp
 
 from __future__ import annotations
 
-# First, because it asks for the two modules below: see kbit.integrations.transformers.autoregister.
-import transformers.quantizers  # noqa: F401
-
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
 from kbit.integrations.nvfp4.quantizer import NVFP4HfQuantizer
 

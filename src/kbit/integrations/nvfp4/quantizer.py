@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo
+from kbit.integrations.nvfp4.config import QUANT_METHOD
 from kbit.nvfp4.layers import NVFP4Module, replace_layers
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
 logger = logging.get_logger(__name__)
 
 
+@register_quantizer(QUANT_METHOD)
 class NVFP4HfQuantizer(HfQuantizer):
     """Quantizes a model right after it is loaded, layer by layer, or loads what is quantized.
 

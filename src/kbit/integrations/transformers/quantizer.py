@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo, check_index
+from kbit.format.policy import QUANT_METHOD
 from kbit.nn.parts import QuantizedModule
 
 logger = logging.get_logger(__name__)
@@ -19,6 +21,7 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+@register_quantizer(QUANT_METHOD)
 class KbitHfQuantizer(HfQuantizer):
     """Quantizes while loading, and loads and saves what is quantized.
 
