@@ -264,6 +264,46 @@ def test_a_module_of_several_names_is_replaced_under_each(stored, sources, tmp_p
         assert torch.equal(shared(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("override", "first", "second"),
+    [((1, 3), "4 bits", "3 bits"), ((1, 0), "4 bits", "unquantized"), ((0, 0), "unquantized", "4 bits")],
+)
+def test_names_of_one_module_must_get_the_same_bits(override, first, second, quantized, sources, tmp_path):
+    layer, bits = override
+    config = kbit.KbitConfig(overrides={rf"layers\.{layer}\.mlp\.up_proj": bits})
+    folder, kwargs = sources["llama"], {"quantization_config": config}
+    if quantized:
+        load(folder, config).save_pretrained(tmp_path)
+        folder, kwargs = tmp_path, {}
+    told = rf"layers.0.mlp.up_proj \({first}\) and model.layers.1.mlp.up_proj \({second}\) are one module"
+    with pytest.raises(ValueError, match=told + ".*Change overrides"):
+        SharesProjection.from_pretrained(folder, **kwargs)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_tied_table_that_is_stored_twice(quantized, sources, tmp_path):
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "twice")
+    file = tmp_path / "twice" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def loaded(**overrides):
+        config = kbit.KbitConfig(embedding_bits=4, overrides=overrides)
+        if not quantized:
+            return load(tmp_path / "twice", config)
+        target = tmp_path / "-".join(overrides)
+        quantize_files(tmp_path / "twice", target, config)
+        return load(target)
+
+    model = loaded(lm_head=5)  # two tables then, as transformers takes weights that differ
+    assert [model.model.embed_tokens.bits, model.lm_head.bits] == [4, 5]
+    told = r"lm_head \(4 bits\) and model.embed_tokens \(unquantized\) are tied.*Change overrides"
+    with pytest.raises(ValueError, match=told):
+        loaded(embed_tokens=0)
+
+
 CHECK = """
 import sys
 {imports}

@@ -83,8 +83,8 @@ def build_plan(
         {parameter name: Planned}.
 
     Raises:
-        ValueError: tensors of one parameter would get different widths; or the checkpoint holds quantized
-            what this model cannot run quantized.
+        ValueError: tensors of one parameter, or the names of one module, would get different widths; or the
+            checkpoint holds quantized what this model cannot run quantized.
 
     Warns:
         UserWarning: an override or a skip matches no module.
@@ -94,8 +94,10 @@ def build_plan(
     if not pre_quantized:
         _warn_about_unmatched(model, policy, routes)
     plan: Plan = {}
+    stored = index or {}
     for name, target, pattern, modules in routes:
-        bits = policy.bits_for(*modules)
+        plain = pre_quantized and name + PACKED not in stored
+        bits = None if plain else policy.bits_for(*modules)
         if bits is None:
             continue
         planned = plan.setdefault(target, Planned(bits, merged=pattern is not None))
@@ -105,9 +107,13 @@ def build_plan(
                 f"to treat them alike."
             )
         planned.sources.setdefault(pattern or name, []).append(name)
-        if index is not None and name + SCALE in index:
+        if name + SCALE in stored:
             planned.scaled.add(name)
     _drop_unsupported(model, plan, transforms[1], pre_quantized)
+    if index is not None:
+        _refuse_unlike(
+            model, {target: plan[target].bits if target in plan else None for _, target, *_ in routes}
+        )
     return plan
 
 
@@ -117,10 +123,13 @@ def _routes(
     """Of all tensors that are quantized, or can be by their names and shapes."""
     state = model.state_dict()
     tensors: Mapping[str, Any] = state if index is None else index
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if original_of(name) == name and is_candidate(name, tensor.shape)
+    ]
     if pre_quantized:
-        names = [original_of(name) for name in tensors if name.endswith(PACKED)]
-    else:
-        names = [name for name, tensor in tensors.items() if is_candidate(name, tensor.shape)]
+        names += [original_of(name) for name in tensors if name.endswith(PACKED)]
     stored = names_in_files(model) if index is None else {}
     routes = []
     for name in sorted(names, key=dot_natural_key):
@@ -211,3 +220,35 @@ def _obstacle(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, Weig
             if f"{target.rpartition('.')[0]}.{name}" not in plan:
                 return f"its {name} is not"
     return None
+
+
+def _refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
+    """Refuse what the checkpoint has by several names and the policy does not treat alike.
+
+    Of tied weights only what cannot be held is refused: a quantized weight tied to one that is not. The other
+    way round the latter is left out, and of two widths transformers ties nothing and says so.
+
+    Args:
+        model: see `build_plan`.
+        stored: {parameter name: its width, None if it stays unquantized}.
+    """
+    modules: dict[nn.Module, dict[str, int | None]] = {}
+    for target, bits in stored.items():
+        path = target.rpartition(".")[0]
+        modules.setdefault(model.get_submodule(path), {})[path] = bits
+    for widths in modules.values():
+        if len(set(widths.values())) > 1:
+            raise _unlike(widths, "are one module")
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        unquantized = source in stored and stored[source] is None
+        paths = [name.rpartition(".")[0] for name in (target, source)]
+        if stored.get(target) and unquantized and not unsupported(model.get_submodule(paths[1])):
+            raise _unlike(dict(zip(paths, (stored[target], None), strict=True)), "are tied")
+
+
+def _unlike(widths: Mapping[str, int | None], relation: str) -> ValueError:
+    names = [f"{name} ({f'{bits} bits' if bits else 'unquantized'})" for name, bits in widths.items()]
+    return ValueError(
+        f"{' and '.join(names)} {relation}, so they must be quantized alike. Change overrides or "
+        f"modules_to_not_convert to treat them alike; a quantized checkpoint has to be quantized again."
+    )
