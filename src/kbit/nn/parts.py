@@ -18,7 +18,7 @@ from kbit.format.reference import blocks_of
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import Parts
-from kbit.nn.tiling import TileableModule, wait_for
+from kbit.nn.tiling import TileableModule
 from kbit.ops import forms
 
 PARTS = ("packed", "absmax", "scale")
@@ -38,15 +38,21 @@ class QuantizedModule(TileableModule):
         bits: code width.
         layer_name: dotted name in the model, for error messages; "" if unknown.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
+        stays_canonical: whether the parameters may not change form: another module holds the very same, so
+            that there is one copy for both, or a CUDA graph has recorded their addresses.
     """
 
     bits: int
     layer_name: str
-    shapes: dict[str, tuple[int, ...]]
+    stays_canonical = False
     codebook: torch.Tensor
     weight_packed: torch.Tensor
     weight_absmax: torch.Tensor
     weight_scale: torch.Tensor
+
+    _canonical_parts = ("_packed", "_absmax")
+    # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
+    _op: str | None = None
 
     def _init_parts(
         self,
@@ -168,7 +174,6 @@ class QuantizedModule(TileableModule):
         names = ["codebook"] + [f"{name}_{part}" for name in self.shapes for part in (*PARTS, "tiled")]
         held = (self._parameters.get(name, self._buffers.get(name)) for name in names)
         parts = {id(tensor) for tensor in held}
-        before = {name: self._device_of(name) for name in self.shapes}
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
@@ -176,30 +181,10 @@ class QuantizedModule(TileableModule):
                 return applied
             return tensor.to(applied.device)
 
-        super()._apply(keep_dtype, recurse)
-        for name, device in before.items():
-            now = self._device_of(name)
-            pays = self._op is not None and forms.tiles_pay(self._op, now, torch.uint8)
-            if now != device and not pays:
-                self.restore(name)
-        self.prepare()
-        return self
+        return super()._apply(keep_dtype, recurse)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        """Save the canonical form; from tiles it is made anew, and takes memory until the caller drops it."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.shapes:
-            if destination.pop(f"{prefix}{name}_tiled", None) is not None:
-                packed, absmax = self._canonical(name)
-                destination[f"{prefix}{name}_packed"], destination[f"{prefix}{name}_absmax"] = packed, absmax
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        """Accept state dicts with and without `_scale`: it is there only if some factor is not 1.
-
-        Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
-        """
-        tiled = {name: self._held(name) for name in self.shapes}
-        self.restore()
+    def _before_loading(self, state_dict, prefix) -> None:
+        """Accept state dicts with and without `_scale`: it is there only if some factor is not 1."""
         for name in self.shapes:
             key = name + "_scale"
             stored = state_dict.get(prefix + key)
@@ -210,20 +195,6 @@ class QuantizedModule(TileableModule):
                 if key in self._buffers or getattr(self, key).shape != stored.shape:
                     self._buffers.pop(key, None)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name, tiles in tiled.items():
-            self._load_tiles(name, tiles)
-
-    def _load_tiles(self, name: str, tiles: torch.Tensor | None) -> None:
-        """Change a loaded weight to tiles: into those it had before, where they fit."""
-        same_place = tiles is not None and tiles.device == self._device_of(name)
-        self._tile(name, force=same_place)
-        made = self._held(name)
-        if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
-            with torch.no_grad():
-                tiles.copy_(made)
-            wait_for(tiles)
-            self._set_parameter(name + "_tiled", tiles)
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
         """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""
@@ -232,3 +203,27 @@ class QuantizedModule(TileableModule):
 
     def _describe(self) -> str:
         return f"bits={self.bits}"
+
+    def _matrices(self, name: str) -> tuple[int, ...]:
+        """Shape of a weight as the ops see it: one matrix per factor."""
+        return self.shapes[name]
+
+    def _tiles_pay(self, device: torch.device) -> bool:
+        return self._op is not None and forms.tiles_pay(self._op, device, torch.uint8)
+
+    def _may_tile(self, name: str, packed: torch.Tensor, absmax: torch.Tensor, force: bool) -> bool:
+        if self.stays_canonical or self._op is None:
+            return False
+        if not force and not forms.should_tile(self, self._op, packed.device, absmax.dtype):
+            return False
+        *rows, columns = self.shapes[name]
+        return absmax.dtype == torch.uint8 and tuple(absmax.shape) == (*rows, blocks_of(columns))
+
+    def _to_tiles(self, name: str, packed: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+        *rows, columns = self._matrices(name)
+        return torch.ops.kbit.tile(packed.view(*rows, -1), absmax.view(*rows, -1), columns, self.bits)
+
+    def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed, absmax = torch.ops.kbit.untile(tiled, self.bits, *self._matrices(name)[-2:])
+        rows = self.shapes[name][:-1]
+        return packed.view(*rows, -1), absmax.view(*rows, -1)

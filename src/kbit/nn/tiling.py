@@ -1,21 +1,21 @@
 """The two forms of a quantized layer's weights: canonical parameters, or the tiles that GPU kernels read.
 
-A weight called `weight` is held once: as the parameters `weight_packed` and `weight_absmax`, or as
-`weight_tiled`. Tiles are a parameter without gradient too, and not a buffer, because DistributedDataParallel
-sends every buffer at every step. They are never saved: `state_dict()` holds the canonical form.
+A weight called `weight` is held once: as two canonical parts, such as the parameters `weight_packed` and
+`weight_absmax`, or as `weight_tiled`. Tiles are a parameter without gradient too, and not a buffer, because
+DistributedDataParallel sends every buffer at every step. They are never saved: `state_dict()` holds the
+canonical form.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from kbit.format.reference import blocks_of
-from kbit.ops import forms
-
-_PACKED, _ABSMAX, _TILED = "_packed", "_absmax", "_tiled"
+_TILED = "_tiled"
 
 # One thread at a time changes a form. Held once per weight, for as long as its tiles are made.
 _lock = threading.Lock()
@@ -30,26 +30,40 @@ def wait_for(tiles: torch.Tensor) -> None:
 class TileableModule(nn.Module):
     """A module whose weights change form in place. It computes the same in either.
 
+    Each format of weights has a subclass, which names the canonical parts and has `_tiles_pay`, `_may_tile`,
+    `_to_tiles` and `_from_tiles`.
+
     Attributes:
-        bits: code width.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
-        stays_canonical: whether the parameters may not change form: another module holds the very same, so
-            that there is one copy for both, or a CUDA graph has recorded their addresses.
     """
 
-    bits: int
     shapes: dict[str, tuple[int, ...]]
-    stays_canonical = False
 
-    # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
-    _op: str | None = None
+    # Suffixes of a weight's canonical parts: its codes, then its block scales.
+    _canonical_parts: ClassVar[tuple[str, str]]
+
+    def _tiles_pay(self, device: torch.device) -> bool:
+        """Whether a kernel of this device multiplies this module's weights as tiles."""
+        raise NotImplementedError
+
+    def _may_tile(self, name: str, codes: torch.Tensor, scales: torch.Tensor, force: bool) -> bool:
+        """Whether a weight is to change to tiles now; see `prepare` for `force`."""
+        raise NotImplementedError
+
+    def _to_tiles(self, name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The tiles of a weight."""
+        raise NotImplementedError
+
+    def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The canonical parts of a weight; undoes `_to_tiles`."""
+        raise NotImplementedError
 
     def prepare(self, force: bool = False) -> None:
         """Change to tiles whatever weight a kernel of this device multiplies in that form.
 
         Moving to a GPU, loading and quantizing on one do this, and so does the first call that neither
         torch.compile nor a CUDA graph records. It waits for the device; meanwhile a weight exists in both
-        forms. Modules with `stays_canonical` stay as they are, and so do block scales other than E4M4.
+        forms. Tied k-bit weights stay as they are, and so do block scales other than E4M4.
 
         Args:
             force: also where no kernel does, as on the CPU; the reference then multiplies, slowly.
@@ -65,10 +79,10 @@ class TileableModule(nn.Module):
         """
         for weight in self.shapes if name is None else (name,):
             if weight + _TILED in self._parameters:
-                packed, absmax = self._canonical(weight)
+                canonical = self._canonical(weight)
                 del self._parameters[weight + _TILED]
-                self._set_parameter(weight + _PACKED, packed)
-                self._set_parameter(weight + _ABSMAX, absmax)
+                for part, tensor in zip(self._canonical_parts, canonical, strict=True):
+                    self._set_parameter(weight + part, tensor)
 
     def _tiles(self, name: str) -> torch.Tensor | None:
         """A weight's tiles for this call, made if it is time to; None if it is canonical."""
@@ -91,67 +105,53 @@ class TileableModule(nn.Module):
         return self.__dict__.get(name + _TILED) if tiled is None else tiled
 
     def _tile(self, name: str, force: bool) -> None:
-        if not self._can_tile(name, force):
+        parts = self._whole_parts(name)
+        if parts is None or not self._may_tile(name, *parts, force):
             return
         # Not as inference tensors, even if a generation makes them: training may follow.
         with _lock, torch.inference_mode(False), torch.no_grad():
-            packed, absmax = (self._parameters.get(name + part) for part in (_PACKED, _ABSMAX))
-            if packed is None or absmax is None:
+            parts = self._whole_parts(name)
+            if parts is None:
                 return  # another thread was faster
-            *rows, columns = self._matrices(name)
-            flat = (part.detach().view(*rows, -1) for part in (packed, absmax))
-            tiled = torch.ops.kbit.tile(*flat, columns, self.bits)
+            tiled = self._to_tiles(name, *(part.detach() for part in parts))
             wait_for(tiled)  # and the canonical form can be freed
-            self._set_tiles(name, tiled)
+            # First add, then remove: another thread finds one form or the other.
+            self._set_parameter(name + _TILED, tiled)
+            for part in self._canonical_parts:
+                self._parameters.pop(name + part, None)
 
-    def _can_tile(self, name: str, force: bool) -> bool:
-        packed, absmax = (self._parameters.get(name + part) for part in (_PACKED, _ABSMAX))
-        if packed is None or absmax is None or self.stays_canonical or self._op is None:
-            return False
-        if not force and not forms.should_tile(self, self._op, packed.device, absmax.dtype):
-            return False
-        # Shards and tensors of tracers stay what they are.
-        plain = type(packed) is type(absmax) is nn.Parameter and not packed.is_meta
-        *rows, columns = self.shapes[name]
-        expected = (*rows, blocks_of(columns))
-        return plain and absmax.dtype == torch.uint8 and tuple(absmax.shape) == expected
-
-    def _set_tiles(self, name: str, tiled: torch.Tensor) -> None:
-        # First add, then remove: another thread finds one form or the other.
-        self._set_parameter(name + _TILED, tiled)
-        self._parameters.pop(name + _PACKED, None)
-        self._parameters.pop(name + _ABSMAX, None)
+    def _whole_parts(self, name: str) -> tuple[nn.Parameter, nn.Parameter] | None:
+        """A weight's canonical parts; None if it is tiled, or they are shards, a tracer's or without data."""
+        codes, scales = (self._parameters.get(name + part) for part in self._canonical_parts)
+        if codes is None or scales is None or codes.is_meta:
+            return None
+        return (codes, scales) if type(codes) is type(scales) is nn.Parameter else None
 
     def _set_parameter(self, name: str, value: torch.Tensor) -> None:
         shared = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
         self._parameters[name] = shared
 
-    def _matrices(self, name: str) -> tuple[int, ...]:
-        """Shape of a weight as the ops see it: one matrix per factor."""
-        return self.shapes[name]
-
     def _canonical(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(packed, absmax) of a weight; made anew from tiles."""
+        """The canonical parts of a weight; made anew from tiles."""
         tiled = self._held(name)
-        if tiled is None:
-            return getattr(self, name + _PACKED), getattr(self, name + _ABSMAX)
-        packed, absmax = torch.ops.kbit.untile(tiled.detach(), self.bits, *self._matrices(name)[-2:])
-        rows = self.shapes[name][:-1]
-        return packed.view(*rows, -1), absmax.view(*rows, -1)
+        if tiled is not None:
+            return self._from_tiles(name, tiled.detach())
+        codes, scales = self._canonical_parts
+        return getattr(self, name + codes), getattr(self, name + scales)
 
     def _device_of(self, name: str) -> torch.device:
         held = self._held(name)
-        return (getattr(self, name + _PACKED) if held is None else held).device
+        return (getattr(self, name + self._canonical_parts[0]) if held is None else held).device
 
     def _tiled_name(self, key: str) -> str | None:
         """The weight that `key`, such as "weight_packed", is a part of, if that weight is tiled."""
         name, underscore, part = key.rpartition("_")
-        if underscore + part not in (_PACKED, _ABSMAX):
+        if underscore + part not in self._canonical_parts:
             return None
         # While a module is unpickled it has no parameters yet.
         return name if "_parameters" in self.__dict__ and self._held(name) is not None else None
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """The canonical parts of a tiled weight, made anew at each access."""
         try:
             return super().__getattr__(name)
@@ -159,7 +159,7 @@ class TileableModule(nn.Module):
             weight = self._tiled_name(name)
             if weight is None:
                 raise
-            return self._canonical(weight)[name.endswith(_ABSMAX)]
+            return self._canonical(weight)[name.endswith(self._canonical_parts[1])]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter; setting a canonical part of a tiled weight changes that back first."""
@@ -167,3 +167,47 @@ class TileableModule(nn.Module):
         if weight is not None:
             self.restore(weight)
         super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        before = {name: self._device_of(name) for name in self.shapes}
+        super()._apply(fn, recurse)
+        for name, device in before.items():
+            now = self._device_of(name)
+            if now != device and not self._tiles_pay(now):
+                self.restore(name)
+        self.prepare()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save the canonical form; from tiles it is made anew, and takes memory until the caller drops it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.shapes:
+            if destination.pop(f"{prefix}{name}{_TILED}", None) is not None:
+                for part, tensor in zip(self._canonical_parts, self._canonical(name), strict=True):
+                    destination[f"{prefix}{name}{part}"] = tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load the canonical form.
+
+        Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
+        """
+        tiled = {name: self._held(name) for name in self.shapes}
+        self.restore()
+        self._before_loading(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, tiles in tiled.items():
+            self._load_tiles(name, tiles)
+
+    def _before_loading(self, state_dict: Any, prefix: str) -> None:
+        """Make room for what a state dict holds; all weights are canonical."""
+
+    def _load_tiles(self, name: str, tiles: torch.Tensor | None) -> None:
+        """Change a loaded weight to tiles: into those it had before, where they fit."""
+        same_place = tiles is not None and tiles.device == self._device_of(name)
+        self._tile(name, force=same_place)
+        made = self._held(name)
+        if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
+            with torch.no_grad():
+                tiles.copy_(made)
+            wait_for(tiles)
+            self._set_parameter(name + _TILED, tiles)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.nn.tiling import TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
-from kbit.nvfp4.layers.tiling import TileableModule
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import FLOATS, TIES, global_scale_for, quantize_nvfp4
 
@@ -61,7 +61,7 @@ class NVFP4Module(TileableModule):
     """What both layers share: the parts of weights as parameters without gradient.
 
     A weight `name` is held as `name_codes` and `name_scales` (uint8, layout nv), or on a GPU as `name_tiled`
-    (see `kbit.nvfp4.layers.tiling`), and `name_global_scale` (float32).
+    (see `kbit.nn.tiling`), and `name_global_scale` (float32).
 
     Attributes:
         settings: see `NVFP4Settings`.
@@ -71,6 +71,13 @@ class NVFP4Module(TileableModule):
 
     settings: NVFP4Settings
     layer_name: str
+
+    _canonical_parts = ("_codes", "_scales")
+
+    @property
+    def tileable(self) -> bool:
+        """Whether this module multiplies tiles, where a GPU has kernels for them."""
+        return False
 
     def _init_parts(
         self, shapes: dict[str, tuple[int, ...]], settings: NVFP4Settings, device: Any, layer_name: str
@@ -99,15 +106,14 @@ class NVFP4Module(TileableModule):
         self._parameters.pop(f"{name}_tiled", None)
         for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
             setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
-        self._tile(name)
+        self._tile(name, force=False)
 
     def quantized(self, name: str) -> NVFP4Tensor:
         """A weight, sharing this layer's memory, in the form that this layer multiplies where it is."""
-        self._tile(name)
+        tiled = self._tiles(name)
         factor = getattr(self, f"{name}_global_scale")
         if factor.dim() == 0:
             factor = self._on_host(name, factor)
-        tiled = self._parameters.get(f"{name}_tiled")
         if tiled is not None:
             return NVFP4Tensor(tiled.data, None, factor.data, self.shapes[name], "tiled")
         codes, scales = (getattr(self, f"{name}_{part}") for part in ("codes", "scales"))
@@ -120,6 +126,23 @@ class NVFP4Module(TileableModule):
             known = (factor.data_ptr(), factor._version, factor.detach().cpu())
             self._host_scales[name] = known
         return known[2]
+
+    def _tiles_pay(self, device: torch.device) -> bool:
+        return self.tileable and device.type == "cuda"
+
+    def _may_tile(self, name: str, codes: torch.Tensor, scales: torch.Tensor, force: bool) -> bool:
+        if force:
+            return True
+        if not self._tiles_pay(codes.device):
+            return False
+        return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+
+    def _to_tiles(self, name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return layouts.from_nv(codes, scales, "tiled")
+
+    def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *_, rows, columns = self.shapes[name]
+        return layouts.to_nv(tiled, "tiled", columns, rows)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
