@@ -158,7 +158,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
     local = tensor.to_local().contiguous()
     parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
     dist.all_gather(parts, local, group=tensor.device_mesh.get_group())
-    pieces = [part.chunk(placement.split_factor, placement.dim) for part in parts]
+    pieces = [part.chunk(int(placement.split_factor), placement.dim) for part in parts]
     return torch.cat([piece for half in zip(*pieces, strict=True) for piece in half], placement.dim)
 
 
