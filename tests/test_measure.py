@@ -87,4 +87,4 @@ def test_commands_exist(job):
     while hasattr(known, "commands"):
         known, rest = known.commands[rest[0]], rest[1:]
     options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)}
-    assert {word for word in rest if word.startswith("--")} <= options
+    assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options

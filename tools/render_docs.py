@@ -23,8 +23,9 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
-PEERS_FILE, NVFP4_FILE = "h200-peers.json", "h200-nvfp4.json"
-WORKLOAD_FILE = "h200-workload.json"
+KERNELS_FILE, NVFP4_FILE = "h200-kernels.json", "h200-nvfp4.json"
+WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
+QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64), ("gateup", "l8b", "l70b")
 PARALLEL_FILES, TRAIN_FILE = "h200-parallel-*.json", "h200-train.json"
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -44,7 +45,7 @@ def about(result: dict[str, Any]) -> str:
 
 def widths() -> str:
     """Every width on a GPU: the product that kbit.linear chose, 4 bits from the file of all shapes."""
-    results = [load_if_there(name) for name in (WIDTHS_FILE, "h200-kernels.json")]
+    results = [load_if_there(name) for name in (WIDTHS_FILE, KERNELS_FILE)]
     if not all(results):
         return ""
     cells = {
@@ -66,7 +67,7 @@ def widths() -> str:
 
 def peers() -> str:
     """Other people's kernels beside ours, one token."""
-    result = load_if_there(PEERS_FILE)
+    result = load_if_there(KERNELS_FILE)
     rows = result.get("rows", [])
     names = [
         f"kbit, k={GPU_BITS}",
@@ -156,6 +157,64 @@ def training() -> str:
     text = "A LoRA step of 4096 tokens, all layers, checkpointing, random weights and tokens."
     header = ["base", "weights GB", "peak GB", "ms (times bf16's)", "loss"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
+
+
+def serving() -> str:
+    """Load on a server of a quantized model, and of the same in bfloat16."""
+    result = load_if_there(SERVE_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench serve` does."
+    body = []
+    for levels in zip(*result["models"].values(), strict=True):
+        for name, level in zip(result["models"], levels, strict=True):
+            figures = [f"{level[key]:.{digits}f}" for key, digits in _SERVED.values()]
+            memory = [f"{level[key] / 1e9:.2f}" for key in ("resident_bytes", "device_bytes")]
+            body.append([name, str(level["clients"]), str(len(level["errors"])), *figures, *memory])
+    text = (
+        "Llama-3-8B's shape, random weights, answers of 64 tokens; the paged cache takes what memory is free."
+    )
+    header = ["model", "clients", "errors", *_SERVED, "resident GB", "GPU GB"]
+    return f"{text} {about(result)}\n\n{markdown(header, body)}"
+
+
+_SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
+
+
+def quantizing() -> str:
+    """Quantizing a checkpoint from disk to disk."""
+    result = load_if_there(QUANTIZE_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench quantize` does."
+    body = [
+        [str(run["jobs"]), f"{run['weights_per_second'] / 1e6:.0f}", f"{run['seconds_for_80b']:.0f}"]
+        for run in result["runs"]
+    ]
+    text = (
+        f"{result['layers']} layers of {result['model']}'s shape, {result['runs'][0]['weights'] / 1e9:.1f} "
+        f"billion weights, from disk to disk on one GPU, scale search included."
+    )
+    header = ["jobs", "million weights a second", "seconds for 80 billion"]
+    return f"{text} {about(result)}\n\n{markdown(header, body)}"
+
+
+def dequantizing() -> str:
+    """What decoding before a 16-bit product costs."""
+    result = load_if_there(DEQUANT_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench dequant` does."
+    chosen = [r for r in result["rows"] if r["shape"] == "l8b" and r["dtype"] == "fp16"]
+    body = [
+        [
+            f"k={row['bits']}, M={row['rows']}",
+            *(f"{row[key]:.1f}" for key in ("fp16_us", "dequantize_us", "total_us")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in sorted(chosen, key=lambda row: (row["rows"], row["bits"]))
+    ]
+    text = "Microseconds, 4096 → 14336, float16; the ratio is float16's time to that of both together."
+    return (
+        f"{text} {about(result)}\n\n{markdown(['', 'float16', 'decode', 'decode + cuBLAS', 'ratio'], body)}"
+    )
 
 
 # Parts of a table that say nothing new: layers between the others, the routing that is less uniform.
@@ -281,6 +340,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
     **{f.__name__: f for f in (widths, peers, experts, workload, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
+    **{f.__name__: f for f in (serving, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 

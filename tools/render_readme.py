@@ -163,7 +163,7 @@ def models() -> str:
             best = {b: _fastest(arm, b) for b in batches}
             decoded = [f"{row['tokens_s']:.0f}{_ratio(row)}" if row else "" for row in best.values()]
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
-            prefill = f"{arm['prefill_tokens_s']:.0f}"
+            prefill = f"{arm['prefill_tokens_s']:.0f}" if arm["prefill_tokens_s"] else ""
             compiled = ", torch.compile" if result["plan"]["compiled"] else ""
             name = f"{result['model']}, {arm['name'].removeprefix('kbit ')}{compiled}"
             body.append([name, *sizes, *decoded, prefill])
