@@ -88,18 +88,36 @@ def test_the_same_bits_as_the_op(dtype, shape, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_strided_and_empty_operands(monkeypatch):
+    calls, run = [], direct._multiply
+    monkeypatch.setattr(direct, "_multiply", lambda *args: calls.append(1) or run(*args))
+    layer = on_gpu()
+    layer.bias = torch.nn.Parameter(torch.randn(3 * 384, device="cuda", dtype=torch.bfloat16)[::3])
+    x = torch.randn(512, 5, device="cuda", dtype=torch.bfloat16).t()
+    with torch.no_grad():
+        for rows in (x, x[:0], x[1::2]):
+            y = layer(rows)
+            with Listening():
+                assert torch.equal(y, layer(rows))
+    assert len(calls) == 3
+
+
+@pytest.mark.gpu
 def test_what_the_op_has_to_do_more_for_goes_to_it(monkeypatch):
     monkeypatch.setattr(direct, "_multiply", lambda *args: pytest.fail("went past the op"))
     layer = on_gpu()
     x = torch.randn(2, 512, device="cuda", dtype=torch.bfloat16)
-    layer(x.requires_grad_()).sum().backward()
+    layer(x.clone().requires_grad_()).sum().backward()
     with torch.no_grad():
         layer(x.float())
         layer(x.half())  # a bias of another dtype
-        layer(torch.randn(512, 2, device="cuda", dtype=torch.bfloat16).t())
-        layer(x[:0])
         with torch.autocast("cuda", dtype=torch.bfloat16):
+            layer(x)
+        with torch.profiler.profile():
             layer(x)
         for wrong in (x[:, :480], x.cpu(), x.long()):
             with pytest.raises((TypeError, ValueError)):
                 layer(wrong)
+        layer.bias = torch.nn.Parameter(layer.bias[:100])
+        with pytest.raises(ValueError, match="bias"):
+            layer(x)

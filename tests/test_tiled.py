@@ -130,6 +130,8 @@ def test_one_token_of_experts_is_the_sum_of_theirs():
         ({"ids": torch.tensor([[0.0]])}, "ids must be int32 or int64"),
         ({"weights": torch.rand(1, 2)}, "top_k_weights"),
         ({"intermediate": 48}, "tiled"),
+        ({"down": weight(4, 96, 32).tile().tiled}, "as many experts"),
+        ({"gate_up": weight(64, 96).tile().tiled, "gate_up_scale": torch.tensor(1.0)}, "as many experts"),
     ],
 )
 def test_one_token_of_experts_refuses(change, message):

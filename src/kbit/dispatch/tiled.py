@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends import cuda, reference
+from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
@@ -85,11 +85,7 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
 
 def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features):
     out = x.new_empty((*x.shape[:-1], out_features))
-    sizes = (out_features, in_features, False)
-    cuda.linear_tiled(
-        x.view(-1, in_features), tiled, codebook, scale, bias, *sizes, out.view(-1, out_features)
-    )
-    return out
+    return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, False, out)
 
 
 direct.set_multiply(_linear_directly)

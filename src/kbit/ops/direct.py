@@ -2,8 +2,8 @@
 
 Through an op that is written in Python a product costs a CPU as much as half a dozen of PyTorch's own, and
 decoding without a CUDA graph waits for the CPU. So a layer asks here first. It gets its product unless
-someone may want to see the op: a gradient, torch.compile, tracing, a mode, a functorch transform; or unless
-the op would have to do more: checks that fail, copies, another dtype.
+someone may want to see the op: a gradient, torch.compile, tracing, a profiler, a mode, a functorch transform;
+or unless the op would refuse, or compute in another dtype.
 
 `kbit.dispatch` knows the backends and stands above; it sets who multiplies, as it registers the ops.
 """
@@ -38,6 +38,7 @@ def _plain(tensor: torch.Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
+        or torch.autograd._profiler_enabled()
         or torch.is_autocast_enabled("cuda")
     )
 
@@ -51,7 +52,7 @@ def linear(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor | None:
-    """`kbit::linear_tiled` of a layer's own, contiguous parts, without gradient; None: call the op.
+    """`kbit::linear_tiled` of a layer's own parts, without gradient; None: call the op.
 
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
@@ -59,7 +60,14 @@ def linear(
     """
     if _multiply is None or not x.is_cuda or not _plain(x) or x.dtype not in _DTYPES:
         return None
-    fits = x.shape[-1:] == (in_features,) and x.numel() and x.is_contiguous() and x.device == tiled.device
-    if not fits or (bias is not None and (bias.dtype != x.dtype or bias.device != x.device)):
+    parts = (tiled, codebook, scale)
+    if x.shape[-1:] != (in_features,) or any(part.device != x.device for part in parts):
+        return None
+    if bias is not None and not (
+        type(bias) in (torch.Tensor, torch.nn.Parameter)
+        and bias.shape == (out_features,)
+        and bias.dtype == x.dtype
+        and bias.device == x.device
+    ):
         return None
     return _multiply(x, tiled, codebook, scale, bias, out_features, in_features)

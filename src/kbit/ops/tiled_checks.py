@@ -149,10 +149,15 @@ def experts_one_token(
 
     Raises:
         TypeError, ValueError: see `check_tiles`, `kbit.ops.moe_checks.moe_align` and `routing`; x is not one
-            token, or an argument is on another device.
+            token, weights are not of as many experts, or an argument is on another device.
     """
     if x.dim() != 2 or x.shape[0] != 1:
         raise ValueError(f"experts: one token is [1, hidden], got {tuple(x.shape)}. Sort more by expert.")
+    if gate_up.dim() != 4 or down.dim() != 4 or gate_up.shape[0] != down.shape[0]:
+        raise ValueError(
+            f"experts: gate_up and down must be tiles of as many experts, got {tuple(gate_up.shape)} and "
+            f"{tuple(down.shape)}. Are they of one layer?"
+        )
     check_tiles(gate_up, codebook, gate_up_scale, 2 * intermediate, x.shape[1])
     check_tiles(down, codebook, down_scale, x.shape[1], intermediate)
     moe_checks.moe_align(ids, gate_up.shape[0])

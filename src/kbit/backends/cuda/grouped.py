@@ -63,6 +63,10 @@ class Config:
         )
 
 
+# As a launch looks it up.
+_kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A launch.
@@ -221,7 +225,7 @@ def linear(
     assert chosen is not None
     x = operands.aligned(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    kernel = launcher.load(chosen.config.spec(bits, x.dtype, chosen.tokens), index, _FORMAT)
+    kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, _FORMAT)
     pointers = (tiled, codebook, scale, x, out, offsets)
     sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))
     places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.jobs_at, chosen.parts_at)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands, stream, stream_config
+from kbit.backends.cuda import driver, layout, operands, stream, stream_config
 
-MOST_SLOTS = 32
-_WARP = 32
+MOST_SLOTS = 32  # a lane of a warp each
 
 
 def refusal(
@@ -41,7 +40,8 @@ def rows(
 ) -> None:
     """out[u] = x @ W[ids[u]]^T (gated: silu(gate) * up) of one token, x [1, K], ids [U], in one launch."""
     sizes = (out_features, in_features, silu_and_mul)
-    shape = (ids.shape[0] * out_features, in_features)
+    tiles = -(-out_features // layout.TILE_ROWS)  # of each expert
+    shape = (ids.shape[0] * tiles * layout.TILE_ROWS, in_features)
     _launch_experts(stream_config.EXPERT_ROWS, x, tiled, codebook, scale, ids, None, sizes, shape, out)
 
 
@@ -74,37 +74,17 @@ def _launch_experts(
     shape: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    index, bits = x.device.index, codebook.shape[0].bit_length() - 1
-    chosen = stream.plan(1, *shape, bits, sizes[2], driver.device_limits(index), experts=experts)
-    x = operands.aligned(x)
-    spec = chosen.config.spec(bits, x.dtype, 1, experts=experts)
-    launcher.launch_on(
-        index,
-        launcher.load(spec, index, stream.FORMAT),
-        (chosen.grid, 1, 1),
-        (chosen.workers + 1) * _WARP,
-        (
-            tiled.data_ptr(),
-            codebook.data_ptr(),
-            scale.data_ptr(),
-            x.data_ptr(),
-            0,
-            out.data_ptr(),
-            *sizes[:2],
-            1,
-            x.shape[1],
-            int(sizes[2]),
-            chosen.ring_at,
-            chosen.parts_at,
-            chosen.totals_at,
-            0,
-            ids.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-            ids.shape[0],
-            tiled.shape[0],
-            int(ids.dtype == torch.int64),
-            int(weights is not None and weights.dtype == torch.float32),
-        ),
-        smem=chosen.shared_bytes,
-        pdl=True,
+    bits, (out_features, in_features, gated) = codebook.shape[0].bit_length() - 1, sizes
+    limits = driver.device_limits(x.device.index)
+    chosen = stream.plan(1, *shape, bits, gated, limits, experts=experts)
+    spec = stream_config.kernel_of(chosen.config, bits, x.dtype, 1, False, experts)
+    routing = stream.Routing(
+        ids=ids.data_ptr(),
+        weights=0 if weights is None else weights.data_ptr(),
+        slots=ids.shape[0],
+        experts=tiled.shape[0],
+        wide_ids=int(ids.dtype == torch.int64),
+        wide_weights=int(weights is not None and weights.dtype == torch.float32),
     )
+    problem = (out_features, in_features, 1, gated)
+    stream.launch(chosen, spec, x, tiled, codebook, scale, None, problem, out, routing=routing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +20,11 @@ from kbit.backends.cuda.stream_config import (
     TOKENS,
     Config,
     configs,
+    kernel_of,
     sums_of,
 )
 
-FORMAT = "QQQQQQiiiiiiiiQQQiiii"
+_FORMAT = "QQQQQQiiiiiiiiQQQiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
 GROUP_COLUMNS = 64 * _GROUP_TILES
 _WARP = 32
@@ -163,11 +164,62 @@ def _lay_out(
     return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, totals_at + kept)
 
 
-@functools.lru_cache(maxsize=4096)
-def _spec_of(dtype: torch.dtype, *shape: Any) -> KernelSpec:
-    """The kernel that `plan(*shape)` launches."""
-    chosen, (_, _, _, bits, _, _, nvfp4) = plan(*shape), shape
-    return chosen.config.spec(bits, dtype, chosen.tokens, nvfp4)
+class Routing(NamedTuple):
+    """A token's experts for the kernel, as `Routing` in stream.cuh: addresses, numbers and widths."""
+
+    ids: int = 0
+    weights: int = 0
+    slots: int = 0
+    experts: int = 0
+    wide_ids: int = 0
+    wide_weights: int = 0
+
+
+NO_ROUTING = Routing()
+
+
+def launch(
+    chosen: Plan,
+    spec: KernelSpec,
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: tuple[int, int, int, bool],
+    out: torch.Tensor,
+    row_scale: torch.Tensor | None = None,
+    routing: Routing = NO_ROUTING,
+) -> None:
+    """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated."""
+    x = operands.aligned(x)
+    out_features, in_features, m, gated = sizes
+    launcher.launch_on(
+        x.device.index,
+        launcher.load(spec, x.device.index, _FORMAT),
+        (chosen.grid, 1, 1),
+        (chosen.workers + 1) * _WARP,
+        (
+            tiled.data_ptr(),
+            codebook.data_ptr(),
+            scale.data_ptr(),
+            x.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out_features,
+            in_features,
+            m,
+            x.shape[1],  # contiguous; the stride of a single row may be anything
+            int(gated),
+            chosen.ring_at,
+            chosen.parts_at,
+            chosen.totals_at,
+            0 if row_scale is None else row_scale.data_ptr(),
+            *routing,
+        ),
+        smem=chosen.shared_bytes,
+        pdl=True,
+    )
 
 
 def linear(
@@ -193,34 +245,9 @@ def linear(
             part = slice(first, first + most)
             linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
         return
-    index = x.device.index
     bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
-    shape = (x.shape[0], out_features, in_features, bits, silu_and_mul, driver.device_limits(index), nvfp4)
-    chosen, spec = plan(*shape), _spec_of(x.dtype, *shape)
-    x = operands.aligned(x)
-    kernel = launcher.load(spec, index, FORMAT)
-    launcher.launch_on(
-        index,
-        kernel,
-        (chosen.grid, 1, 1),
-        (chosen.workers + 1) * _WARP,
-        (
-            tiled.data_ptr(),
-            codebook.data_ptr(),
-            scale.data_ptr(),
-            x.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out_features,
-            in_features,
-            *x.shape,  # contiguous; the stride of a single row may be anything
-            int(silu_and_mul),
-            chosen.ring_at,
-            chosen.parts_at,
-            chosen.totals_at,
-            0 if row_scale is None else row_scale.data_ptr(),
-            *(0, 0, 0, 0, 0, 0),
-        ),
-        smem=chosen.shared_bytes,
-        pdl=True,
-    )
+    limits = driver.device_limits(x.device.index)
+    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
+    spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)
+    sizes = (out_features, in_features, x.shape[0], silu_and_mul)
+    launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale)

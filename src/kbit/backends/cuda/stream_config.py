@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,10 @@ class Config:
     def in_holes(self, bits: int, tokens: int) -> bool:
         """Whether those sums fit in what the table of 3 and 4 bits leaves free: half of each of 256 rows."""
         return bits in (3, 4) and self.buffers(tokens) * self.workers * sums_of(tokens) <= 256
+
+
+# As a launch looks it up.
+kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
 
 
 def sums_of(tokens: int) -> int:

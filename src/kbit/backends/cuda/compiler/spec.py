@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kbit.backends.cuda.compiler.instructions import WGMMA_HEADER, wgmma_header
 
@@ -29,8 +30,6 @@ class KernelSpec:
     config: tuple[tuple[str, int | bool], ...] = ()
 
     def __post_init__(self) -> None:
-        # Kernels are looked up by their spec at every launch.
-        object.__setattr__(self, "_hash", hash((self.source, self.config)))
         if not self.source.endswith(".cu") or not self.entry.isidentifier():
             raise ValueError(f"kernel source {self.source!r} must be <name of the kernel>.cu.")
         for name, value in self.config:
@@ -40,9 +39,14 @@ class KernelSpec:
                 raise ValueError(
                     f"{self.source}: config {name} must be a bool or a 32-bit int, got {value!r}."
                 )
+        # Kernels are looked up by their spec at every launch.
+        object.__setattr__(self, "_hash", hash((self.source, self.config)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # hashes of strings differ from process to process
+        return KernelSpec, (self.source, self.config)
 
     @classmethod
     def make(cls, source: str, **config: int | bool) -> KernelSpec:
