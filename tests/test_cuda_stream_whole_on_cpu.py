@@ -90,7 +90,10 @@ def experts_of(count: int, n: int, k: int, bits: int, made: torch.Generator):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 200), (True, 96, 600), (True, 64, 64)])
+@pytest.mark.parametrize(
+    ("gated", "n", "k"),
+    [(False, 72, 200), (False, 40, 4200), (True, 96, 4400), (True, 96, 600), (True, 64, 64)],
+)
 def test_rows_of_the_experts_of_a_token(bits: int, gated: bool, n: int, k: int) -> None:
     made = torch.Generator().manual_seed(n + k + bits)
     tiled, codebook, scale, dense = experts_of(6, n, k, bits, made)

@@ -28,6 +28,8 @@ WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64), ("gateup", "l8b", "l70b")
 PARALLEL_FILES, TRAIN_FILE = "h200-parallel-*.json", "h200-train.json"
+# Column -> (key of a level, digits).
+_SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -175,9 +177,6 @@ def serving() -> str:
     )
     header = ["model", "clients", "errors", *_SERVED, "resident GB", "GPU GB"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
-
-
-_SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
 
 
 def quantizing() -> str:

@@ -145,7 +145,8 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
     n, k, gated = sizes
     ops, scale = torch.ops.kbit, torch.ones(5, device="cuda")
     for tokens, choices in ((1, 2), (9, 3), (70, 2)):
-        ids = torch.randint(0, 6, (tokens, choices), device="cuda", dtype=torch.int32)  # 5: not mine
+        ids = torch.randint(0, 6, (tokens, choices), device="cuda", dtype=torch.int32)
+        ids[0, 0] = 5  # not mine
         source, bounds, inverse = ops.moe_align(ids, 5)
         x = torch.randn(tokens, k, device="cuda", dtype=dtype)
         weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)

@@ -82,9 +82,10 @@ class KbitExperts(QuantizedModule):
 
     Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
     sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
-    (`kbit::moe_combine`), so equal inputs give equal bits. Nothing waits for the device, and all sizes follow
-    from those of the inputs: CUDA graphs record it, whatever the routing will be. An expert shared by all
-    tokens is a module of its own in transformers, beside this one.
+    (`kbit::moe_combine`), so equal inputs give equal bits. A single token on a GPU needs no sorting
+    (`kbit::experts_one_token`), and its experts' results are not rounded before they are added. Nothing
+    waits for the device, and all sizes follow from those of the inputs: CUDA graphs record it, whatever the
+    routing will be. An expert shared by all tokens is a module of its own in transformers, beside this one.
 
     A new one holds zeros; `from_experts` and `load_state_dict` fill it.
 
@@ -204,7 +205,8 @@ class KbitExperts(QuantizedModule):
         """Both weights, if one op may take a token: nothing to differentiate, silu, one factor each."""
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
-        if self.gate_up_proj_scale.dim() > 1 or not is_silu(self.act_fn):
+        # Of other ranks' experts sorting leaves nothing to do; without it they would be read.
+        if self._is_expert_parallel or self.gate_up_proj_scale.dim() > 1 or not is_silu(self.act_fn):
             return None
         gate_up, down = self._tiles("gate_up_proj"), self._tiles("down_proj")
         return None if gate_up is None or down is None else (gate_up, down)

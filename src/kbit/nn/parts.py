@@ -44,7 +44,6 @@ class QuantizedModule(TileableModule):
 
     bits: int
     layer_name: str
-    stays_canonical = False
     codebook: torch.Tensor
     weight_packed: torch.Tensor
     weight_absmax: torch.Tensor

@@ -41,6 +41,8 @@ class TileableModule(nn.Module):
 
     # Suffixes of a weight's canonical parts: its codes, then its block scales.
     _canonical_parts: ClassVar[tuple[str, str]]
+    # Others use the memory of the canonical form: a tied weight, or a CUDA graph that recorded it.
+    stays_canonical = False
 
     def _tiles_pay(self, device: torch.device) -> bool:
         """Whether a kernel of this device multiplies this module's weights as tiles."""
@@ -63,7 +65,7 @@ class TileableModule(nn.Module):
 
         Moving to a GPU, loading and quantizing on one do this, and so does the first call that neither
         torch.compile nor a CUDA graph records. It waits for the device; meanwhile a weight exists in both
-        forms. Tied k-bit weights stay as they are, and so do block scales other than E4M4.
+        forms. Tied weights stay as they are, and so do block scales that no kernel's tiles have.
 
         Args:
             force: also where no kernel does, as on the CPU; the reference then multiplies, slowly.
@@ -123,7 +125,7 @@ class TileableModule(nn.Module):
     def _whole_parts(self, name: str) -> tuple[nn.Parameter, nn.Parameter] | None:
         """A weight's canonical parts; None if it is tiled, or they are shards, a tracer's or without data."""
         codes, scales = (self._parameters.get(name + part) for part in self._canonical_parts)
-        if codes is None or scales is None or codes.is_meta:
+        if codes is None or scales is None or codes.is_meta or scales.is_meta:
             return None
         return (codes, scales) if type(codes) is type(scales) is nn.Parameter else None
 

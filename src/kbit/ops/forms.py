@@ -49,11 +49,16 @@ def tiles_pay(op: str, device: torch.device, absmax_dtype: torch.dtype) -> bool:
 
 
 def should_tile(holder: Holder, op: str, device: torch.device, absmax_dtype: torch.dtype) -> bool:
-    """Whether `holder` is to change its weight to tiles now: they pay, and torch.compile does not trace.
+    """Whether `holder` is to change its weight to tiles now: they pay, and it may."""
+    return tiles_pay(op, device, absmax_dtype) and may_change(holder, device)
+
+
+def may_change(holder: Holder, device: torch.device) -> bool:
+    """Whether a weight may leave its canonical form now: torch.compile does not trace.
 
     A CUDA graph that records the canonical form will read it at every replay, so the holder keeps it then.
     """
-    if torch.compiler.is_compiling() or holder.stays_canonical or not tiles_pay(op, device, absmax_dtype):
+    if torch.compiler.is_compiling() or holder.stays_canonical:
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         holder.__dict__["stays_canonical"] = True

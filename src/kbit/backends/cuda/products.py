@@ -1,6 +1,7 @@
 """y = x @ W^T on the GPU, by the kernel that `kbit.backends.cuda.preference` takes for a problem.
 
-Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device.
+Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device but
+what says so.
 """
 
 from __future__ import annotations
@@ -150,9 +151,10 @@ def experts_one_token(
     intermediate: int,
     out: torch.Tensor,
 ) -> None:
-    """A layer of experts for one token in two launches, without sorting; nothing waits.
+    """A layer of experts for one token, in two launches of stream.cu without sorting.
 
-    Where stream.cu may not take it, or KBIT_KERNEL names another kernel, by the ways of more tokens.
+    Where that may not take it, or KBIT_KERNEL names another kernel, by the ways of more tokens; in float32
+    the host then waits for the device.
 
     Args:
         x: [1, H], float16, bfloat16 or float32.
@@ -165,6 +167,7 @@ def experts_one_token(
 
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
+        ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.grouped_preference.choose`.
     """
     hidden, slots = x.shape[1], ids.shape[1]
     refusal = one_token.refusal(

@@ -41,8 +41,15 @@ def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] 
 @functools.cache
 def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> KernelSpec:
     """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout."""
-    source = "dequantize_tiled.cu" if tiled else "dequantize.cu"
-    return KernelSpec.make(source, bits=bits, dtype=_DTYPES[dtype])
+    if not tiled:
+        return KernelSpec.make("dequantize.cu", bits=bits, dtype=_DTYPES[dtype])
+    table_bytes = _table_bytes(bits)
+    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=_DTYPES[dtype], table_bytes=table_bytes)
+
+
+def _table_bytes(bits: int) -> int:
+    """Of dequantize_tiled.cu's look-up table for 16-bit results; blocks are many, and small."""
+    return operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
 
 
 @functools.cache
@@ -237,11 +244,7 @@ def dequantize_tiled(
     tiled = aligned(tiled)  # by name: a clone must live until the launch
     pointers = tuple(t.data_ptr() for t in (tiled, codebook, scale, out))
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
-    table = (
-        (operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)
-        if out.element_size() == 2
-        else 128 << bits
-    )
+    table = _table_bytes(bits) if out.element_size() == 2 else 128 << bits
     smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
     grid = staying_grid(out.device, matrices * used * column_tiles, _DECODE_WARPS, _DECODE_PER_SM)
     launch(spec, "QQQQQQQQQi", out.device, grid, _DECODE_WARPS, (*pointers, *sizes), smem=smem)

@@ -149,14 +149,20 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(module, ParallelModule) for module in model.modules())
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
-    """The tensor of all ranks. Every rank must call it; where halves are split, parts are of one size."""
+def _whole(name: str, tensor: DTensor) -> torch.Tensor:
+    """The tensor of all ranks, every one of which must call this."""
     placement = tensor.placements[0]
     if len(tensor.placements) > 1 or not isinstance(placement, _StridedShard):
         return tensor.full_tensor()
+    ranks, size = tensor.device_mesh.size(), tensor.shape[placement.dim]
+    if size % (int(placement.split_factor) * ranks):
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} is two matrices of {size // 2} rows, which {ranks} ranks do not "
+            f"share evenly; it cannot be gathered. Save with a number of ranks that divides {size // 2}."
+        )
     # A rank has its part of the gates above its part of the ups; torch 2.11 does not gather that.
     local = tensor.to_local().contiguous()
-    parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
+    parts = [torch.empty_like(local) for _ in range(ranks)]
     dist.all_gather(parts, local, group=tensor.device_mesh.get_group())
     pieces = [part.chunk(int(placement.split_factor), placement.dim) for part in parts]
     return torch.cat([piece for half in zip(*pieces, strict=True) for piece in half], placement.dim)
@@ -166,6 +172,9 @@ def gathered_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """A split model's state dict with whole tensors, on the CPU of rank 0; other ranks get empty ones.
 
     Every rank must call it. Tied parameters stay one tensor, which a checkpoint then holds once.
+
+    Raises:
+        ValueError: a tensor's parts differ in size, so that they cannot be gathered.
     """
     gathered: dict[str, torch.Tensor] = {}
     seen: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -173,7 +182,7 @@ def gathered_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.data_ptr(), tuple(tensor.shape), tensor.dtype) if local.numel() else (name,)
         if key not in seen:
-            whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
+            whole = _whole(name, tensor) if isinstance(tensor, DTensor) else tensor
             seen[key] = (
                 whole.detach().cpu().contiguous()
                 if dist.get_rank() == 0

@@ -14,6 +14,7 @@ from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import FLOATS, TIES, global_scale_for, quantize_nvfp4
+from kbit.ops import forms
 
 ACTIVATIONS = ("nvfp4", "16bit")
 
@@ -131,11 +132,7 @@ class NVFP4Module(TileableModule):
         return self.tileable and device.type == "cuda"
 
     def _may_tile(self, name: str, codes: torch.Tensor, scales: torch.Tensor, force: bool) -> bool:
-        if force:
-            return True
-        if not self._tiles_pay(codes.device):
-            return False
-        return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+        return force or (self._tiles_pay(codes.device) and forms.may_change(self, codes.device))
 
     def _to_tiles(self, name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return layouts.from_nv(codes, scales, "tiled")

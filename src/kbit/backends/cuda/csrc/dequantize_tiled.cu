@@ -29,7 +29,7 @@ constexpr int kWarps = 16;
 constexpr bool kWhole = Config::dtype == 0;  // float32
 constexpr int kRowBytes = kTileColumns * D::kBytes;
 constexpr int kChunks = kRowBytes / 16;  // of a row
-using Table = Decoder<kBits, Config::dtype == 2, kBits == 5 ? 4096 : 65536>;
+using Table = Decoder<kBits, Config::dtype == 2, Config::table_bytes>;
 constexpr int kTableBytes = kWhole ? Levels<kBits>::kBytes : Table::kTableBytes;
 
 // Where chunk `chunk` of row `row` of a tile is staged. Lanes 4g + t write pairs of row g (or g + 8) at
