@@ -26,7 +26,9 @@ def levels_of(codebook, bits: int) -> np.ndarray:
 
 def read_packed(folder: Path, name: str, in_features: int | None = None) -> np.ndarray:
     """float32 [N, K], or [E, N, K]: the parameter `name`, decoded."""
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    if config.get("quant_method") != "kbit":
+        raise ValueError(f"{folder} is no k-bit checkpoint: its config.json names no quantization by kbit")
     parts = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as tensors:

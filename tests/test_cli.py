@@ -376,12 +376,28 @@ def test_doctor_finds_this_machine_fit():
     assert "cpu kernels" in succeed("doctor")
 
 
+def test_doctor_reads_the_settings(monkeypatch):
+    monkeypatch.setenv("KBIT_BACKEND", "cpu")
+    monkeypatch.setenv("KBIT_KERNEL", "strem")
+    monkeypatch.setenv("KBIT_SPEED", "11")
+    (row,) = (row for row in json.loads(succeed("doctor", "--json")) if row["what"] == "settings")
+    assert "KBIT_BACKEND=cpu" in row["found"]
+    assert "KBIT_KERNEL may be stream, grouped, wgmma, cublas." in row["remedy"]
+    assert "Nothing reads KBIT_SPEED" in row["remedy"]
+    assert "KBIT_BACKEND may" not in row["remedy"]
+
+
+def test_serve_refuses_what_is_no_model(tmp_path):
+    assert "no config.json" in refuse("serve", tmp_path)
+    assert "is not a folder" in refuse("serve", tmp_path / "missing")
+
+
 def test_doctor_prints_remedies_whole(monkeypatch):
     # rich takes what stands in brackets for markup, and pip's extras stand in brackets.
-    finding = doctor.__globals__["Finding"]("driver", "none [yet]", "pip install 'kbit[cuda]'", False)
+    finding = doctor.__globals__["Finding"]("driver", "none [yet]", "pip install 'some[extra]'", False)
     monkeypatch.setitem(doctor.__globals__, "CHECKS", (lambda: finding,))
     output = succeed("doctor")
-    assert "kbit[cuda]" in output
+    assert "some[extra]" in output
     assert "none [yet]" in output
 
 

@@ -506,3 +506,8 @@ def test_layers_follow_autocast():
     for result, expected in zip(results, (linear(low), experts(low, ids, weights)), strict=True):
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, expected)
+
+
+def test_a_width_alone_is_no_policy():
+    with pytest.raises(TypeError, match=r"got int. For 4 bits: kbit.KbitConfig\(bits=4\)"):
+        kbit.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), 4)

@@ -251,6 +251,15 @@ def test_out_is_written_and_returned(dense):
     assert torch.equal(decoded, kbit.dequantize(dense))
 
 
+@pytest.mark.parametrize("call", [kbit.linear, kbit.grouped_linear, kbit.dequantize])
+def test_a_weight_that_is_not_quantized_is_refused(call):
+    w = torch.zeros(32, 64)
+    arguments = (w,) if call is kbit.dequantize else (torch.zeros(1, 64), w)
+    arguments += (torch.tensor([0, 1], dtype=torch.int32),) if call is kbit.grouped_linear else ()
+    with pytest.raises(TypeError, match="must be a QuantizedTensor, got Tensor"):
+        call(*arguments)
+
+
 def test_bad_out_is_refused(dense):
     x = torch.randn(3, 72)
     with pytest.raises(ValueError, match=r"out must be contiguous with shape \(3, 48\)"):

@@ -27,7 +27,7 @@ def figure_of(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"plots need matplotlib ({error}). pip install 'kbit[plot]'") from None
+        raise ImportError(f"plots need matplotlib ({error}). pip install matplotlib") from None
     figure = Figure(figsize=(7, 4.5 if rows == 1 else 3 * rows), dpi=120, layout="constrained")
     return figure, list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
 

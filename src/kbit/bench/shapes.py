@@ -66,7 +66,7 @@ def select(names: Iterable[str] = (), models: Iterable[str] = ()) -> tuple[Layer
     grouped = [shape.name for shape in SHAPES if shape.experts and shape.name in names]
     if grouped:
         raise ValueError(
-            f"bench: {', '.join(grouped)} belong to experts, which `kbit bench` does not measure yet. "
+            f"bench: {', '.join(grouped)} belong to experts, which `kbit bench moe` measures. "
             f"Dense shapes: {', '.join(shape.name for shape in DENSE)}."
         )
     chosen = tuple(

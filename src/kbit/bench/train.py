@@ -92,7 +92,7 @@ def measure(
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ImportError("kbit bench train needs peft. Install it: pip install 'kbit[train]'.") from None
+        raise ImportError("kbit bench train needs peft. Install it: pip install peft.") from None
     for name, policy in policies.items():
         with model_build.freeing(device):
             show(f"{name}: building")

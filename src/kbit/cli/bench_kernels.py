@@ -265,7 +265,7 @@ def plot(
     file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`.")],
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result of `bench kernels`. Speed-up against M by model, and a roofline; needs kbit[plot]."""
+    """Draw a result of `bench kernels`. Speed-up against M by model, and a roofline; needs matplotlib."""
     from kbit.bench import kernel_rows, plots
 
     result, rows = kernel_rows.load(file)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kbit.format.words import counted
 
-_INSTALL = "pip install 'kbit[cuda]'"
+_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,32 @@ def _cache() -> Finding:
     )
 
 
+# Environment variable -> the values that it may have; None: any.
+_SETTINGS: dict[str, tuple[str, ...] | None] = {
+    "KBIT_BACKEND": ("cuda", "cpu", "reference"),
+    "KBIT_KERNEL": ("stream", "grouped", "wgmma", "cublas"),
+    "KBIT_CUDA_COMPILER": ("nvrtc", "nvcc"),
+    "KBIT_CPU_ISA": None,  # another line says so
+    "KBIT_CACHE": None,
+    "KBIT_NVCC": None,
+    "KBIT_CUDA_FLAGS": None,
+    "KBIT_DEBUG": None,
+}
+
+
+def _settings() -> Finding:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KBIT_")}
+    wrong = []
+    for name, value in found.items():
+        values = _SETTINGS.get(name, ())
+        if name not in _SETTINGS:
+            wrong.append(f"Nothing reads {name}; known: {', '.join(_SETTINGS)}.")
+        elif value and values is not None and value not in values:
+            wrong.append(f"{name} may be {', '.join(values)}.")
+    shown = ", ".join(f"{name}={value}" for name, value in found.items())
+    return Finding("settings", shown or "none", " ".join(wrong))
+
+
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     return Finding("free disk here", f"{free / 1e9:.1f} GB", "Make room first." if free < 1e9 else "")
@@ -218,6 +244,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _nvrtc,
     _nvcc,
     _cache,
+    _settings,
     _disk,
 )
 # Warnings of these would mislead where there is no GPU to use them.

@@ -178,13 +178,25 @@ def _sizes(model: Any, base: Any) -> dict[str, Any]:
     return {"bits_per_weight": round(8 * nbytes / weights, 4), **error}
 
 
+def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The reference's own of a quantized weight; raises ValueError where it has none of that shape."""
+    try:
+        found = getattr(base.get_submodule(name), weight).detach()
+    except AttributeError:
+        found = None
+    if found is None or tuple(found.shape) != shape:
+        what = "is not there" if found is None else f"is {tuple(found.shape)}"
+        raise ValueError(f"{name}.{weight} is {shape}, and {what} in the reference. Are they one model?")
+    return found
+
+
 def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
     """Squared error of all quantized weights over their squared sum."""
     from kbit.ops import dequantize
 
     error = total = 0.0
     for name, module, weight in parts:
-        exact = getattr(base.get_submodule(name), weight).detach().float()
+        exact = _weight_of(base, name, weight, tuple(module.shapes[weight])).float()
         decoded = dequantize(module.quantized(weight)).view_as(exact)
         error += float((decoded - exact).square().sum())
         total += float(exact.square().sum())

@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-# What transformers' server imports; `pip install "kbit[serve]"` brings them. requests is imported by its
+# What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
 
@@ -24,7 +25,9 @@ def check_packages() -> None:
     """Raises ImportError where a package that the server needs is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"serving needs {', '.join(missing)}. Install them: pip install 'kbit[serve]'.")
+        raise ImportError(
+            f"serving needs {', '.join(missing)}. Install them: pip install 'transformers[serving]' requests."
+        )
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -47,4 +50,16 @@ def command(
     model: Annotated[str, typer.Argument(help="A model's folder; before the options.")],
 ) -> None:
     """Serve a model by an OpenAI-compatible API. All other options are those of `transformers serve`."""
+    _check_model(model)
     serve([model, *context.args])
+
+
+def _check_model(name: str) -> None:
+    """Raises OSError for what is no model's folder and no name on a hub, which has one slash at most."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name} has no config.json; is it a model's folder?")
+    if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise FileNotFoundError(
+            f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
+        )

