@@ -201,14 +201,13 @@ def compiled_blocks(model: Any) -> Iterator[None]:
     """
     import torch._dynamo
 
-    layers = list(model.get_decoder().layers)
-    limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 8 * len(layers))
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 64 * len(layers))
+    layers, config = list(model.get_decoder().layers), torch._dynamo.config
+    limits = {"recompile_limit": 8 * len(layers), "accumulated_recompile_limit": 64 * len(layers)}
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=False)
     try:
-        yield
+        with config.patch({name: max(limit, getattr(config, name)) for name, limit in limits.items()}):
+            yield
     finally:
         for layer in layers:
             layer._compiled_call_impl = None

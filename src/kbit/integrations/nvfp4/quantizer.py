@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -17,7 +17,6 @@ from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 logger = logging.get_logger(__name__)
 
 
-@register_quantizer(QUANT_METHOD)
 class NVFP4HfQuantizer(HfQuantizer):
     """Quantizes a model right after it is loaded, layer by layer, or loads what is quantized.
 
@@ -115,3 +114,7 @@ def _check_loaded(name: str, module: NVFP4Module) -> None:
                 check_global_scale(value, f"{name}.{part}")
         elif part.endswith("_scales"):
             check_scale_bytes(parameter.data, f"{name}.{part}")
+
+
+# Not by register_quantizer, which refuses a module that is imported anew.
+AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = NVFP4HfQuantizer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -21,7 +21,6 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-@register_quantizer(QUANT_METHOD)
 class KbitHfQuantizer(HfQuantizer):
     """Quantizes while loading, and loads and saves what is quantized.
 
@@ -181,3 +180,7 @@ class KbitHfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether torch.compile can trace the model."""
         return True
+
+
+# Not by register_quantizer, which refuses a module that is imported anew.
+AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = KbitHfQuantizer
