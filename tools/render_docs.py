@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from render_readme import GPU_BITS, RESULTS, ROOT, load, load_if_there, markdown
+from render_readme import GPU_BITS, RESULTS, ROOT, WIDTHS_FILE, load, load_if_there, markdown
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
+from kbit.bench import check, kernel_rows, shapes
 from kbit.cli import app
 from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WIDTHS_FILE, SANITIZER_FILE, MOE_FILE = "h200-widths.json", "h200-sanitizer.json", "h200-moe.json"
+SANITIZER_FILE, MOE_FILE = "h200-sanitizer.json", "h200-moe.json"
 KERNELS_FILE, NVFP4_FILE = "h200-kernels.json", "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
-WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64), ("gateup", "l8b", "l70b")
+WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
+CROSSOVER_TOKENS = (64, 128, 256, 512, 576, 1024, 2048, 4096, 8192)
 PARALLEL_FILES, TRAIN_FILE = "h200-parallel-*.json", "h200-train.json"
 # Column -> (key of a level, digits).
 _SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
@@ -46,13 +48,12 @@ def about(result: dict[str, Any]) -> str:
 
 
 def widths() -> str:
-    """Every width on a GPU: the product that kbit.linear chose, 4 bits from the file of all shapes."""
-    results = [load_if_there(name) for name in (WIDTHS_FILE, KERNELS_FILE)]
-    if not all(results):
+    """Every width on a GPU, in one run: the product that kbit.linear chose."""
+    result = load_if_there(WIDTHS_FILE)
+    if not result:
         return ""
     cells = {
         (row["shape"], row["bits"], row["rows"]): row
-        for result in results
         for row in result["rows"]
         if row["kernel"] == "kbit" and row["dtype"] == "fp16"
     }
@@ -64,7 +65,35 @@ def widths() -> str:
             body.append([name, *(f"{row['us']:.1f} ({row['vs_fp16']:.2f})" for row in rows)])
     text = "Microseconds (in brackets: times as fast as float16 cuBLAS in the same run), float16. "
     header = ["layer, width", *(f"M={tokens}" for tokens in WIDTHS_TOKENS)]
-    return f"{text}{about(results[0])}\n\n{markdown(header, body)}"
+    return f"{text}{about(result)}\n\n{markdown(header, body)}"
+
+
+def crossover() -> str:
+    """Every layer at 4 bits from where some layers lose to cuBLAS."""
+    result = load_if_there(WIDTHS_FILE)
+    cells: dict[str, dict[int, str]] = {}
+    for row in result.get("rows", []):
+        if (row["kernel"], row["bits"], row["dtype"]) == ("kbit", GPU_BITS, "fp16"):
+            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
+            cells.setdefault(layer, {})[row["rows"]] = f"{row['vs_fp16']:.2f}"
+    if not cells:
+        return ""
+    body = [[layer, *(here.get(tokens, "") for tokens in CROSSOVER_TOKENS)] for layer, here in cells.items()]
+    text = f"Times as fast as float16 cuBLAS in the same run, k={GPU_BITS}, float16. {about(result)}"
+    return f"{text}\n\n{markdown(['layer', *(f'M={tokens}' for tokens in CROSSOVER_TOKENS)], body)}"
+
+
+def below_bounds() -> str:
+    """What `kbit bench check` says of the results of a GPU."""
+    found = []
+    for name in (KERNELS_FILE, WIDTHS_FILE):
+        if (RESULTS / name).exists():
+            verdicts = check.verdicts(kernel_rows.load(RESULTS / name)[1])
+            below = sum(not verdict.holds for verdict in verdicts)
+            found.append((below, f"{below} of the {len(verdicts)} problems of `{name}`"))
+    if not any(below for below, _ in found):
+        return ""
+    return f" On the results of an H200 it exits with 1: below are {' and '.join(text for _, text in found)}."
 
 
 def peers() -> str:
@@ -121,7 +150,17 @@ def workload() -> str:
     users = sorted({count for here in cells.values() for count in here})
     body = [[model, str(bits), *(here.get(n, "") for n in users)] for (model, bits), here in cells.items()]
     text = "Times as fast as float16 cuBLAS, the linear layers of a block, by users served at once."
-    return f"{text} {about(result)}\n\n{markdown(['model', 'k', *(str(n) for n in users)], body)}"
+    table = markdown(["model", "k", *(str(n) for n in users)], body)
+    return f"{text} {about(result)}\n\n{table}\n\n{_counted(result)}"
+
+
+def _counted(result: dict[str, Any]) -> str:
+    """Which layers a model's rows of the workload are made of, and what was left out of them."""
+    lines = []
+    for model in result["workload"]:
+        uses = ", ".join(shape.use for shape in shapes.DENSE if shape.model == model["model"])
+        lines.append("; ".join([f"* {model['model']}: {uses}", *model["notes"]]) + ".")
+    return "\n".join(["Layers of a block that are counted:", "", *lines])
 
 
 def parallel() -> str:
@@ -337,7 +376,8 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    **{f.__name__: f for f in (widths, peers, experts, workload, parallel, training)},
+    **{f.__name__: f for f in (widths, crossover, below_bounds, peers, experts)},
+    **{f.__name__: f for f in (workload, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
     **{f.__name__: f for f in (serving, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},

@@ -16,12 +16,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-GPU_FILE = "h200-kernels.json"
+GPU_FILE, WIDTHS_FILE = "h200-kernels.json", "h200-widths.json"
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
-GPU_TOKENS = (1, 8, 16, 64, 256, 1024, 4096)
+GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 GPU_BITS = 4
 
 
@@ -149,6 +149,40 @@ def gpu_losses() -> str:
     )
 
 
+def losses() -> str:
+    """How many problems of every width lose to cuBLAS, from how many tokens on, and the worst."""
+    result = load_if_there(WIDTHS_FILE)
+    rows = [row for row in result.get("rows", []) if (row["kernel"], row["dtype"]) == ("kbit", "fp16")]
+    lost = [row for row in rows if round(row["vs_fp16"], 2) < 1]
+    if not lost:
+        return ""
+    layers, tokens = (sorted({row[key] for row in rows}) for key in ("shape", "rows"))
+    counts = []
+    for bits in sorted({row["bits"] for row in lost}):
+        here = [row["rows"] for row in lost if row["bits"] == bits]
+        counts.append(f"{len(here)} at {bits} bits (from M={min(here)} on)")
+    worst = min(lost, key=lambda row: row["vs_fp16"])
+    return (
+        f" On an {_gpu_name(result)}, of the {len(layers) * len(tokens)} problems of each width "
+        f"({len(layers)} layers, {len(tokens)} values of M from {tokens[0]} to {tokens[-1]}), float16 cuBLAS "
+        f"is faster in {', '.join(counts[:-1])} and {counts[-1]}.{_first_losses(lost)} The worst is "
+        f"{_layer(worst)} at {worst['bits']} bits, M={worst['rows']}: {worst['vs_fp16']:.2f} times as fast."
+    )
+
+
+def _first_losses(lost: list[dict[str, Any]]) -> str:
+    """The layers that lose at the fewest tokens, and at the most."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in sorted(lost, key=lambda row: -row["rows"]):
+        if row["bits"] == GPU_BITS:
+            first[row["shape"]] = row
+    order = sorted(first.values(), key=lambda row: (row["rows"], row["in_features"] * row["out_features"]))
+    if len(order) < 2:
+        return ""
+    soon, late = (f"{_layer(row)}, at M={row['rows']}" for row in (order[0], order[-1]))
+    return f" At {GPU_BITS} bits the first layer to lose is {soon}, the last {late}."
+
+
 def models() -> str:
     """Whole models on a GPU: weights, memory and tokens a second at 4 bits and in bfloat16."""
     results = [load(path.name) for path in sorted(RESULTS.glob(MODEL_FILES))]
@@ -173,7 +207,24 @@ def models() -> str:
         "each step for both arms (in brackets: times as fast as bfloat16, the faster of transformers' two "
         f"ways with experts), and of a prefill of 2048 tokens. NVIDIA {_gpu_name(results[0])}."
     )
-    return f"{text}\n\n{markdown(headers, body)}"
+    return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
+
+
+def _runs(results: list[dict[str, Any]]) -> str:
+    """What was left out with torch.compile, and which commits ran."""
+    commits: dict[str, list[str]] = {}
+    left_out = ""
+    for result in results:
+        plan, name = result["plan"], result["model"]
+        if plan["compiled"]:
+            name += " with torch.compile"
+            batches = " and ".join(str(batch) for batch in plan["batches"])
+            left_out = (
+                f"With torch.compile: batch {batches} only{'' if plan['prefill'] else ', no prefill'}. "
+            )
+        commits.setdefault(result["machine"]["commit"][:7], []).append(name)
+    ran = "; ".join(f"at {commit}: {', '.join(names)}" for commit, names in commits.items())
+    return f"{left_out}An empty cell was not measured. kbit {ran}."
 
 
 def _fastest(arm: dict[str, Any], batch: int) -> dict[str, Any] | None:
@@ -240,7 +291,19 @@ def demo() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (claim, gpu_claim, gpu, gpu_losses, models, cpu, cpu_all, quantizers, quality, demo)
+    for function in (
+        claim,
+        gpu_claim,
+        gpu,
+        gpu_losses,
+        losses,
+        models,
+        cpu,
+        cpu_all,
+        quantizers,
+        quality,
+        demo,
+    )
 }
 
 
