@@ -208,7 +208,7 @@ class KbitExperts(QuantizedModule):
         # Of other ranks' experts sorting leaves nothing to do; without it they would be read.
         if self._is_expert_parallel or self.gate_up_proj_scale.dim() > 1 or not is_silu(self.act_fn):
             return None
-        gate_up, down = self._tiles("gate_up_proj"), self._tiles("down_proj")
+        gate_up, down = self._tiles_for_call("gate_up_proj"), self._tiles_for_call("down_proj")
         return None if gate_up is None or down is None else (gate_up, down)
 
     def _activated(
@@ -248,7 +248,7 @@ class KbitExperts(QuantizedModule):
         silu_and_mul: bool = False,
         source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tiled = self._tiles(name)
+        tiled = self._tiles_for_call(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         *rows, columns = self._matrices(name)
         scale = getattr(self, name + "_scale").flatten()

@@ -120,7 +120,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         Raises:
             TypeError, ValueError: x does not fit; the message names this layer.
         """
-        tiled = self._tiles("weight")
+        tiled = self._tiles_for_call("weight")
         bias: torch.Tensor | None = self.bias
         sizes = (self.out_features, self.in_features)
         needs_grad = torch.is_grad_enabled() and (

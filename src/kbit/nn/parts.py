@@ -106,7 +106,7 @@ class QuantizedModule(TileableModule):
         self._set_parameter(name + "_absmax", parts.absmax)
         self.set_scale(name, parts.scale)
         self.codebook = parts.codebook
-        self._tile(name, force=False)
+        self._change_to_tiles(name, force=False)
 
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
         """Use the very parameters of `other`, of equal shape and width: tied weights, stored once.

@@ -71,7 +71,7 @@ class TileableModule(nn.Module):
             force: also where no kernel does, as on the CPU; the reference then multiplies, slowly.
         """
         for name in self.shapes:
-            self._tile(name, force)
+            self._change_to_tiles(name, force)
 
     def restore(self, name: str | None = None) -> None:
         """Change weights back to the canonical form; all of them, or one.
@@ -86,13 +86,13 @@ class TileableModule(nn.Module):
                 for part, tensor in zip(self._canonical_parts, canonical, strict=True):
                     self._set_parameter(weight + part, tensor)
 
-    def _tiles(self, name: str) -> torch.Tensor | None:
+    def _tiles_for_call(self, name: str) -> torch.Tensor | None:
         """A weight's tiles for this call, made if it is time to; None if it is canonical."""
         tiled = self._held(name)
         if tiled is not None or torch.compiler.is_compiling():
             return tiled
         if not self._offloaded():
-            self._tile(name, force=False)
+            self._change_to_tiles(name, force=False)
         return self._held(name)
 
     def _offloaded(self) -> bool:
@@ -106,13 +106,13 @@ class TileableModule(nn.Module):
         # In a replica that DataParallel made for one call, parameters are plain attributes.
         return self.__dict__.get(name + _TILED) if tiled is None else tiled
 
-    def _tile(self, name: str, force: bool) -> None:
-        parts = self._whole_parts(name)
+    def _change_to_tiles(self, name: str, force: bool) -> None:
+        parts = self._plain_parts(name)
         if parts is None or not self._may_tile(name, *parts, force):
             return
         # Not as inference tensors, even if a generation makes them: training may follow.
         with _lock, torch.inference_mode(False), torch.no_grad():
-            parts = self._whole_parts(name)
+            parts = self._plain_parts(name)
             if parts is None:
                 return  # another thread was faster
             tiled = self._to_tiles(name, *(part.detach() for part in parts))
@@ -122,7 +122,7 @@ class TileableModule(nn.Module):
             for part in self._canonical_parts:
                 self._parameters.pop(name + part, None)
 
-    def _whole_parts(self, name: str) -> tuple[nn.Parameter, nn.Parameter] | None:
+    def _plain_parts(self, name: str) -> tuple[nn.Parameter, nn.Parameter] | None:
         """A weight's canonical parts; None if it is tiled, or they are shards, a tracer's or without data."""
         codes, scales = (self._parameters.get(name + part) for part in self._canonical_parts)
         if codes is None or scales is None or codes.is_meta or scales.is_meta:
@@ -206,7 +206,7 @@ class TileableModule(nn.Module):
     def _load_tiles(self, name: str, tiles: torch.Tensor | None) -> None:
         """Change a loaded weight to tiles: into those it had before, where they fit."""
         same_place = tiles is not None and tiles.device == self._device_of(name)
-        self._tile(name, force=same_place)
+        self._change_to_tiles(name, force=same_place)
         made = self._held(name)
         if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
             with torch.no_grad():

@@ -107,11 +107,11 @@ class NVFP4Module(TileableModule):
         self._parameters.pop(f"{name}_tiled", None)
         for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
             setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
-        self._tile(name, force=False)
+        self._change_to_tiles(name, force=False)
 
     def quantized(self, name: str) -> NVFP4Tensor:
         """A weight, sharing this layer's memory, in the form that this layer multiplies where it is."""
-        tiled = self._tiles(name)
+        tiled = self._tiles_for_call(name)
         factor = getattr(self, f"{name}_global_scale")
         if factor.dim() == 0:
             factor = self._on_host(name, factor)
