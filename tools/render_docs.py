@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from render_readme import GPU_BITS, RESULTS, ROOT, WIDTHS_FILE, load, load_if_there, markdown
+from render_readme import GPU_BITS, GPU_FILE, RESULTS, ROOT, WIDTHS_FILE, load, load_if_there, markdown
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
@@ -24,7 +24,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SANITIZER_FILE, MOE_FILE = "h200-sanitizer.json", "h200-moe.json"
-KERNELS_FILE, NVFP4_FILE = "h200-kernels.json", "h200-nvfp4.json"
+NVFP4_FILE = "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
@@ -86,7 +86,7 @@ def crossover() -> str:
 def below_bounds() -> str:
     """What `kbit bench check` says of the results of a GPU."""
     found = []
-    for name in (KERNELS_FILE, WIDTHS_FILE):
+    for name in (GPU_FILE, WIDTHS_FILE):
         if (RESULTS / name).exists():
             verdicts = check.verdicts(kernel_rows.load(RESULTS / name)[1])
             below = sum(not verdict.holds for verdict in verdicts)
@@ -98,7 +98,7 @@ def below_bounds() -> str:
 
 def peers() -> str:
     """Other people's kernels beside ours, one token."""
-    result = load_if_there(KERNELS_FILE)
+    result = load_if_there(GPU_FILE)
     rows = result.get("rows", [])
     names = [
         f"kbit, k={GPU_BITS}",

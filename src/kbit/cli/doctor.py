@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +20,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.format.words import counted
-
-_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True)
@@ -113,12 +111,12 @@ def _pci(device: Path, what: str) -> str:
 
 def _driver() -> Finding:
     from kbit.backends.cuda import driver
-    from kbit.backends.cuda.compiler import CompilerUnavailableError
+    from kbit.backends.cuda.compiler import INSTALL, CompilerUnavailableError
 
     try:
         return Finding("nvidia driver", f"for CUDA {driver.driver_version()}")
     except CompilerUnavailableError:
-        return Finding("nvidia driver", "unknown: asking it needs cuda-bindings", _INSTALL)
+        return Finding("nvidia driver", "unknown: asking it needs cuda-bindings", INSTALL)
     except ValueError as error:
         return Finding("nvidia driver", "none", str(error))
 
@@ -161,10 +159,12 @@ def _count(names: list[str]) -> str:
 
 
 def _cuda_bindings() -> Finding:
+    from kbit.backends.cuda.compiler import INSTALL
+
     try:
         return Finding("cuda-bindings", metadata.version("cuda-bindings"))
     except metadata.PackageNotFoundError:
-        return Finding("cuda-bindings", "not installed", _INSTALL)
+        return Finding("cuda-bindings", "not installed", INSTALL)
 
 
 def _nvrtc() -> Finding:
@@ -200,27 +200,23 @@ def _cache() -> Finding:
     )
 
 
-# Environment variable -> the values that it may have; None: any.
-_SETTINGS: dict[str, tuple[str, ...] | None] = {
-    "KBIT_BACKEND": ("cuda", "cpu", "reference"),
-    "KBIT_KERNEL": ("stream", "grouped", "wgmma", "cublas"),
-    "KBIT_CUDA_COMPILER": ("nvrtc", "nvcc"),
-    "KBIT_CPU_ISA": None,  # another line says so
-    "KBIT_CACHE": None,
-    "KBIT_NVCC": None,
-    "KBIT_CUDA_FLAGS": None,
-    "KBIT_DEBUG": None,
-}
-
-
 def _settings() -> Finding:
+    from kbit.backends.cuda.compiler import COMPILERS
+    from kbit.backends.cuda.preference import KERNELS
+    from kbit.dispatch.backends import backends
+
+    # Environment variable -> the values that it may have; None: any, or another line says so.
+    known: dict[str, Iterable[str] | None] = dict.fromkeys(
+        ("KBIT_CPU_ISA", "KBIT_CACHE", "KBIT_NVCC", "KBIT_CUDA_FLAGS", "KBIT_DEBUG")
+    )
+    known |= {"KBIT_BACKEND": [backend.name for backend in backends], "KBIT_KERNEL": KERNELS}
+    known["KBIT_CUDA_COMPILER"] = COMPILERS
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KBIT_")}
     wrong = []
     for name, value in found.items():
-        values = _SETTINGS.get(name, ())
-        if name not in _SETTINGS:
-            wrong.append(f"Nothing reads {name}; known: {', '.join(_SETTINGS)}.")
-        elif value and values is not None and value not in values:
+        if name not in known:
+            wrong.append(f"Nothing reads {name}; known: {', '.join(known)}.")
+        elif value and (values := known[name]) is not None and value not in values:
             wrong.append(f"{name} may be {', '.join(values)}.")
     shown = ", ".join(f"{name}={value}" for name, value in found.items())
     return Finding("settings", shown or "none", " ".join(wrong))

@@ -38,8 +38,6 @@ class QuantizedModule(TileableModule):
         bits: code width.
         layer_name: dotted name in the model, for error messages; "" if unknown.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
-        stays_canonical: whether the parameters may not change form: another module holds the very same, so
-            that there is one copy for both, or a CUDA graph has recorded their addresses.
     """
 
     bits: int

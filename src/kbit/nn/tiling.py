@@ -35,13 +35,14 @@ class TileableModule(nn.Module):
 
     Attributes:
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
+        stays_canonical: whether the parameters may not change form: another module holds the very same, so
+            that there is one copy for both, or a CUDA graph has recorded their addresses.
     """
 
     shapes: dict[str, tuple[int, ...]]
 
     # Suffixes of a weight's canonical parts: its codes, then its block scales.
     _canonical_parts: ClassVar[tuple[str, str]]
-    # Others use the memory of the canonical form: a tied weight, or a CUDA graph that recorded it.
     stays_canonical = False
 
     def _tiles_pay(self, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kbit.backends.cuda.compiler import CompilerUnavailableError, arch_of
+from kbit.backends.cuda.compiler import INSTALL, CompilerUnavailableError, arch_of
 from kbit.format.errors import KbitError
 
 
@@ -26,8 +26,7 @@ def api() -> ModuleType:
         from cuda.bindings import driver
     except ImportError as error:
         raise CompilerUnavailableError(
-            f"launching CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
-            f"pip install cuda-bindings nvidia-cuda-nvrtc"
+            f"launching CUDA kernels needs cuda-bindings, which cannot be imported ({error}). {INSTALL}"
         ) from error
     try:
         (code,) = driver.cuInit(0)

@@ -179,6 +179,7 @@ def _lay_out(
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
+    # Also if there is less to do: 8 experts of 512 x 2048, a row each, took 6.3 us with 128 blocks, not 5.3.
     grid = device.multiprocessors
     span = _span(rows, experts, units, k_tiles, grid, config.warps)
     jobs = -(-pieces // grid) + 1

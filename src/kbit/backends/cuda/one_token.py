@@ -18,8 +18,8 @@ def refusal(
     dtype: torch.dtype, weights_dtype: torch.dtype, intermediate: int, slots: int, arch: str
 ) -> str | None:
     """Why a layer of experts may not go through `rows` and `columns`, or None."""
-    if arch != stream_config.EXPERTS_ARCH:
-        return f"it is for sm_{stream_config.EXPERTS_ARCH}, this is sm_{arch}"
+    if arch != stream_config.MEASURED_ARCH:
+        return f"it is for sm_{stream_config.MEASURED_ARCH}, this is sm_{arch}"
     if slots > MOST_SLOTS:
         return f"it takes at most {MOST_SLOTS} experts of a token, got {slots}"
     if weights_dtype not in (dtype, torch.float32):

@@ -26,7 +26,7 @@ from kbit.backends.cuda.stream_config import (
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
-GROUP_COLUMNS = 64 * _GROUP_TILES
+GROUP_COLUMNS = layout.TILE_COLUMNS * _GROUP_TILES
 _WARP = 32
 _BARRIER_BYTES = 1024
 _ROW_BYTES = 128  # of 32 sums

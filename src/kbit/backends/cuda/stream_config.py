@@ -14,7 +14,7 @@ from kbit.format.codebook import SUPPORTED_BITS
 TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
 # One weight, or those of the experts of a token: their rows above, or their columns beside each other.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
-EXPERTS_ARCH = "90a"  # where the latter are measured
+MEASURED_ARCH = "90a"  # which alone has the latter, and some launches of the former
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int =
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
-    measured = arch == "90a"
+    measured = arch == MEASURED_ARCH
     if tokens > 1:  # 12 workers have more registers than 16
         stages = (1, 2) if measured else (2,)
         return [Config(workers, count) for workers in (12, 16) for count in stages]
@@ -91,7 +91,7 @@ def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on such a multiprocessor."""
     formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
     kernels = [(*one, tokens, DENSE) for one in formats for tokens in TOKENS]
-    if arch == EXPERTS_ARCH:
+    if arch == MEASURED_ARCH:
         kernels += [
             (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
         ]

@@ -21,6 +21,7 @@ Nothing about the cache raises: an unusable folder is one warning, a damaged fil
 
 from kbit.backends.cuda.compiler.arch import arch_of, canonical_arch
 from kbit.backends.cuda.compiler.build import (
+    COMPILERS,
     CompiledKernel,
     Compiler,
     Outcome,
@@ -30,6 +31,7 @@ from kbit.backends.cuda.compiler.build import (
 )
 from kbit.backends.cuda.compiler.cache import CubinCache, cubin_folder, folder_problem
 from kbit.backends.cuda.compiler.errors import (
+    INSTALL,
     CompilerUnavailableError,
     KbitCompileError,
     UnsupportedArchError,
@@ -37,11 +39,13 @@ from kbit.backends.cuda.compiler.errors import (
 from kbit.backends.cuda.compiler.spec import CSRC, KernelSpec
 
 __all__ = [
+    "COMPILERS",
     "CSRC",
     "CompiledKernel",
     "Compiler",
     "CompilerUnavailableError",
     "CubinCache",
+    "INSTALL",
     "KbitCompileError",
     "KernelSpec",
     "Outcome",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kbit.format.errors import KbitError
 
+# Of the packages that torch's CUDA build brings along and others lack.
+INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc"
+
 
 class CompilerUnavailableError(KbitError):
     """This machine lacks the compiler that was asked for; nothing was compiled."""

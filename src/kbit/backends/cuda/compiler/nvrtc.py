@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from kbit.backends.cuda.compiler.arch import require_known
-from kbit.backends.cuda.compiler.errors import CompilerUnavailableError, KbitCompileError
+from kbit.backends.cuda.compiler.errors import INSTALL, CompilerUnavailableError, KbitCompileError
 from kbit.backends.cuda.compiler.spec import Sources
 
 KIND = "nvrtc"
@@ -101,7 +101,7 @@ def _bindings() -> ModuleType:
     except ImportError as error:
         raise CompilerUnavailableError(
             f"compiling CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
-            f"pip install cuda-bindings nvidia-cuda-nvrtc, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
+            f"{INSTALL}, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
             f"toolkit is installed."
         ) from error
     return nvrtc
@@ -114,7 +114,7 @@ def _version() -> tuple[int, int]:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "not found"
         raise CompilerUnavailableError(
             f"cuda-bindings is installed, but not the NVRTC library ({first_line}). "
-            f"pip install cuda-bindings nvidia-cuda-nvrtc, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
+            f"{INSTALL}, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
             f"toolkit is installed."
         ) from error
     if int(code):
