@@ -81,10 +81,16 @@ def test_every_wgmma_plan_fits() -> None:
         if operands.refusal(torch.bfloat16, n, gated):
             continue
         plan = wgmma.plan(m, n, k, bits, gated, device)
-        assert wgmma_config.shared_bytes(bits, plan.tokens, False) <= device.shared_bytes
-        assert wgmma_config.stages(bits, plan.tokens, False) >= 2
         assert plan.grid % plan.cluster == 0
-        assert wgmma_config.steps_of(k, plan.tokens) >= plan.cluster
+        assert wgmma_config.Config(bits, plan.tokens, plan.teams).steps_of(k) >= plan.cluster * plan.teams
+
+
+@pytest.mark.parametrize("config", wgmma_config.configs(), ids=str)
+def test_every_wgmma_block_fits(config: wgmma_config.Config) -> None:
+    """A team decodes a step while it multiplies another, so that each needs two."""
+    assert wgmma_config.shared_bytes(config) <= DEVICES[2].shared_bytes
+    assert wgmma_config.stages(config) >= 2 * config.teams
+    assert wgmma_config.stages(config) % config.teams == 0
 
 
 @pytest.mark.parametrize(

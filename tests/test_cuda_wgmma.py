@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -55,11 +56,10 @@ def operands(m, bits, dtype):
 
 def launches(tokens, bits):
     """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
-    for cluster in CLUSTERS:
-        fits = wgmma_config.sums_fit(tokens, bits, cluster, grouped=False)
-        if cluster == 1 or (fits and wgmma_config.steps_of(K, tokens) >= cluster):
+    for cluster, teams in itertools.product(CLUSTERS, (1, 2) if tokens in wgmma_config.TEAM_TOKENS else (1,)):
+        if cluster == 1 or wgmma_config.Config(bits, tokens, teams).splits(K, cluster):
             for clusters in (1, 2, 7):
-                yield wgmma.Plan(tokens, clusters * cluster, cluster)
+                yield wgmma.Plan(tokens, clusters * cluster, cluster, teams)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

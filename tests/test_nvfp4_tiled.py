@@ -195,14 +195,11 @@ def test_who_takes_what(m: int, dtype: torch.dtype, arch: str, kernel: str | Non
     assert kernel in (None, tiled_products.kernel(m, arch))
 
 
-def test_prefill_fits_and_so_do_the_sums_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_clusters_fit_as_in_k_bit_tiles() -> None:
     """Plans ask for k-bit tiles, of which one stage more may fit."""
-    stages, cases = wgmma_config.stages, [(t, size) for t in wgmma_config.TOKENS for size in range(2, 9)]
-    for tokens in wgmma_config.TOKENS:
-        assert wgmma_config.shared_bytes(4, tokens, False, True) <= 227 * 1024
-    fits = [wgmma_config.sums_fit(tokens, 4, size, False) for tokens, size in cases]
-    monkeypatch.setattr(wgmma_config, "stages", lambda *args: stages(*args, nvfp4=True))
-    assert [wgmma_config.sums_fit(tokens, 4, size, False) for tokens, size in cases] == fits
+    ours = [config for config in wgmma_config.configs() if config.nvfp4]
+    for block, cluster in itertools.product(ours, range(2, 9)):
+        assert block.splits(8192, cluster) == block._replace(nvfp4=False).splits(8192, cluster)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

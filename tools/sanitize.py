@@ -125,10 +125,12 @@ def _multiply(weight, dtype) -> None:
         assert torch.isfinite(out).all()
     if driver.device_arch(torch.cuda.current_device()) != wgmma.ARCH:
         return
-    for m, tokens, cluster in ((20, 16, 1), (40, 32, 2), (70, 64, 3), (100, 256, 1), (200, 96, 2)):
-        if wgmma_config.steps_of(k, tokens) >= cluster:
+    bits = weight[1].shape[0].bit_length() - 1
+    launches = ((20, 16, 1, 2), (40, 32, 2, 1), (40, 32, 2, 2), (70, 64, 3, 1), (70, 64, 1, 2))
+    for m, tokens, cluster, teams in (*launches, (100, 256, 1, 1), (200, 96, 2, 1), (200, 96, 2, 2)):
+        if cluster == 1 or wgmma_config.Config(bits, tokens, teams).splits(k, cluster):
             x, out = operands(m)
-            wgmma.linear(x, *weight, out, wgmma.Plan(tokens, 2 * cluster, cluster))
+            wgmma.linear(x, *weight, out, wgmma.Plan(tokens, 2 * cluster, cluster, teams))
             assert torch.isfinite(out).all()
 
 

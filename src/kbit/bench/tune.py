@@ -87,7 +87,8 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 for plan in (stream.plan(min(m, count), *size) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.tiles is not None:
-                found[wgmma_config.spec(problem.bits, dtype, choice.tiles.tokens), device.arch] = None
+                block = wgmma_config.Config(problem.bits, choice.tiles.tokens, choice.tiles.teams)
+                found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
 
 

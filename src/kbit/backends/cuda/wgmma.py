@@ -17,7 +17,6 @@ from kbit.backends.cuda.tensor_map import activation_map, weight_map
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTTiiiiiiiiiii"
-_THREADS = 384
 _BLOCK_ROWS = 128
 _BOX_TOKENS = 16  # of y, copied at once
 # What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
@@ -30,11 +29,12 @@ _NEAR_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: tokens of a block, blocks, and blocks of a cluster, which split K."""
+    """A launch: tokens of a block, blocks, blocks of a cluster, which split K, and teams of a block."""
 
     tokens: int
     grid: int
     cluster: int
+    teams: int = 1
 
 
 def arch_refusal(arch: str) -> str | None:
@@ -57,16 +57,16 @@ def candidates(
     """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
     row_blocks, plans = _row_blocks(out_features, gated), {}
     for tokens in config.TOKENS:
-        tiles, steps = row_blocks * -(-m // tokens), config.steps_of(in_features, tokens)
+        tiles = row_blocks * -(-m // tokens)
         for cluster in _CLUSTERS:
+            block = config.Config(bits, tokens, config.best_teams(tokens, in_features, cluster))
             grid = _grid(tiles, cluster, device.multiprocessors)
             if cluster > 1 and (
-                steps < cluster
-                or not config.sums_fit(tokens, bits, cluster, grouped=False)
-                or _alone(tiles, grid, cluster) == tiles
+                not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
                 continue
-            plans[Plan(tokens, grid, cluster)] = _clocks(tiles, steps, tokens, cluster, grid)
+            cost = _clocks(tiles, in_features, block, cluster, grid)
+            plans[Plan(tokens, grid, cluster, block.teams)] = cost
     return plans
 
 
@@ -99,11 +99,13 @@ def grouped_plan(
     row_blocks, each = _row_blocks(out_features, gated), -(-m // experts)
     costs = {}
     for tokens in config.GROUPED_TOKENS:
-        tiles, steps = experts * row_blocks * -(-each // tokens), config.steps_of(in_features, tokens)
+        tiles = experts * row_blocks * -(-each // tokens)
         for cluster in _CLUSTERS:
-            if cluster == 1 or (steps >= cluster and config.sums_fit(tokens, bits, cluster, grouped=True)):
+            block = config.Config(bits, tokens, config.best_teams(tokens, in_features, cluster), grouped=True)
+            if cluster == 1 or block.splits(in_features, cluster):
                 grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
-                costs[Plan(tokens, grid, cluster)] = _clocks(tiles, steps, tokens, cluster, grid)
+                cost = _clocks(tiles, in_features, block, cluster, grid)
+                costs[Plan(tokens, grid, cluster, block.teams)] = cost
     return min(costs, key=lambda plan: costs[plan])
 
 
@@ -126,18 +128,21 @@ def _alone(tiles: int, grid: int, cluster: int) -> int:
     return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
 
 
-def _clocks(tiles: int, steps: int, tokens: int, cluster: int, grid: int) -> float:
+def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, grid: int) -> float:
     """Estimate: tiles of 64 columns, bound by shared memory or by the tensor cores; ends of tiles; sums.
 
     Fitted to an H200 at 4 bits, 8 layers and 8 to 4096 tokens: the choice is within 5% of the best mostly.
     """
-    width = config.columns(tokens) // config.TILE_COLUMNS
-    step = width * max((280 if width > 1 else 330) + 3.06 * tokens, 4 * tokens)
-    alone = _alone(tiles, grid, cluster)
-    clocks = -(-alone // grid) * (-(-steps // 2) * 2 * step + 1500 + 5 * tokens)
+    tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
+    steps = block.steps_of(in_features)
+    latency = 240 if teams > 1 else 280 if width > 1 else 330
+    step = width * max(latency + 3.06 * tokens, 4 * tokens)
+    handing = 300 + 2 * tokens if teams > 1 else 0
+    alone, even = _alone(tiles, grid, cluster), 2 * teams
+    clocks = -(-alone // grid) * (-(-steps // even) * even * step + 1500 + 5 * tokens + handing)
     if alone < tiles:
         rounds = -(-(tiles - alone) // (grid // cluster))
-        clocks += rounds * (-(-steps // cluster) * step + 2500 + 30 * tokens)
+        clocks += rounds * (-(-steps // cluster) * step + 2500 + 30 * tokens + handing)
     return clocks
 
 
@@ -199,7 +204,8 @@ def _launch(
     gated: bool,
     out: torch.Tensor,
 ) -> None:
-    index, grouped, nvfp4 = x.device.index, experts > 0, layout.is_nvfp4(tiled)
+    index = x.device.index
+    block = config.of_plan(bits, chosen.tokens, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
     x = operands.aligned(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated), -(-m // chosen.tokens)
@@ -216,7 +222,7 @@ def _launch(
         out_features,
         m,
         experts,
-        config.steps_of(in_features, chosen.tokens),
+        block.steps_of(in_features),
         -(-out_features // 16),
         row_blocks,
         token_blocks,
@@ -227,11 +233,11 @@ def _launch(
     )
     launcher.launch_on(
         index,
-        launcher.load(config.spec(bits, x.dtype, chosen.tokens, grouped, nvfp4), index, _FORMAT),
+        launcher.load(config.spec(block, x.dtype), index, _FORMAT),
         (chosen.grid, 1, 1),
-        _THREADS,
+        block.threads,
         arguments,
-        smem=config.shared_bytes(bits, chosen.tokens, grouped, nvfp4),
+        smem=config.shared_bytes(block),
         pdl=True,
         cluster=chosen.cluster,
     )

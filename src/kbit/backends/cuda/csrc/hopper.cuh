@@ -68,17 +68,23 @@ DEVICE void visible_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The 256 threads of the two consumer warpgroups, or one of them.
+// The threads of all consumer warpgroups, or of one of up to four.
+template <int THREADS>
 DEVICE void consumers_sync() {
-    asm volatile("bar.sync 1, 256;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 DEVICE void warpgroup_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
 }
 
-// A warp of 16 gates' rows and that of their ups, for `pair` from 0 to 3.
+// A warp of 16 gates' rows and that of their ups, for `pair` from 0 to 7.
 DEVICE void pair_sync(int pair) {
-    asm volatile("bar.sync %0, 64;" ::"r"(4 + pair) : "memory");
+    asm volatile("bar.sync %0, 64;" ::"r"(6 + pair) : "memory");
+}
+
+// The warpgroups of both teams that have the same rows, for `group` 0 or 1.
+DEVICE void teams_sync(int group) {
+    asm volatile("bar.sync %0, 256;" ::"r"(14 + group) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit values, transposed; lane l gives the address of column l % 8 of matrix l / 8.

@@ -20,7 +20,10 @@
 // flight; each of eight consumer warps decodes 16 rows a step into registers, scales them (so that the
 // operand is the 16-bit weight that dequantize gives), and two warpgroups multiply: wgmma with A in registers
 // and B, the activations, in shared memory. The next step is decoded while the tensor cores work on this one.
-// Up to 64 tokens two tiles a step hide the latencies of decoding: 290 clocks a tile at 16 tokens, not 460.
+//
+// With few tokens the latencies of decoding are more than the products take. Two tiles a step hide a part,
+// 290 clocks a tile at 16 tokens, not 460; two teams of eight warps that take turns at the steps hide more.
+// They add up their sums in the end, which a block of few steps is better without.
 //
 // Tiles of full waves are a block's own, one after the other. Where the rest is few, a cluster of blocks
 // splits the columns of each and adds up its sums in the blocks' order. The order of sums depends on shapes
@@ -31,8 +34,8 @@
 // codebook or scale ends with a kernel that is launched without it.
 //
 // Shared memory: table, ring of activations, staging for y, ring of weights, sums of a cluster, barriers,
-// list of experts. Technique: decode into registers as the A operand (operands swapped) from FLUTE and
-// Machete.
+// list of experts; the last and the sums lie in what the table leaves free, as far as that reaches.
+// Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "wgmma_finish.cuh"
 #include "wgmma_instruction.h"
 
@@ -112,7 +115,7 @@ DEVICE void decode_step(u32 (&a)[4 * kTilesOfStep][4], const D& decode, const Ri
 }
 
 DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, const Output& out, u32 staging,
-                    int thread) {
+                    int team, int thread) {
     const int slot = p.slot(uniform(thread / 32)), lane = thread % 32;
     Ring ahead = ring;
     u32 a[2][4 * kTilesOfStep][4];
@@ -127,12 +130,12 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             acc[i] = 0.0f;
         }
         const Addends with(p, out, work.tile, thread / 32, lane / 4);
-        const int steps = work.count();
+        const int steps = work.count() / kTeams;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
         if (!decoded) {
             decode_step(a[0], decode, ahead, slot, lane);
-            ahead.next();
+            ahead.next(kTeams);
         }
         const auto step = [&](u32(&now)[4 * kTilesOfStep][4], u32(&then)[4 * kTilesOfStep][4], int i) {
             wgmma_fence();
@@ -147,10 +150,10 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
                 warp_arrive(used, lane);
             }
             used = ring.empty();
-            ring.next();
+            ring.next(kTeams);
             if (i + 1 < steps || more) {  // the next tile's first one, too
                 decode_step(then, decode, ahead, slot, lane);
-                ahead.next();
+                ahead.next(kTeams);
             }
         };
         for (int i = 0; i < steps; i += 2) {
@@ -167,10 +170,18 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
         }
         warp_arrive(used, lane);
-        if (work.split) {
-            finish_in_cluster(p, acc, out, with, work, ring.base, staging, thread);
+        float kept[kKept / 2];
+        // Opaque, or what follows from them would be computed before the steps and kept on the stack.
+        asm volatile("" : "+r"(thread), "+r"(staging), "+r"(team));
+        add_up_teams(kept, acc, staging, team, thread);
+        if (kKept == kTokens && team) {
+            if (work.split) {
+                syncs_of_finish(work);
+            }
+        } else if (work.split) {
+            finish_in_cluster(p, kept, out, with, work, ring.base, staging, team, thread);
         } else {
-            finish(p, acc, out, with, staging + thread / 128 * kStagingBytes, thread);
+            finish(p, kept, out, with, staging, team, thread);
         }
     }
     if (thread % 128 == 0) {
@@ -178,7 +189,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     wgmma(const float* __restrict__ codebook, const float* __restrict__ scale, const u16* bias,
           const float* row_scale, u16* y, const int* offsets, const __grid_constant__ TensorMap weight_map,
           const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map, int n, int m,
@@ -193,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Ring each = ring;
         for (int s = 0; s < kStages; ++s, each.next()) {
             barrier_init(each.full(), 2);
-            barrier_init(each.empty(), kConsumers / 32 * kWarpArrivals);
+            barrier_init(each.empty(), kTeamThreads / 32 * kWarpArrivals);
         }
         barriers_visible();
         prefetch_map(&weight_map);
@@ -219,17 +230,20 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         p.find_alone();
     }
     if (warp < 4) {
-        fewer_registers<40>();
+        fewer_registers<kTeams == 1 ? 40 : 32>();
         produce(p, Work(p), ring, &weight_map, &x_map, warp, lane);
     } else {
-        more_registers<232>();
+        more_registers<kTeams == 1 ? 232 : 112>();
         D::fill(memory, level, thread - 128, kConsumers);
-        consumers_sync();
+        consumers_sync<kConsumers>();
         const D decode(memory, lane);
         const int width = p.width();
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
         const Output out{scale, bias, row_scale, y, bulk ? &y_map : nullptr, width, wide};
-        consume(p, Work(p), ring, decode, out, ring.base + kStagingAt, thread - 128);
+        const int group = uniform(warp / 4) - 1, team = group / 2;
+        ring.slot = team;
+        consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
+                thread % kTeamThreads ^ 128);
         if constexpr (kGrouped) {
             clear_other_rows(y, offsets, experts, m, p.width(), thread - 128, kConsumers);
         }

@@ -22,23 +22,32 @@ constexpr int kTilesBytes = kRowTiles * D::kTileBytes;
 constexpr int kActivationBytes = kTilesOfStep * kBoxBytes;  // of a step
 constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
+// Teams of two consumer warpgroups take turns at the steps of a tile. In the end each has the sums of kKept
+// tokens, or team 0 of all.
+constexpr int kTeams = Config::teams;
+constexpr int kTeamThreads = 256;
+constexpr int kConsumers = kTeams * kTeamThreads;
+constexpr int kKept = kTokens > 16 ? kTokens / kTeams : kTokens;
+static_assert(kStages % kTeams == 0);
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
 constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
 constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
-constexpr int kWeightsAt = kStagingAt + 2 * kStagingBytes;
+constexpr int kWeightsAt = kStagingAt + 2 * kTeams * kStagingBytes;
 constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
-constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
-constexpr int kBarriersAt = kSumsAt + Config::sums;
-constexpr int kConsumers = 256;                 // threads
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
-constexpr int kScratchAt = kBarriersAt + 16 * kStages;
-// The list of experts lies in the table's holes if it has any.
-using List = GroupList<D::kHoles ? 128 / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
 constexpr int kScratchBytes = 256;
-constexpr int kListAt = D::kHoles ? D::kRowBytes - 128 : kScratchAt + kScratchBytes;
-constexpr int kListBytes = D::kHoles ? 0 : Config::experts * sizeof(Group);
-static_assert(kScratchAt + (kGrouped ? kScratchBytes + kListBytes : 0) == Config::shared_bytes);
+constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
+// They and the list of experts lie in the table's holes as far as these reach.
+constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
+constexpr int kHole = 128;  // bytes, in the end of each row
+constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
+constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums - kHoleBytes : 0);
+constexpr int kScratchAt = kBarriersAt + 16 * kStages;
+using List = GroupList<D::kHoles ? kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
+constexpr int kListAt = D::kHoles ? kHole : kScratchAt + kScratchBytes;
+constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
+static_assert(kEnd == Config::shared_bytes);
 
 // Of y: a block of rows of an expert's W, and rows of x from `token` on, of which the expert has those up to
 // `end`.
@@ -93,9 +102,10 @@ struct Ring {
     DEVICE u32 empty() const { return full() + 8; }
     DEVICE u32 activations() const { return base + kActivationsAt + slot * kActivationBytes; }
     DEVICE u32 weights() const { return base + kWeightsAt + slot * kWeightBytes; }
-    DEVICE void next() {
-        if (++slot == kStages) {
-            slot = 0;
+    DEVICE void next(int by = 1) {
+        slot += by;
+        if (slot >= kStages) {
+            slot -= kStages;
             phase ^= 1;
         }
     }
@@ -128,11 +138,16 @@ struct Work {
         share();
     }
     DEVICE int first() const { return split ? part(cluster_rank()) : 0; }
-    DEVICE int end() const { return split ? part(cluster_rank() + 1) : steps; }
-    DEVICE int part(int i) const { return Divider(cluster_size())(steps * i); }
-    // Of full tiles an even number, since registers of steps alternate, also from a tile to the next; a step
-    // too many multiplies zeros.
-    DEVICE int count() const { return split ? end() - first() : (steps + 1) / 2 * 2; }
+    // In steps of all teams, each of which has slots of the ring of its own.
+    DEVICE int part(int i) const {
+        return Divider(cluster_size())((steps + kTeams - 1) / kTeams * i) * kTeams;
+    }
+    // Of full tiles an even number for each team, since registers of steps alternate, also from a tile to the
+    // next; a step too many multiplies zeros.
+    DEVICE int count() const {
+        constexpr int kEven = 2 * kTeams;
+        return split ? part(cluster_rank() + 1) - first() : (steps + kEven - 1) / kEven * kEven;
+    }
     // Whether the ring goes on to another tile without a barrier of the cluster.
     DEVICE bool flows() const { return !split && tile + stride < alone; }
 };

@@ -65,38 +65,39 @@ struct Addends {
 // Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, from
 // where the copy engine takes boxes of 16 tokens while the next ones are staged. Boxes that end within
 // another expert's rows, gated ones and those of a y that no tensor map describes are stored by all threads.
-DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Output& out, const Addends& with,
-                   u32 staging, int thread) {
+DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output& out, const Addends& with,
+                   u32 staging, int team, int thread) {
     const Tile& tile = with.tile;
     const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
+    const int begin = tile.token + team * kKept;
     const int first_column = (tile.block * 2 + group) * (p.gated ? 32 : 64);
     const bool bulk = out.map && !p.gated;
     // 16-byte chunks of a token are turned by it, as the tensor map's swizzle does.
     const auto staged = [](int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); };
     const u32 mine = staged(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);
 #pragma unroll
-    for (int round = 0; round < (kTokens + kRound - 1) / kRound; ++round) {
-        const int first = round * kRound, tokens = kTokens - first < kRound ? kTokens - first : kRound;
+    for (int round = 0; round < (kKept + kRound - 1) / kRound; ++round) {
+        const int first = round * kRound, tokens = kKept - first < kRound ? kKept - first : kRound;
         const u32 to = staging + round % 2 * kRound * 128;
         if (bulk && inside == 0) {
             round == 0 ? copies_read<0>() : copies_read<1>();
         }
-        warpgroup_sync(group);  // the buffer is free
+        warpgroup_sync(2 * team + group);  // the buffer is free
 #pragma unroll
         for (int i = 0; i < tokens; i += 16) {
             u32 v[4];
-            with.round(v, &acc[(first + i) / 2], tile.token + first + i, out.row_scale);
+            with.round(v, &acc[(first + i) / 2], begin + first + i, out.row_scale);
             store_matrices_transposed(to + i * 128 + mine, v);
         }
         if (bulk) {
             visible_to_copies();
         }
-        warpgroup_sync(group);
+        warpgroup_sync(2 * team + group);
         if (p.gated) {
             const int chunk = inside % 4;
 #pragma unroll 1
             for (int token = inside / 4; token < tokens; token += 32) {
-                const int row = tile.token + first + token;
+                const int row = begin + first + token;
                 if (row < tile.end) {
                     out.store(row, first_column + chunk * 8,
                               silu_and_mul<Config::bf16>(load_shared4(to + staged(token, chunk)),
@@ -107,7 +108,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kTokens / 2], const Outp
         }
 #pragma unroll
         for (int i = 0; i < tokens; i += 16) {
-            const int row = tile.token + first + i, token = inside / 8, chunk = inside % 8;
+            const int row = begin + first + i, token = inside / 8, chunk = inside % 8;
             if (bulk && (!kGrouped || row + 16 <= tile.end)) {
                 if (inside == 0) {
                     store_box(out.map, to + i * 128, first_column, row);
@@ -126,6 +127,45 @@ DEVICE uint4 words_of(const float* v) {
     return {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
 }
 
+// The sums of both teams for the tokens that this one keeps. Those that the other keeps go by its staging.
+DEVICE void add_up_teams(float (&kept)[kKept / 2], const float (&acc)[kTokens / 2], u32 staging, int team,
+                         int thread) {
+    constexpr bool kBoth = kKept < kTokens;  // keep some
+    constexpr int kOther = kBoth ? kKept / 2 : 0, kAtOnce = kRound < kKept ? kRound : kKept;
+    const int group = thread / 128, inside = thread % 128;
+    float handed[kKept / 2];
+#pragma unroll
+    for (int i = 0; i < kKept / 2; ++i) {
+        kept[i] = team ? acc[kOther + i] : acc[i];
+        handed[i] = team ? acc[i] : acc[kOther + i];
+    }
+    if (kTeams == 1) {
+        return;
+    }
+    const u32 mine = staging + inside * 16, other = mine + (team ? -2 : 2) * kStagingBytes;
+    if (inside == 0) {
+        copies_read<0>();
+    }
+#pragma unroll
+    for (int first = 0; first < kKept; first += kAtOnce) {
+        teams_sync(group);  // staging is free
+#pragma unroll
+        for (int i = first; i < first + kAtOnce && i < kKept; i += 8) {
+            if (kBoth || team) {
+                store_shared4(mine + (i - first) * 256, words_of(&handed[i / 2]));
+            }
+        }
+        teams_sync(group);
+#pragma unroll
+        for (int i = first; i < first + kAtOnce && i < kKept; i += 8) {
+            if (kBoth || !team) {
+                add_shared(&kept[i / 2], other + (i - first) * 256);
+            }
+        }
+    }
+    teams_sync(group);
+}
+
 // The barriers of the cluster in finish_in_cluster, for the warps that have no sums.
 DEVICE void syncs_of_finish(const Work& work) {
     if (!kOwnSums) {
@@ -137,31 +177,50 @@ DEVICE void syncs_of_finish(const Work& work) {
     }
 }
 
+// Where a thread of one of two warps finds its two float4 of a unit of sums.
+struct SumsPlace {
+    static constexpr int kBytes = 2 * 32 * 32, kInHoles = kOwnSums ? kHoleBytes / kBytes : 0;
+    u32 holes, rest;
+
+    DEVICE SumsPlace(u32 base, int half, int lane) {
+        rest = base + (kOwnSums ? kSumsAt : kActivationsAt) + half * (kBytes / 2) + lane * 16;
+        const int chunk = 8 * half + lane / 8;  // of a hole's size
+        holes = base + 2 * (D::kTableBytes / 2 - kHoleBytes) + kHole + 2 * kHole * chunk + lane % 8 * 16;
+    }
+    DEVICE u32 first(int unit) const {
+        return unit < kInHoles ? holes + unit * 2 * kBytes : rest + (unit - kInHoles) * kBytes;
+    }
+    // From there to the second.
+    DEVICE u32 next(int unit) const { return unit < kInHoles ? 1024 : 512; }
+};
+
 // Of a cluster whose blocks have parts of K. The sums of two warps (gates and their ups) for 16 tokens are
 // a unit. A block finishes its share of units: all send it theirs, and it adds them up in the blocks' order.
-DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2], const Output& out,
-                              const Addends& with, const Work& work, u32 base, u32 staging, int thread) {
+DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], const Output& out,
+                              const Addends& with, const Work& work, u32 base, u32 staging, int team,
+                              int thread) {
     const Tile& tile = with.tile;
-    constexpr int kUnits = kTokens / 4, kUnitBytes = 2 * 32 * 32;  // two float4 of every thread
+    constexpr int kFinishers = kTokens / kKept;  // teams
+    constexpr int kUnits = kTokens / 4;
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
-    const u32 mine =
-        base + (kOwnSums ? kSumsAt : kActivationsAt) + warp / 2 % 2 * (kUnitBytes / 2) + lane * 16;
+    const SumsPlace place(base, warp / 2 % 2, lane);
     const Divider by_each(each);
     if (!kOwnSums) {
         cluster_sync();
     }
 #pragma unroll
-    for (int i = 0; i < kTokens / 16; ++i) {
-        const int unit = 4 * i + pair, owner = by_each(unit);
-        const u32 to = mine + (rank * each + unit - owner * each) * kUnitBytes;
+    for (int i = 0; i < kKept / 16; ++i) {
+        const int unit = 4 * (team * (kKept / 16) + i) + pair, owner = by_each(unit);
+        const u32 to = place.first(rank * each + unit - owner * each);
+        const u32 next = place.next(rank * each + unit - owner * each);
         if (owner == rank) {
             store_shared4(to, words_of(&acc[8 * i]));
-            store_shared4(to + 512, words_of(&acc[8 * i + 4]));
+            store_shared4(to + next, words_of(&acc[8 * i + 4]));
         } else {
             const u32 remote = cluster_address(to, owner);
             store_cluster(remote, words_of(&acc[8 * i]));
-            store_cluster(remote + 512, words_of(&acc[8 * i + 4]));
+            store_cluster(remote + next, words_of(&acc[8 * i + 4]));
         }
     }
     if (thread % 128 == 0) {
@@ -170,17 +229,16 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kTokens / 2],
     cluster_sync();
     const int row_tile = p.row_tile(tile.block, warp), end = min((rank + 1) * each, kUnits);
     constexpr int kTokenBytes = 32;
-    const u32 to = staging + warp * 16 * kTokenBytes;
-    const auto sync = [&] { p.gated ? pair_sync(pair) : __syncwarp(); };
+    const u32 to = staging + warp % 4 * 16 * kTokenBytes;
+    const auto sync = [&] { p.gated ? pair_sync(4 * team + pair) : __syncwarp(); };
 #pragma unroll 1
-    for (int unit = (rank * each + 3 - pair) / 4 * 4 + pair; unit < end; unit += 4) {
+    for (int unit = (rank * each + 3 - pair) / 4 * 4 + pair + 4 * team; unit < end; unit += 4 * kFinishers) {
         float sum[8] = {};
-        u32 from = mine + (unit - rank * each) * kUnitBytes;
 #pragma unroll 4
         for (int block = 0; block < blocks; ++block) {
-            add_shared(sum, from);
-            add_shared(sum + 4, from + 512);
-            from += each * kUnitBytes;
+            const int from = unit + (block - rank) * each;
+            add_shared(sum, place.first(from));
+            add_shared(sum + 4, place.first(from) + place.next(from));
         }
         u32 v[4];
         with.round(v, sum, tile.token + unit / 4 * 16, out.row_scale);
