@@ -38,12 +38,14 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 # -- figures -----------------------------------------------------------------------------------------------
 
 
-def about(result: dict[str, Any]) -> str:
-    """The machine, its software and the commit of a GPU's result file."""
-    machine = result["machine"]
+def about(*results: dict[str, Any]) -> str:
+    """The machine and software of a GPU's result files, their commits, and what they note."""
+    machine = results[0]["machine"]
+    commits = " and ".join(dict.fromkeys(result["machine"]["commit"][:7] for result in results))
+    notes = "".join(f" {result['note']}" for result in results if "note" in result)
     return (
         f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, "
-        f"kbit at {machine['commit'][:7]}."
+        f"kbit at {commits}.{notes}"
     )
 
 
@@ -116,6 +118,25 @@ def peers() -> str:
     return f"{caption} {about(result)}\n\n{markdown(['layer', *names], table)}" if rows else ""
 
 
+def ahead_of_peers() -> str:
+    """How much faster than each of other people's kernels, float16."""
+    result = load_if_there(GPU_FILE)
+    rows = [row for row in result.get("rows", []) if row["dtype"] == "fp16"]
+    ours = {(row["shape"], row["rows"]): row["us"] for row in rows if row["kernel"] == "kbit"}
+    tokens = sorted({count for _, count in ours})
+    tables = []
+    for peer in dict.fromkeys(row["kernel"] for row in rows if row["kind"] == "peer"):
+        body: dict[str, dict[int, str]] = {}
+        for row in (row for row in rows if row["kernel"] == peer):
+            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
+            ratio = row["us"] / ours[row["shape"], row["rows"]]
+            body.setdefault(layer, {})[row["rows"]] = f"{ratio:.2f}"
+        table = [[layer, *(cells.get(count, "") for count in tokens)] for layer, cells in body.items()]
+        text = f"Times as fast as {peer} in the same run, k={GPU_BITS}, float16. {about(result)}"
+        tables.append(f"{text}\n\n{markdown(['layer', *(f'M={count}' for count in tokens)], table)}")
+    return "\n\n".join(tables)
+
+
 def experts() -> str:
     """Products with many experts, against the fastest 16-bit path."""
     result = load_if_there(MOE_FILE)
@@ -177,7 +198,7 @@ def parallel() -> str:
     arms = list(dict.fromkeys(arm for here in cells.values() for arm in here))
     body = [[name, *(here.get(arm, "") for arm in arms)] for name, here in cells.items()]
     text = "Tokens a second of decoding (in brackets: times as fast as one GPU), all layers."
-    return f"{text} {about(results[0])}\n\n{markdown(['model', *arms], body)}"
+    return f"{text} {about(*results)}\n\n{markdown(['model', *arms], body)}"
 
 
 def training() -> str:
@@ -376,7 +397,7 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    **{f.__name__: f for f in (widths, crossover, below_bounds, peers, experts)},
+    **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
     **{f.__name__: f for f in (serving, quantizing, dequantizing)},

@@ -149,6 +149,29 @@ def gpu_losses() -> str:
     )
 
 
+def gpu_peers() -> str:
+    """In how many problems of the run each of other people's kernels is slower, and the worst for kbit."""
+    result = load_if_there(GPU_FILE)
+    rows = [row for row in result.get("rows", []) if row["dtype"] == "fp16"]
+    ours = {
+        (row["shape"], row["rows"]): row for row in rows if (row["kernel"], row["bits"]) == ("kbit", GPU_BITS)
+    }
+    sentences = []
+    for peer in dict.fromkeys(row["kernel"] for row in rows if row.get("kind") == "peer"):
+        theirs = [row for row in rows if row["kernel"] == peer]
+        ratios = {
+            (row["shape"], row["rows"]): row["us"] / ours[row["shape"], row["rows"]]["us"] for row in theirs
+        }
+        slower = sum(ratio > 1 for ratio in ratios.values())
+        worst = min(ratios, key=lambda key: ratios[key])
+        sentences.append(
+            f" {peer.capitalize()}'s kernels of {GPU_BITS} bits are slower than kbit's in {slower} of the "
+            f"{len(ratios)} problems of that run; the worst for kbit is {_layer(ours[worst])} at "
+            f"M={worst[1]}, {ratios[worst]:.2f} times as fast."
+        )
+    return "".join(sentences)
+
+
 def losses() -> str:
     """How many problems of every width lose to cuBLAS, from how many tokens on, and the worst."""
     result = load_if_there(WIDTHS_FILE)
@@ -296,6 +319,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         gpu_claim,
         gpu,
         gpu_losses,
+        gpu_peers,
         losses,
         models,
         cpu,

@@ -18,6 +18,7 @@ Pitfalls it avoids, each of which changed a table:
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import subprocess
 import time
@@ -178,8 +179,10 @@ def measure(arms: Mapping[Key, Arm], repeats: int = DEFAULT_REPEATS) -> dict[Key
     check_repeats(repeats)
     graphs = {key: _prepare(arm) for key, arm in arms.items()}
     samples: dict[Key, list[float]] = {key: [] for key in arms}
-    for _ in range(repeats):
-        for key, (graph, calls) in graphs.items():
+    for turn in range(repeats):
+        # In another order each time: under the GPU's power limit, what ran before decides the clocks.
+        for key in random.Random(turn).sample(list(graphs), len(graphs)):
+            graph, calls = graphs[key]
             samples[key].append(1e3 * _replay_ms(graph) / calls)
     return {key: summarize(values) for key, values in samples.items()}
 

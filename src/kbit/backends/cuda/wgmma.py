@@ -59,7 +59,7 @@ def candidates(
     for tokens in config.TOKENS:
         tiles = row_blocks * -(-m // tokens)
         for cluster in _CLUSTERS:
-            block = config.Config(bits, tokens, config.best_teams(tokens, in_features, cluster))
+            block = config.Config(bits, tokens, config.best_teams(bits, tokens, in_features, cluster))
             grid = _grid(tiles, cluster, device.multiprocessors)
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
@@ -101,11 +101,11 @@ def grouped_plan(
     for tokens in config.GROUPED_TOKENS:
         tiles = experts * row_blocks * -(-each // tokens)
         for cluster in _CLUSTERS:
-            block = config.Config(bits, tokens, config.best_teams(tokens, in_features, cluster), grouped=True)
+            block = config.Config(bits, tokens, grouped=True)
             if cluster == 1 or block.splits(in_features, cluster):
                 grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
                 cost = _clocks(tiles, in_features, block, cluster, grid)
-                costs[Plan(tokens, grid, cluster, block.teams)] = cost
+                costs[Plan(tokens, grid, cluster)] = cost
     return min(costs, key=lambda plan: costs[plan])
 
 

@@ -13,7 +13,9 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (16, 32, 64, 96, 128, 176, 192, 256)  # a block's, at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
-TEAM_TOKENS = (16, 32, 64, 96)  # that two teams take, too
+# That two teams take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us on an H200, by one
+# team 32.0.
+TEAM_TOKENS = (16, 32, 64, 96)
 TILE_COLUMNS, ROW_TILES = 64, 8
 # Tiles of 64 columns of a block from which on two teams gain more than they lose at the end, in adding up.
 _TEAMS_FROM = 17
@@ -63,18 +65,20 @@ class Config(NamedTuple):
 
 
 def of_plan(bits: int, tokens: int, teams: int, grouped: bool, nvfp4: bool) -> Config:
-    """The block of a plan, which knows nothing of NVFP4: of its tiles, two teams hold no 96 tokens' sums."""
+    """The block of a plan, which knows nothing of NVFP4: two teams have no registers for 96 tokens of its."""
     most = 1 if nvfp4 and tokens == TEAM_TOKENS[-1] else 2
     return Config(bits, tokens, min(teams, most), grouped, nvfp4)
 
 
-def best_teams(tokens: int, in_features: int, cluster: int) -> int:
+def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
     """How many are faster: 4096 x 14336 by 16 tokens takes 13.2 us on an H200, by one team 14.9.
 
-    A block of few steps has one: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us, by one team 3.4.
+    A block of few steps has one: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us, by one team 3.4. So
+    has one of 64 tokens at 5 bits, where two teams have but six steps in flight: 25.2 us, by one team 22.4.
     """
     enough = in_features > (_TEAMS_FROM - 1) * TILE_COLUMNS * cluster
-    return 2 if tokens in TEAM_TOKENS and enough else 1
+    crowded = bits == 5 and tokens == 64
+    return 2 if tokens in TEAM_TOKENS and enough and not crowded else 1
 
 
 def _round(config: Config) -> int:
@@ -137,7 +141,7 @@ def configs() -> list[Config]:
         of_plan(bits, tokens, teams, grouped, nvfp4): None
         for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
         for tokens in (GROUPED_TOKENS if grouped else TOKENS)
-        for teams in ((1, 2) if tokens in TEAM_TOKENS else (1,))
+        for teams in ((1, 2) if tokens in TEAM_TOKENS and not grouped else (1,))
     }
     return list(found)
 
