@@ -238,13 +238,15 @@ def test_arms_are_replayed_in_turns_and_short_graphs_repeated(monkeypatch):
     monkeypatch.setattr(gpu_timing, "warm_up", lambda arm: None)
     monkeypatch.setattr(gpu_timing, "_capture", lambda arm, rounds: Graph(arm.calls[0](), 0.2 * rounds))
     monkeypatch.setattr(gpu_timing, "_replay_ms", replay_ms)
-    arms = {name: gpu_timing.Arm([lambda name=name: name] * 4) for name in "ab"}
+    arms = {name: gpu_timing.Arm([lambda name=name: name] * 4) for name in "abc"}
     results = gpu_timing.measure(arms, 7)
     # Four calls take 0.2 ms: three rounds of them fill the least length of a graph.
     assert seen[:6] == ["warm a", "a", "warm a", "warm b", "b", "warm b"]
-    assert seen[6:] == ["a", "b"] * 7
+    turns = ["".join(seen[i : i + 3]) for i in range(9, len(seen), 3)]
+    assert [sorted(turn) for turn in turns] == [["a", "b", "c"]] * 7
+    assert len({turn[turn.index("a") - 1] for turn in turns if turn[0] != "a"}) == 2  # who ran before varies
     assert results["a"].us == pytest.approx(200 / 4)
-    assert list(results) == ["a", "b"]
+    assert list(results) == ["a", "b", "c"]
 
 
 def test_a_wrong_kernel_is_not_measured(monkeypatch):
