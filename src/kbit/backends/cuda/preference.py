@@ -179,6 +179,7 @@ def reasons(
     elif choice.tiles is not None:
         tiles = choice.tiles
         words["wgmma"] += f": {tiles.grid} blocks of {tiles.tokens} tokens in clusters of {tiles.cluster}"
+        words["wgmma"] += ", two teams each" if tiles.teams == 2 else ""
     return words
 
 

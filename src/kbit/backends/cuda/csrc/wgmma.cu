@@ -174,7 +174,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         // Opaque, or what follows from them would be computed before the steps and kept on the stack.
         asm volatile("" : "+r"(thread), "+r"(staging), "+r"(team));
         add_up_teams(kept, acc, staging, team, thread);
-        if (kKept == kTokens && team) {
+        if (kKept == kTokens && team) {  // team 0 has all
             if (work.split) {
                 syncs_of_finish(work);
             }
@@ -230,10 +230,10 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         p.find_alone();
     }
     if (warp < 4) {
-        fewer_registers<kTeams == 1 ? 40 : 32>();
+        fewer_registers<kProducerRegisters>();
         produce(p, Work(p), ring, &weight_map, &x_map, warp, lane);
     } else {
-        more_registers<kTeams == 1 ? 232 : 112>();
+        more_registers<kConsumerRegisters>();
         D::fill(memory, level, thread - 128, kConsumers);
         consumers_sync<kConsumers>();
         const D decode(memory, lane);

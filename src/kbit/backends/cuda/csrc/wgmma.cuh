@@ -29,6 +29,8 @@ constexpr int kTeamThreads = 256;
 constexpr int kConsumers = kTeams * kTeamThreads;
 constexpr int kKept = kTokens > 16 ? kTokens / kTeams : kTokens;
 static_assert(kStages % kTeams == 0);
+// Together those that all threads start with: 168 each, or 96 of two teams' blocks.
+constexpr int kProducerRegisters = kTeams == 1 ? 40 : 32, kConsumerRegisters = kTeams == 1 ? 232 : 112;
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
 constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup

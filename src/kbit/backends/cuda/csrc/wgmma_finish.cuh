@@ -187,11 +187,15 @@ struct SumsPlace {
         const int chunk = 8 * half + lane / 8;  // of a hole's size
         holes = base + 2 * (D::kTableBytes / 2 - kHoleBytes) + kHole + 2 * kHole * chunk + lane % 8 * 16;
     }
+    static DEVICE bool in_holes(int unit) {
+        constexpr bool kAll = kInHoles > 0 && Config::sums <= kHoleBytes;  // known without asking
+        return kAll || (kInHoles > 0 && unit < kInHoles);
+    }
     DEVICE u32 first(int unit) const {
-        return unit < kInHoles ? holes + unit * 2 * kBytes : rest + (unit - kInHoles) * kBytes;
+        return in_holes(unit) ? holes + unit * 2 * kBytes : rest + (unit - kInHoles) * kBytes;
     }
     // From there to the second.
-    DEVICE u32 next(int unit) const { return unit < kInHoles ? 1024 : 512; }
+    DEVICE u32 next(int unit) const { return in_holes(unit) ? 1024 : 512; }
 };
 
 // Of a cluster whose blocks have parts of K. The sums of two warps (gates and their ups) for 16 tokens are
