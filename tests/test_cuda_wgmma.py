@@ -56,10 +56,11 @@ def operands(m, bits, dtype):
 
 def launches(tokens, bits):
     """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
-    for cluster, teams in itertools.product(CLUSTERS, (1, 2) if tokens in wgmma_config.TEAM_TOKENS else (1,)):
-        if cluster == 1 or wgmma_config.Config(bits, tokens, teams).splits(K, cluster):
+    dense = [(bits, tokens, teams, False, False) for teams in (1, 2)]
+    for block, cluster in itertools.product(wgmma_config.configs(), CLUSTERS):
+        if block in dense and (cluster == 1 or block.splits(K, cluster)):
             for clusters in (1, 2, 7):
-                yield wgmma.Plan(tokens, clusters * cluster, cluster, teams)
+                yield wgmma.Plan(tokens, clusters * cluster, cluster, block.teams)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

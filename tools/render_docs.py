@@ -9,12 +9,23 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
-from render_readme import GPU_BITS, GPU_FILE, RESULTS, ROOT, WIDTHS_FILE, load, load_if_there, markdown
+from render_readme import (
+    GPU_BITS,
+    GPU_FILE,
+    RESULTS,
+    ROOT,
+    WIDTHS_FILE,
+    load,
+    load_if_there,
+    markdown,
+    named_layer,
+    peer_ratios,
+)
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
@@ -70,19 +81,27 @@ def widths() -> str:
     return f"{text}{about(result)}\n\n{markdown(header, body)}"
 
 
+def _by_layer(cells: Iterable[tuple[dict[str, Any], float]], tokens: Sequence[int]) -> str:
+    """A table of ratios: layers by numbers of tokens."""
+    body: dict[str, dict[int, str]] = {}
+    for row, ratio in cells:
+        body.setdefault(named_layer(row), {})[row["rows"]] = f"{ratio:.2f}"
+    table = [[layer, *(here.get(count, "") for count in tokens)] for layer, here in body.items()]
+    return markdown(["layer", *(f"M={count}" for count in tokens)], table)
+
+
 def crossover() -> str:
     """Every layer at 4 bits from where some layers lose to cuBLAS."""
     result = load_if_there(WIDTHS_FILE)
-    cells: dict[str, dict[int, str]] = {}
-    for row in result.get("rows", []):
-        if (row["kernel"], row["bits"], row["dtype"]) == ("kbit", GPU_BITS, "fp16"):
-            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
-            cells.setdefault(layer, {})[row["rows"]] = f"{row['vs_fp16']:.2f}"
+    cells = [
+        (row, row["vs_fp16"])
+        for row in result.get("rows", [])
+        if (row["kernel"], row["bits"], row["dtype"]) == ("kbit", GPU_BITS, "fp16")
+    ]
     if not cells:
         return ""
-    body = [[layer, *(here.get(tokens, "") for tokens in CROSSOVER_TOKENS)] for layer, here in cells.items()]
     text = f"Times as fast as float16 cuBLAS in the same run, k={GPU_BITS}, float16. {about(result)}"
-    return f"{text}\n\n{markdown(['layer', *(f'M={tokens}' for tokens in CROSSOVER_TOKENS)], body)}"
+    return f"{text}\n\n{_by_layer(cells, CROSSOVER_TOKENS)}"
 
 
 def below_bounds() -> str:
@@ -111,8 +130,7 @@ def peers() -> str:
     for row in rows:
         if row["dtype"] == "bf16" and row["rows"] == 1:
             name = {"kbit": names[0], "cublas": names[1]}.get(row["kernel"], row["kernel"])
-            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
-            body.setdefault(layer, {})[name] = f"{row['us']:.1f}"
+            body.setdefault(named_layer(row), {})[name] = f"{row['us']:.1f}"
     table = [[layer, *(cells.get(name, "") for name in names)] for layer, cells in body.items()]
     caption = "Microseconds, one token, bfloat16 activations."
     return f"{caption} {about(result)}\n\n{markdown(['layer', *names], table)}" if rows else ""
@@ -120,20 +138,12 @@ def peers() -> str:
 
 def ahead_of_peers() -> str:
     """How much faster than each of other people's kernels, float16."""
-    result = load_if_there(GPU_FILE)
-    rows = [row for row in result.get("rows", []) if row["dtype"] == "fp16"]
-    ours = {(row["shape"], row["rows"]): row["us"] for row in rows if row["kernel"] == "kbit"}
-    tokens = sorted({count for _, count in ours})
     tables = []
-    for peer in dict.fromkeys(row["kernel"] for row in rows if row["kind"] == "peer"):
-        body: dict[str, dict[int, str]] = {}
-        for row in (row for row in rows if row["kernel"] == peer):
-            layer = f"{row['in_features']} → {row['out_features']} ({row['shape']})"
-            ratio = row["us"] / ours[row["shape"], row["rows"]]
-            body.setdefault(layer, {})[row["rows"]] = f"{ratio:.2f}"
-        table = [[layer, *(cells.get(count, "") for count in tokens)] for layer, cells in body.items()]
-        text = f"Times as fast as {peer} in the same run, k={GPU_BITS}, float16. {about(result)}"
-        tables.append(f"{text}\n\n{markdown(['layer', *(f'M={count}' for count in tokens)], table)}")
+    for peer, ratios in peer_ratios().items():
+        run = about(load(GPU_FILE))
+        text = f"Times as fast as {peer} in the same run, k={GPU_BITS}, float16. {run}"
+        tokens = sorted({row["rows"] for row, _ in ratios})
+        tables.append(f"{text}\n\n{_by_layer(ratios, tokens)}")
     return "\n\n".join(tables)
 
 

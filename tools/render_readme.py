@@ -96,6 +96,11 @@ def _layer(row: dict[str, Any]) -> str:
     return f"{row['in_features']} → {row['out_features']}"
 
 
+def named_layer(row: dict[str, Any]) -> str:
+    """In and out features of a row's layer, and its name."""
+    return f"{_layer(row)} ({row['shape']})"
+
+
 def gpu() -> str:
     """Every layer at every number of tokens against cuBLAS, those that lose included."""
     result = load_if_there(GPU_FILE)
@@ -106,7 +111,7 @@ def gpu() -> str:
     body = []
     for shape in dict.fromkeys(shape for shape, _ in cells):
         here = [cells.get((shape, tokens)) for tokens in GPU_TOKENS]
-        name = next(f"{_layer(row)} ({shape})" for row in here if row)
+        name = next(named_layer(row) for row in here if row)
         body.append([name, *(f"{row['vs_fp16']:.2f}" if row else "" for row in here)])
     text = (
         f"`kbit bench kernels` on a GPU: times as fast as float16 cuBLAS, k={GPU_BITS}, float16 activations, "
@@ -149,25 +154,29 @@ def gpu_losses() -> str:
     )
 
 
-def gpu_peers() -> str:
-    """In how many problems of the run each of other people's kernels is slower, and the worst for kbit."""
-    result = load_if_there(GPU_FILE)
-    rows = [row for row in result.get("rows", []) if row["dtype"] == "fp16"]
+def peer_ratios() -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """By other people's kernel: kbit's float16 rows, and how many times as fast they are in the same run."""
+    rows = [row for row in load_if_there(GPU_FILE).get("rows", []) if row["dtype"] == "fp16"]
     ours = {
         (row["shape"], row["rows"]): row for row in rows if (row["kernel"], row["bits"]) == ("kbit", GPU_BITS)
     }
+    ratios: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    for row in (row for row in rows if row.get("kind") == "peer"):
+        here = ours[row["shape"], row["rows"]]
+        ratios.setdefault(row["kernel"], []).append((here, row["us"] / here["us"]))
+    return ratios
+
+
+def gpu_peers() -> str:
+    """In how many problems of the run each of other people's kernels is slower, and the worst for kbit."""
     sentences = []
-    for peer in dict.fromkeys(row["kernel"] for row in rows if row.get("kind") == "peer"):
-        theirs = [row for row in rows if row["kernel"] == peer]
-        ratios = {
-            (row["shape"], row["rows"]): row["us"] / ours[row["shape"], row["rows"]]["us"] for row in theirs
-        }
-        slower = sum(ratio > 1 for ratio in ratios.values())
-        worst = min(ratios, key=lambda key: ratios[key])
+    for peer, ratios in peer_ratios().items():
+        slower = sum(ratio > 1 for _, ratio in ratios)
+        worst, least = min(ratios, key=lambda pair: pair[1])
         sentences.append(
             f" {peer.capitalize()}'s kernels of {GPU_BITS} bits are slower than kbit's in {slower} of the "
-            f"{len(ratios)} problems of that run; the worst for kbit is {_layer(ours[worst])} at "
-            f"M={worst[1]}, {ratios[worst]:.2f} times as fast."
+            f"{len(ratios)} problems of that run; the worst for kbit is {_layer(worst)} at "
+            f"M={worst['rows']}, {least:.2f} times as fast."
         )
     return "".join(sentences)
 

@@ -10,7 +10,8 @@ Pitfalls it avoids, each of which changed a table:
 * An idle queue. If the GPU waits for the CPU to submit the graph, the wait is measured. A spin of about
   0.2 ms before the start event lets the submission get ahead.
 * One arm after the other. Clocks, power and neighbours drift: cuBLAS on 8192x28672 differed by 3% between two
-  runs, ratios within a run by less. The arms of a problem are interleaved, replay by replay.
+  runs, ratios within a run by less. The arms of a problem are interleaved, replay by replay,
+  in another order each round.
 * First calls. They compile, choose algorithms, make layouts. Each copy is called once before the capture.
 * Means. The median of at least seven replays does not care about one outlier; the spread shows it.
 """

@@ -17,8 +17,8 @@ GROUPED_TOKENS = (16, 32, 64, 128, 256)
 # team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
 TILE_COLUMNS, ROW_TILES = 64, 8
-# Tiles of 64 columns of a block from which on two teams gain more than they lose at the end, in adding up.
-_TEAMS_FROM = 17
+# Up to so many columns of a block two teams lose more at the end, in adding up, than they gain.
+_FEW_COLUMNS = 16 * TILE_COLUMNS
 _SHARED_BYTES = 227 * 1024
 _MOST_STAGES = 12
 # What is unused of a table of 3 or 4 bits, in pieces of 128 bytes.
@@ -76,8 +76,7 @@ def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
     A block of few steps has one: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us, by one team 3.4. So
     has one of 64 tokens at 5 bits, where two teams have but six steps in flight: 25.2 us, by one team 22.4.
     """
-    enough = in_features > (_TEAMS_FROM - 1) * TILE_COLUMNS * cluster
-    crowded = bits == 5 and tokens == 64
+    enough, crowded = in_features > _FEW_COLUMNS * cluster, bits == 5 and tokens == 64
     return 2 if tokens in TEAM_TOKENS and enough and not crowded else 1
 
 

@@ -12,6 +12,7 @@ from kbit.backends.cuda.compiler.errors import INSTALL, CompilerUnavailableError
 from kbit.backends.cuda.compiler.spec import Sources
 
 KIND = "nvrtc"
+_REMEDY = f"{INSTALL}, or set KBIT_CUDA_COMPILER=nvcc where CUDA's toolkit is installed."
 
 
 class Nvrtc:
@@ -100,9 +101,7 @@ def _bindings() -> ModuleType:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise CompilerUnavailableError(
-            f"compiling CUDA kernels needs cuda-bindings, which cannot be imported ({error}). "
-            f"{INSTALL}, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
-            f"toolkit is installed."
+            f"compiling CUDA kernels needs cuda-bindings, which cannot be imported ({error}). {_REMEDY}"
         ) from error
     return nvrtc
 
@@ -113,9 +112,7 @@ def _version() -> tuple[int, int]:
     except RuntimeError as error:  # the library is looked for at the first call
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "not found"
         raise CompilerUnavailableError(
-            f"cuda-bindings is installed, but not the NVRTC library ({first_line}). "
-            f"{INSTALL}, or set KBIT_CUDA_COMPILER=nvcc where CUDA's "
-            f"toolkit is installed."
+            f"cuda-bindings is installed, but not the NVRTC library ({first_line}). {_REMEDY}"
         ) from error
     if int(code):
         raise CompilerUnavailableError(

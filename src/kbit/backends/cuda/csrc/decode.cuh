@@ -46,7 +46,9 @@ struct Decoder {
     static constexpr int kTableBytes = TABLE_BYTES;
     static constexpr int kCopies = kRowBytes < 32 * kCopyBytes ? kRowBytes / kCopyBytes : 32;
     static_assert(kByBytes ? kRowBytes == 256 : kRowBytes == 128 || kRowBytes == 64);
-    static constexpr bool kHoles = BITS == 3 || BITS == 4;  // bytes 128..255 of every row are free
+    static constexpr bool kHoles = BITS == 3 || BITS == 4;  // the last kHole bytes of every row are free
+    static constexpr int kHole = 128;
+    static_assert(!kHoles || kRowBytes == 2 * kHole);
 
     const u8* table;
     u32 lane_byte;
@@ -55,6 +57,9 @@ struct Decoder {
         // Opaque to the compiler, or it would recompute the value at each of its uses.
         asm volatile("mov.u32 %0, %1;" : "=r"(lane_byte) : "r"(lane % kCopies * kCopyBytes));
     }
+
+    // Where byte `at` of the holes, taken together, is from the table's start.
+    static DEVICE u32 hole(u32 at) { return 2 * at - at % kHole + kHole; }
 
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
     // SCALED: it will meet Scales::factor, and is in its unit.

@@ -126,8 +126,8 @@ struct Activations {
     const int* source;  // which row of x a sorted row is, or null if x is sorted
     int stride, rows, tokens;
 
-    // Where byte `at` is, from the region's start; a table's holes are the upper 128 bytes of every 256.
-    static DEVICE u32 place(u32 at) { return kInHoles ? 2 * at - at % 128 + 128 : at; }
+    // Where byte `at` is, from the region's start.
+    static DEVICE u32 place(u32 at) { return kInHoles ? D::hole(at) : at; }
     DEVICE u32 tile_bytes() const { return tokens * 128 * kColumns; }
     // Of a lane, in every column tile.
     DEVICE u32 lane_place(int lane) const { return place((lane & (4 * tokens - 1)) * 32); }

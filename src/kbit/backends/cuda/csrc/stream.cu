@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     if constexpr (kExperts) {
         ring.choice.load(routing, lane);
     }
-    const Parts parts{base + (kInHoles ? 128 : parts_at) + 4 * lane, workers};
+    const Parts parts{base + (kInHoles ? D::hole(0) : parts_at) + 4 * lane, workers};
     if (warp < workers) {
         work(p, ring, parts, parts_full, memory, x, x_stride, routing, warp, lane);
     } else {

@@ -42,12 +42,11 @@ constexpr int kScratchBytes = 256;
 constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
 // They and the list of experts lie in the table's holes as far as these reach.
 constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
-constexpr int kHole = 128;  // bytes, in the end of each row
 constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
 constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums - kHoleBytes : 0);
 constexpr int kScratchAt = kBarriersAt + 16 * kStages;
-using List = GroupList<D::kHoles ? kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
-constexpr int kListAt = D::kHoles ? kHole : kScratchAt + kScratchBytes;
+using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
+constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
 constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
 static_assert(kEnd == Config::shared_bytes);
 

@@ -183,9 +183,9 @@ struct SumsPlace {
     u32 holes, rest;
 
     DEVICE SumsPlace(u32 base, int half, int lane) {
-        rest = base + (kOwnSums ? kSumsAt : kActivationsAt) + half * (kBytes / 2) + lane * 16;
-        const int chunk = 8 * half + lane / 8;  // of a hole's size
-        holes = base + 2 * (D::kTableBytes / 2 - kHoleBytes) + kHole + 2 * kHole * chunk + lane % 8 * 16;
+        const u32 mine = half * (kBytes / 2) + lane * 16;
+        rest = base + (kOwnSums ? kSumsAt : kActivationsAt) + mine;
+        holes = base + D::hole(kListBytes + mine);
     }
     static DEVICE bool in_holes(int unit) {
         constexpr bool kAll = kInHoles > 0 && Config::sums <= kHoleBytes;  // known without asking
