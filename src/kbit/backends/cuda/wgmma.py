@@ -16,9 +16,8 @@ from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 
 ARCH = "90a"
-_FORMAT = "QQQQQQTTTiiiiiiiiiii"
+_FORMAT = "QQQQQQTTiiiiiiiiii"
 _BLOCK_ROWS = 128
-_BOX_TOKENS = 16  # of y, copied at once
 # What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
 # lacking, are no multiple of most: an H200 takes 39 clusters of 3 and 17 of 6.
 _CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
@@ -211,14 +210,10 @@ def _launch(
     row_blocks, token_blocks = _row_blocks(out_features, gated), -(-m // chosen.tokens)
     alone = _alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * chosen.tokens)))
-    # The copy engine's boxes start and end at multiples of 16 bytes.
-    bulk = not gated and out.shape[1] % 8 == 0 and out.data_ptr() % 16 == 0
-    activations = activation_map(x, chosen.tokens)
     arguments = (
         *pointers,
         weight_map(tiled, config.ROW_TILES // 2 if gated else config.ROW_TILES),
-        activations,
-        activation_map(out, _BOX_TOKENS) if bulk else activations,
+        activation_map(x, chosen.tokens),
         out_features,
         m,
         experts,
@@ -229,7 +224,6 @@ def _launch(
         alone,
         near,
         int(gated),
-        int(bulk),
     )
     launcher.launch_on(
         index,

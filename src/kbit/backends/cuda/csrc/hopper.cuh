@@ -48,22 +48,7 @@ DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barr
         : "memory");
 }
 
-// One thread stores a box; what is outside of the tensor is left out. Groups of boxes are counted as
-// committed.
-DEVICE void store_box(const TensorMap* map, u32 from, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                 "r"(column), "r"(row), "r"(from)
-                 : "memory");
-}
-DEVICE void copies_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// All groups but the last PENDING have left shared memory.
-template <int PENDING>
-DEVICE void copies_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-// What this thread has written to shared memory may be copied from there, after a barrier.
+// After a barrier, the copy engine may use shared memory that this thread has used.
 DEVICE void visible_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

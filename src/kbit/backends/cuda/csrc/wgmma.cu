@@ -12,7 +12,6 @@
 //   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
 //   row_scale   NVFP4's tiles: float32 [M] or null, factors of the rows of y before the bias
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
-//   y_map       tensor map of y: boxes of 64 columns x 16 rows, 128-byte swizzle; used if `bulk`
 //   offsets     grouped: int32 [experts + 1]
 //
 // A block computes tiles of 128 rows of W (gated: 64 gates and their 64 ups) by Config::tokens tokens in
@@ -184,17 +183,13 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             finish(p, kept, out, with, staging, team, thread);
         }
     }
-    if (thread % 128 == 0) {
-        copies_read<0>();
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     wgmma(const float* __restrict__ codebook, const float* __restrict__ scale, const u16* bias,
           const float* row_scale, u16* y, const int* offsets, const __grid_constant__ TensorMap weight_map,
-          const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map, int n, int m,
-          int experts, int steps, int row_tiles, int row_blocks, int token_blocks, int alone, int near,
-          int gated, int bulk) {
+          const __grid_constant__ TensorMap x_map, int n, int m, int experts, int steps, int row_tiles,
+          int row_blocks, int token_blocks, int alone, int near, int gated) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_dependents();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
@@ -209,7 +204,6 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         barriers_visible();
         prefetch_map(&weight_map);
         prefetch_map(&x_map);
-        prefetch_map(&y_map);
     }
     const float level = D::level(codebook, lane);
     if (cluster_size() > 1) {
@@ -239,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         const D decode(memory, lane);
         const int width = p.width();
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
-        const Output out{scale, bias, row_scale, y, bulk ? &y_map : nullptr, width, wide};
+        const Output out{scale, bias, row_scale, y, width, wide};
         const int group = uniform(warp / 4) - 1, team = group / 2;
         ring.slot = team;
         consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
