@@ -27,7 +27,7 @@ _HOLE_BYTES = operands.TABLE_BYTES // 2
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 _STAGING_BYTES = 512  # of y: two buffers of each of a team's warpgroups with 128 bytes a token
-_BARRIER_BYTES = 16
+_BARRIER_BYTES = 32
 _SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 

@@ -79,7 +79,8 @@ DEVICE void store_matrices_transposed(u32 address, const u32 (&v)[4]) {
                  : "memory");
 }
 
-// The place of another block of the cluster that corresponds to a shared address, and a store there.
+// The place in a block of the cluster that corresponds to a shared address of this one, and stores there. One
+// with a barrier of that block completes on it.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
@@ -89,6 +90,13 @@ DEVICE void store_cluster(u32 to, uint4 v) {
     asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
                  : "memory");
+}
+DEVICE void store_cluster(u32 to, uint4 v, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+            to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
 }
 // v[0..3] += the float4 at a shared address.
 DEVICE void add_shared(float* v, u32 address) {

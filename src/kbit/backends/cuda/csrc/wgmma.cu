@@ -40,25 +40,31 @@
 
 // Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
 // (Eight copies of a tile instead of a box took 800 clocks a step.)
-DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const TensorMap* map, bool weights) {
+DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const TensorMap* map, bool weights,
+                         bool early) {
     constexpr int kWords = D::kTileBytes / 4;
     const Tile at = p.tile(work.tile);
     const int row_tile = at.expert * p.row_tiles + at.block * (p.gated ? kRowTiles / 2 : kRowTiles);
     const int first = work.first(), count = work.count();
     for (int i = 0; i < count; ++i) {
+        const bool ahead = early && weights && i < kEarlySteps;
+        const u32 there = ahead ? ring.early() : ring.there();
         barrier_wait(ring.empty(), ring.phase ^ 1);
-        barrier_expect(ring.full(), weights ? kWeightBytes : kActivationBytes);
+        barrier_expect(there, weights ? kWeightBytes : kActivationBytes);
+        if (ahead) {
+            barrier_arrive(ring.there());
+        }
 #pragma unroll
         for (int j = 0; j < kTilesOfStep; ++j) {
             const int tile = (first + i) * kTilesOfStep + j;
             if (!weights) {
-                copy_box(ring.activations() + j * kBoxBytes, map, tile * kTileColumns, at.token, ring.full());
+                copy_box(ring.activations() + j * kBoxBytes, map, tile * kTileColumns, at.token, there);
                 continue;
             }
             const u32 to = ring.weights() + j * kTilesBytes;
-            copy_box(to, map, tile * kWords, row_tile, ring.full());
+            copy_box(to, map, tile * kWords, row_tile, there);
             if (p.gated) {
-                copy_box(to + kTilesBytes / 2, map, tile * kWords, row_tile + p.row_tiles / 2, ring.full());
+                copy_box(to + kTilesBytes / 2, map, tile * kWords, row_tile + p.row_tiles / 2, there);
             }
         }
         ring.next();
@@ -71,9 +77,9 @@ DEVICE void produce(const Problem& p, Work work, Ring ring, const TensorMap* wei
     if (busy && !weights) {
         wait_for_previous();
     }
-    for (; work.more(); work.next()) {
+    for (bool first = true; work.more(); work.next(), first = false) {
         if (busy) {
-            produce_tile(p, work, ring, weights ? weight_map : x_map, weights);
+            produce_tile(p, work, ring, weights ? weight_map : x_map, weights, first);
         }
         __syncwarp();
         if (work.split) {
@@ -82,11 +88,12 @@ DEVICE void produce(const Problem& p, Work work, Ring ring, const TensorMap* wei
     }
 }
 
-// A consumer warp's weights of the step in `ring`, as the A operands of its k16 steps.
-DEVICE void decode_step(u32 (&a)[4 * kTilesOfStep][4], const D& decode, const Ring& ring, int slot,
-                        int lane) {
+// A consumer warp's weights of the step in `ring`, complete with barrier `there`, as the A operands of its
+// k16 steps.
+DEVICE void decode_step(u32 (&a)[4 * kTilesOfStep][4], const D& decode, const Ring& ring, int slot, int lane,
+                        u32 there) {
     using S = Scales<kUe4m3, Config::bf16>;
-    barrier_wait(ring.full(), ring.phase);
+    barrier_wait(there, ring.phase);
     u32 w[kTilesOfStep][Config::bits];
     typename S::Words scales[kTilesOfStep];
 #pragma unroll
@@ -118,25 +125,36 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
     const int slot = p.slot(uniform(thread / 32)), lane = thread % 32;
     Ring ahead = ring;
     u32 a[2][4 * kTilesOfStep][4];
-    bool decoded = false;
-    // The first activations come after it anyhow. Before it, biases could be those of another call: the
-    // kernel in front may be what writes them.
-    wait_for_previous();
+    bool first = true, decoded = false;
+    u32 sums_phase = 0;
     for (; work.more(); work.next()) {
         float acc[kTokens / 2];
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) {
             acc[i] = 0.0f;
         }
-        const Addends with(p, out, work.tile, thread / 32, lane / 4);
         const int steps = work.count() / kTeams;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
+        // Of the first tile, while activations are not there.
+        const int early = first ? min(steps, 2) : 0;
         if (!decoded) {
-            decode_step(a[0], decode, ahead, slot, lane);
+            decode_step(a[0], decode, ahead, slot, lane, first ? ahead.early() : ahead.there());
             ahead.next(kTeams);
         }
+        if (early == 2) {
+            decode_step(a[1], decode, ahead, slot, lane, ahead.early());
+            ahead.next(kTeams);
+        }
+        first = false;
+        // The first activations come after it anyhow. Before it, biases could be those of another call: the
+        // kernel in front may be what writes them.
+        wait_for_previous();
+        const Addends with(p, out, work.tile, thread / 32, lane / 4);
         const auto step = [&](u32(&now)[4 * kTilesOfStep][4], u32(&then)[4 * kTilesOfStep][4], int i) {
+            if (i < early) {
+                barrier_wait(ring.there(), ring.phase);
+            }
             wgmma_fence();
             const u64 b = descriptor(ring.activations());
 #pragma unroll
@@ -150,8 +168,8 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             }
             used = ring.empty();
             ring.next(kTeams);
-            if (i + 1 < steps || more) {  // the next tile's first one, too
-                decode_step(then, decode, ahead, slot, lane);
+            if (i + 1 >= early && (i + 1 < steps || more)) {  // the next tile's first one, too
+                decode_step(then, decode, ahead, slot, lane, ahead.there());
                 ahead.next(kTeams);
             }
         };
@@ -178,7 +196,8 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
                 syncs_of_finish(work);
             }
         } else if (work.split) {
-            finish_in_cluster(p, kept, out, with, work, ring.base, staging, team, thread);
+            finish_in_cluster(p, kept, out, with, work, ring.base, staging, sums_phase, team, thread);
+            sums_phase ^= 1;
         } else {
             finish(p, kept, out, with, staging, team, thread);
         }
@@ -198,9 +217,11 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     if (thread == 0) {
         Ring each = ring;
         for (int s = 0; s < kStages; ++s, each.next()) {
-            barrier_init(each.full(), 2);
+            barrier_init(each.there(), 2);
+            barrier_init(each.early(), 1);
             barrier_init(each.empty(), kTeamThreads / 32 * kWarpArrivals);
         }
+        barrier_init(ring.base + kSumsBarrierAt, 1);
         barriers_visible();
         prefetch_map(&weight_map);
         prefetch_map(&x_map);

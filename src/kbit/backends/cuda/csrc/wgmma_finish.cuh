@@ -161,7 +161,9 @@ DEVICE void syncs_of_finish(const Work& work) {
     if (!kOwnSums) {
         cluster_sync();  // activations have been read,
     }
-    cluster_sync();  // sums have been sent,
+    if (!kCountBytes) {
+        cluster_sync();  // sums have been sent,
+    }
     if (!work.last()) {
         cluster_sync();  // and read
     }
@@ -191,43 +193,52 @@ struct SumsPlace {
 // Of a cluster whose blocks have parts of K. The sums of two warps (gates and their ups) for 16 tokens are
 // a unit. A block finishes its share of units: all send it theirs, and it adds them up in the blocks' order.
 DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], const Output& out,
-                              const Addends& with, const Work& work, u32 base, u32 staging, int team,
-                              int thread) {
+                              const Addends& with, const Work& work, u32 base, u32 staging, u32 phase,
+                              int team, int thread) {
     const Tile& tile = with.tile;
     constexpr int kFinishers = kTokens / kKept;  // teams
     constexpr int kUnits = kTokens / 4;
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
+    const int begin = rank * each, end = min(begin + each, kUnits);
     const SumsPlace place(base, warp / 2 % 2, lane);
     const Divider by_each(each);
+    const u32 arrived = base + kSumsBarrierAt;
     if (!kOwnSums) {
         cluster_sync();
+    }
+    if (kCountBytes && team == 0 && thread == 0) {
+        barrier_expect(arrived, max(0, end - begin) * blocks * SumsPlace::kBytes);
     }
 #pragma unroll
     for (int i = 0; i < kKept / 16; ++i) {
         const int unit = 4 * (team * (kKept / 16) + i) + pair, owner = by_each(unit);
-        const u32 to = place.first(rank * each + unit - owner * each);
-        const u32 next = place.next(rank * each + unit - owner * each);
-        if (owner == rank) {
-            store_shared4(to, words_of(&acc[8 * i]));
-            store_shared4(to + next, words_of(&acc[8 * i + 4]));
+        const int at = begin + unit - owner * each;
+        const uint4 v[2] = {words_of(&acc[8 * i]), words_of(&acc[8 * i + 4])};
+        const u32 to = place.first(at), next = place.next(at), there = cluster_address(to, owner);
+        if (kCountBytes) {
+            const u32 barrier = cluster_address(arrived, owner);
+            store_cluster(there, v[0], barrier);
+            store_cluster(there + next, v[1], barrier);
+        } else if (owner == rank) {
+            store_shared4(to, v[0]);
+            store_shared4(to + next, v[1]);
         } else {
-            const u32 remote = cluster_address(to, owner);
-            store_cluster(remote, words_of(&acc[8 * i]));
-            store_cluster(remote + next, words_of(&acc[8 * i + 4]));
+            store_cluster(there, v[0]);
+            store_cluster(there + next, v[1]);
         }
     }
-    cluster_sync();
-    const int row_tile = p.row_tile(tile.block, warp), end = min((rank + 1) * each, kUnits);
+    kCountBytes ? barrier_wait(arrived, phase) : cluster_sync();
+    const int row_tile = p.row_tile(tile.block, warp);
     constexpr int kTokenBytes = 32;
     const u32 to = staging + warp % 4 * 16 * kTokenBytes;
     const auto sync = [&] { p.gated ? pair_sync(4 * team + pair) : __syncwarp(); };
 #pragma unroll 1
-    for (int unit = (rank * each + 3 - pair) / 4 * 4 + pair + 4 * team; unit < end; unit += 4 * kFinishers) {
+    for (int unit = (begin + 3 - pair) / 4 * 4 + pair + 4 * team; unit < end; unit += 4 * kFinishers) {
         float sum[8] = {};
 #pragma unroll 4
         for (int block = 0; block < blocks; ++block) {
-            const int from = unit + (block - rank) * each;
+            const int from = unit - begin + block * each;
             add_shared(sum, place.first(from));
             add_shared(sum + 4, place.first(from) + place.next(from));
         }
