@@ -136,25 +136,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         const int steps = work.count() / kTeams;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
-        // Of the first tile, while activations are not there.
-        const int early = first ? min(steps, 2) : 0;
-        if (!decoded) {
-            decode_step(a[0], decode, ahead, slot, lane, first ? ahead.early() : ahead.there());
-            ahead.next(kTeams);
-        }
-        if (early == 2) {
-            decode_step(a[1], decode, ahead, slot, lane, ahead.early());
-            ahead.next(kTeams);
-        }
-        first = false;
-        // The first activations come after it anyhow. Before it, biases could be those of another call: the
-        // kernel in front may be what writes them.
-        wait_for_previous();
-        const Addends with(p, out, work.tile, thread / 32, lane / 4);
-        const auto step = [&](u32(&now)[4 * kTilesOfStep][4], u32(&then)[4 * kTilesOfStep][4], int i) {
-            if (i < early) {
-                barrier_wait(ring.there(), ring.phase);
-            }
+        const auto multiply = [&](const u32(&now)[4 * kTilesOfStep][4]) {
             wgmma_fence();
             const u64 b = descriptor(ring.activations());
 #pragma unroll
@@ -162,23 +144,50 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
                 multiply_add(acc, now[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2);
             }
             wgmma_commit();
+        };
+        const auto decode_next = [&](u32(&then)[4 * kTilesOfStep][4], u32 there) {
+            decode_step(then, decode, ahead, slot, lane, there);
+            ahead.next(kTeams);
+        };
+        const auto step = [&](u32(&now)[4 * kTilesOfStep][4], u32(&then)[4 * kTilesOfStep][4], int i) {
+            multiply(now);
             wgmma_wait<1>();  // the step before is done: its registers and its slot are free
-            if (i != 0) {
-                warp_arrive(used, lane);
-            }
+            warp_arrive(used, lane);
             used = ring.empty();
             ring.next(kTeams);
-            if (i + 1 >= early && (i + 1 < steps || more)) {  // the next tile's first one, too
-                decode_step(then, decode, ahead, slot, lane, ahead.there());
-                ahead.next(kTeams);
+            if (i + 1 < steps || more) {  // the next tile's first one, too
+                decode_next(then, ahead.there());
             }
         };
-        for (int i = 0; i < steps; i += 2) {
-            step(a[0], a[1], i);
+        if (!decoded) {
+            decode_next(a[0], first ? ahead.early() : ahead.there());
+        }
+        const bool two = first && steps > 1;
+        if (two) {
+            decode_next(a[1], ahead.early());
+        }
+        // The first activations come after it anyhow. Before it, biases could be those of another call: the
+        // kernel in front may be what writes them.
+        wait_for_previous();
+        const Addends with(p, out, work.tile, thread / 32, lane / 4);
+        if (first) {
+            barrier_wait(ring.there(), 0);
+        }
+        multiply(a[0]);
+        used = ring.empty();
+        ring.next(kTeams);
+        if (two) {
+            barrier_wait(ring.there(), 0);
+        } else if (steps > 1) {
+            decode_next(a[1], ahead.there());
+        }
+        first = false;
+        for (int i = 1; i < steps; i += 2) {
+            step(a[1], a[0], i);
             if (i + 1 == steps) {
                 break;
             }
-            step(a[1], a[0], i + 1);
+            step(a[0], a[1], i + 1);
         }
         decoded = more;
         wgmma_wait<0>();
