@@ -56,16 +56,27 @@ JOBS = (
     Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
     Job(
         "kernels",
-        f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-kernels.json",
+        f"bench kernels --no-peers --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} "
+        "--json {results}/{gpu}-kernels.json",
         after=("tune",),
     ),
-    Job("widths", f"bench kernels {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json", after=("tune",)),
+    Job(
+        "widths",
+        f"bench kernels --no-peers {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json",
+        after=("tune",),
+    ),
     Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
     Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
     Job(
         "30b-compiled",
         "bench model qwen3-30b-a3b --compile --batch 1 --prefill 0 "
         "--json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
+    ),
+    # Where there are any, which may take minutes to compile.
+    Job(
+        "peers",
+        f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-peers.json",
+        after=("tune",),
     ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),

@@ -17,6 +17,7 @@ import typer
 from render_readme import (
     GPU_BITS,
     GPU_FILE,
+    PEERS_FILE,
     RESULTS,
     ROOT,
     WIDTHS_FILE,
@@ -119,7 +120,7 @@ def below_bounds() -> str:
 
 def peers() -> str:
     """Other people's kernels beside ours, one token."""
-    result = load_if_there(GPU_FILE)
+    result = load_if_there(PEERS_FILE)
     rows = result.get("rows", [])
     names = [
         f"kbit, k={GPU_BITS}",
@@ -140,7 +141,7 @@ def ahead_of_peers() -> str:
     """How much faster than each of other people's kernels, float16."""
     tables = []
     for peer, ratios in peer_ratios().items():
-        run = about(load(GPU_FILE))
+        run = about(load(PEERS_FILE))
         text = f"Times as fast as {peer} in the same run, k={GPU_BITS}, float16. {run}"
         tokens = sorted({row["rows"] for row, _ in ratios})
         tables.append(f"{text}\n\n{_by_layer(ratios, tokens)}")

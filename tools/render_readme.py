@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-GPU_FILE, WIDTHS_FILE = "h200-kernels.json", "h200-widths.json"
+GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h200-peers.json"
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
@@ -156,7 +156,7 @@ def gpu_losses() -> str:
 
 def peer_ratios() -> dict[str, list[tuple[dict[str, Any], float]]]:
     """By other people's kernel: kbit's float16 rows, and how many times as fast they are in the same run."""
-    rows = [row for row in load_if_there(GPU_FILE).get("rows", []) if row["dtype"] == "fp16"]
+    rows = [row for row in load_if_there(PEERS_FILE).get("rows", []) if row["dtype"] == "fp16"]
     ours = {
         (row["shape"], row["rows"]): row for row in rows if (row["kernel"], row["bits"]) == ("kbit", GPU_BITS)
     }
@@ -168,15 +168,15 @@ def peer_ratios() -> dict[str, list[tuple[dict[str, Any], float]]]:
 
 
 def gpu_peers() -> str:
-    """In how many problems of the run each of other people's kernels is slower, and the worst for kbit."""
-    sentences = []
+    """In how many problems of a run each of other people's kernels is slower, and the worst for kbit."""
+    sentences, run = [], load_if_there(PEERS_FILE)
     for peer, ratios in peer_ratios().items():
         slower = sum(ratio > 1 for _, ratio in ratios)
         worst, least = min(ratios, key=lambda pair: pair[1])
         sentences.append(
-            f" {peer.capitalize()}'s kernels of {GPU_BITS} bits are slower than kbit's in {slower} of the "
-            f"{len(ratios)} problems of that run; the worst for kbit is {_layer(worst)} at "
-            f"M={worst['rows']}, {least:.2f} times as fast."
+            f" {peer.capitalize()}'s kernels of {GPU_BITS} bits are slower than those of kbit at "
+            f"{run['machine']['commit']} in {slower} of {len(ratios)} problems of one run; the worst for "
+            f"kbit is {_layer(worst)} at M={worst['rows']}, {least:.2f} times as fast."
         )
     return "".join(sentences)
 
