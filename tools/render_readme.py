@@ -237,7 +237,7 @@ def models() -> str:
     text = (
         "`kbit bench model`: tokens a second of greedy decoding, all layers, random weights, a CUDA graph of "
         "each step for both arms (in brackets: times as fast as bfloat16, the faster of transformers' two "
-        f"ways with experts), and of a prefill of 2048 tokens. NVIDIA {_gpu_name(results[0])}."
+        f"ways with experts), and of a prefill of 2048 tokens without one. NVIDIA {_gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
