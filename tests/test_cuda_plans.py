@@ -56,7 +56,8 @@ def dealings(rows: int, experts: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits) -> None:
     sizes = [(8, 512, 2048), (8, 2048, 512), (128, 512, 2048), (512, 1024, 2048), (60, 96, 5120)]
-    for bits, (experts, n, k), rows in itertools.product(SUPPORTED_BITS, sizes, (1, 10, 64, 333, 2048)):
+    counts_of_rows = (1, 10, 64, 333, 2048, 200_000)
+    for bits, (experts, n, k), rows in itertools.product(SUPPORTED_BITS, sizes, counts_of_rows):
         plan = grouped.plan(rows, experts, n, k, bits, device)
         case = (bits, experts, n, k, rows, plan)
         assert plan is not None, case
@@ -71,6 +72,24 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
             ends = shares.cumsum(0)
             pieces = (ends - 1) // units - (ends - shares) // units + 1
             assert int(pieces[shares > 0].max()) <= room, case
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_what_grouped_takes_it_takes_with_any_number_of_rows(device: DeviceLimits) -> None:
+    sizes = [(8, 4096, 14336), (8, 4096, 9216), (128, 4096, 4096), (256, 2048, 7168), (8, 2048, 16384)]
+    for bits, (experts, n, k) in itertools.product(SUPPORTED_BITS, sizes):
+        refusal = grouped.refusal(torch.float16, experts, n, k, bits, False, device)
+        small = device.shared_bytes < 100 * 1024
+        assert (refusal is None) == (not (small and bits == 2 and k > 12288)), (bits, experts, n, k, refusal)
+        if refusal is None:
+            for rows in (1, 7, 100, 3000, 20_000, 170_000, 2**20):
+                assert grouped.plan(rows, experts, n, k, bits, device) is not None, (
+                    bits,
+                    experts,
+                    n,
+                    k,
+                    rows,
+                )
 
 
 def test_every_wgmma_plan_fits() -> None:

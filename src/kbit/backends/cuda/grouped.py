@@ -27,6 +27,9 @@ _RESERVED_BYTES = 1024
 # with them and 10.6 without, 8 of 2048 x 512 (62) 5.5 and 5.0.
 _FEW_TILES = 96
 _HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose table leaves so much free
+# A block's list of pieces of experts; beyond, blocks wait for a multiprocessor.
+_MOST_JOBS = 64
+_ANY_ROWS = 2**24  # that take as much shared memory as more
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
     if bits == 5:
         wide = shared_bytes > operands.WIDE_TABLE_MEMORY
         return [Config(16, 1, 1, table_bytes=operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES)]
+    if shared_bytes <= operands.WIDE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
+        return [Config(16, 1, 2), Config(8, 1, 2)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
     return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
 
@@ -125,7 +130,7 @@ def refusal(
 ) -> str | None:
     """Why the kernel may not take a problem, or None."""
     reason = operands.grouped_refusal(dtype, out_features, gated, experts)
-    if reason is None and plan(1, experts, out_features, in_features, bits, device) is None:
+    if reason is None and plan(_ANY_ROWS, experts, out_features, in_features, bits, device) is None:
         reason = f"a row of {in_features} activations does not fit in {device.shared_bytes} bytes"
     return reason
 
@@ -139,13 +144,19 @@ def plan(
     bits: int,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch for so many rows, dealt to experts in any way; None if shared memory is short."""
+    """The launch for so many rows, dealt to experts in any way; None if shared memory is short.
+
+    It never is for fewer rows where it is not for more.
+    """
+    shape = (out_features, in_features, bits, device)
+    preferred = _preferred(rows, experts, *shape)
     most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     while most:
-        for config in _preferred(rows, experts, out_features, in_features, bits, device):
-            chosen = _lay_out(config, rows, experts, most, out_features, in_features, bits, device)
-            if chosen.x_room:
-                return chosen
+        for fewer in (1, 2, 4, 8, 16):  # warps that split K, whose sums need room
+            for config in preferred:
+                chosen = _lay_out(config, rows, experts, most, fewer, *shape)
+                if chosen.x_room:
+                    return chosen
         most //= 2
     return None
 
@@ -162,7 +173,8 @@ def _preferred(
     available = configs(bits, device.shared_bytes)
     row_tiles, k_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     tiles = _active(rows, experts) * row_tiles * k_tiles
-    return available[::-1] if tiles > _FEW_TILES * device.multiprocessors else available
+    many = tiles > _FEW_TILES * device.multiprocessors
+    return sorted(available, key=lambda config: -config.warps) if many else available
 
 
 def _lay_out(
@@ -170,18 +182,22 @@ def _lay_out(
     rows: int,
     experts: int,
     most: int,
+    fewer: int,
     out_features: int,
     in_features: int,
     bits: int,
     device: driver.DeviceLimits,
 ) -> Plan:
-    """Shared memory as the header of grouped.cu says; x may have too little, for no expert."""
+    """Shared memory as the header of grouped.cu says; x may have too little, for no expert.
+
+    K is split by `fewer` times fewer warps than would be fastest.
+    """
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
     # Also if there is less to do: 8 experts of 512 x 2048, a row each, took 6.3 us with 128 blocks, not 5.3.
-    grid = device.multiprocessors
-    span = _span(rows, experts, units, k_tiles, grid, config.warps)
+    grid = device.multiprocessors * max(1, -(-pieces // (device.multiprocessors * _MOST_JOBS)))
+    span = max(1, _span(rows, experts, units, k_tiles, grid, config.warps) // fewer)
     jobs = -(-pieces // grid) + 1
     ring_at = config.table_bytes + config.warps * config.stages * 8 + _SCRATCH_BYTES
     jobs_at = ring_at + config.warps * config.stages * _STAGE_TILES * 4 * words
