@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kbit
+from kbit.dispatch import tiled as dispatch_tiled
 from kbit.format import SUPPORTED_BITS
 from kbit.ops import forms
 from kbit.ops.api import silu_and_mul
@@ -452,3 +453,23 @@ def test_both_forms_multiply_alike(n, k, bits, m, dtype, seed):
     # float32 sums of k products, in any order, and one rounding to x's dtype.
     bound = (x.double().abs() @ w.abs().T) * k * 2.0**-23 + exact.abs() * torch.finfo(dtype).eps + 1e-30
     assert ((y.double() - exact).abs() <= bound).all()
+
+
+def test_backends_get_aligned_contiguous_tiles_and_no_copy_of_such(monkeypatch) -> None:
+    """The copy engine takes multiples of 16 bytes; kernels may read weights before a copy is done."""
+    settled = []
+    monkeypatch.setattr("kbit.backends.cuda.layout.settled", settled.append)
+    q = kbit.quantize(torch.randn(32, 128), bits=4).tile()
+    given = q.tiled, q.codebook, q.scale
+    assert all(mine is theirs for mine, theirs in zip(dispatch_tiled._weight(*given), given, strict=True))
+    assert not settled
+
+    memory = torch.empty(q.tiled.numel() + 1, dtype=torch.int32)
+    odd = memory[1:].view(q.tiled.shape).copy_(q.tiled)
+    wide = q.tiled.repeat(1, 2, 1)[:, : q.tiled.shape[1]]
+    for tiles in (odd, wide):
+        found, *_ = dispatch_tiled._weight(tiles, *given[1:])
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+        assert torch.equal(found, q.tiled)
+        assert settled.pop() is found

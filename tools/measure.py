@@ -65,12 +65,21 @@ JOBS = (
         f"bench kernels --no-peers {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json",
         after=("tune",),
     ),
-    Job("coder-next", "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json"),
-    Job("30b", "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json"),
+    Job(
+        "coder-next",
+        "bench model qwen3-coder-next --profile --json {results}/{gpu}-qwen3-coder-next.json",
+        after=("tune",),
+    ),
+    Job(
+        "30b",
+        "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json",
+        after=("tune",),
+    ),
     Job(
         "30b-compiled",
         "bench model qwen3-30b-a3b --compile --batch 1 --prefill 0 "
         "--json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
+        after=("tune",),
     ),
     # Where there are any, which may take minutes to compile.
     Job(
@@ -78,12 +87,13 @@ JOBS = (
         f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-peers.json",
         after=("tune",),
     ),
-    Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json"),
+    Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job(
         "serve",
         "bench serve --random llama-3-8b --option=--cb-use-cuda-graph --json {results}/{gpu}-serve.json",
+        after=("tune",),
     ),
     Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),
     Job("dequant", f"bench dequant {REPEATS} --dtype fp16,bf16 --json {{results}}/{{gpu}}-dequant.json"),
@@ -96,6 +106,7 @@ JOBS = (
         "bench model llama-3-70b --gpus 1,2 --all-reduce nccl,one-shot --no-baseline --prefill 0 "
         "--json {results}/{gpu}-parallel-llama-3-70b.json",
         gpus=2,
+        after=("tune",),
     ),
     Job(
         "parallel-tests",
@@ -108,6 +119,7 @@ JOBS = (
         "bench model qwen3-30b-a3b --gpus 1,2 --no-baseline --prefill 0 "
         "--json {results}/{gpu}-parallel-qwen3-30b-a3b.json",
         gpus=2,
+        after=("tune",),
     ),
     Job(
         "workload",

@@ -6,6 +6,7 @@ import torch
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
+from kbit.backends.cuda import layout
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
@@ -13,6 +14,16 @@ from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 def _width(codebook):
     return codebook.shape[0].bit_length() - 1
+
+
+def _weight(*given):
+    """Tiles at multiples of 16 bytes, codebook and scale, contiguous, for kernels that read them early."""
+    weight = contiguous(*given)
+    if given[0].data_ptr() % 16 and weight[0] is given[0]:
+        weight = (given[0].clone(), *weight[1:])
+    if any(mine is not theirs for mine, theirs in zip(weight, given, strict=True)):
+        layout.settled(weight[0])
+    return weight
 
 
 @implement("tile")
@@ -77,7 +88,7 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
         run = backend_for("linear_tiled", x.device, torch.uint8).module.linear_tiled
         rows = x.reshape(-1, in_features).contiguous()
         bias = None if bias is None else bias.contiguous()
-        weight = contiguous(tiled, codebook, scale)
+        weight = _weight(tiled, codebook, scale)
         y = out.view(rows.shape[0], -1)
         run(rows, *weight, bias, out_features, in_features, silu_and_mul, y)
     return out
@@ -99,7 +110,10 @@ def _experts_one_token(x, gate_up, down, codebook, gate_up_scale, down_scale, id
         return torch.zeros_like(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     run = backend_for("experts_one_token", x.device, torch.uint8).module.experts_one_token
-    run(*contiguous(*arguments), intermediate, out)
+    gate_up, codebook, gate_up_scale = _weight(gate_up, codebook, gate_up_scale)
+    down, _, down_scale = _weight(down, codebook, down_scale)
+    x, ids, weights = contiguous(x, ids, weights)
+    run(x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate, out)
     return out
 
 
@@ -140,7 +154,7 @@ def _run_grouped(
         return out.zero_()
     if out.numel():
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
-        weight = contiguous(tiled, codebook, scale)
+        weight = _weight(tiled, codebook, scale)
         offsets = expert_offsets.contiguous()
         source = None if source is None else source.contiguous()
         run(x.contiguous(), *weight, offsets, out_features, in_features, silu_and_mul, source, out)

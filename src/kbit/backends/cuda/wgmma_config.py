@@ -76,8 +76,11 @@ def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
     A block of few steps has one: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us, by one team 3.4. So
     has one of 64 tokens at 5 bits, where two teams have but six steps in flight: 25.2 us, by one team 22.4.
     """
-    enough, crowded = in_features > _FEW_COLUMNS * cluster, bits == 5 and tokens == 64
-    return 2 if tokens in TEAM_TOKENS and enough and not crowded else 1
+    return 2 if in_features > _FEW_COLUMNS * cluster and _has_teams(bits, tokens) else 1
+
+
+def _has_teams(bits: int, tokens: int) -> bool:
+    return tokens in TEAM_TOKENS and not (bits == 5 and tokens == 64)
 
 
 def _round(config: Config) -> int:
@@ -140,7 +143,7 @@ def configs() -> list[Config]:
         of_plan(bits, tokens, teams, grouped, nvfp4): None
         for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
         for tokens in (GROUPED_TOKENS if grouped else TOKENS)
-        for teams in ((1, 2) if tokens in TEAM_TOKENS and not grouped else (1,))
+        for teams in ((1, 2) if _has_teams(bits, tokens) and not grouped else (1,))
     }
     return list(found)
 

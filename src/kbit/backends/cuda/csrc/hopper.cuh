@@ -98,11 +98,3 @@ DEVICE void store_cluster(u32 to, uint4 v, u32 barrier) {
         "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
         : "memory");
 }
-// v[0..3] += the float4 at a shared address.
-DEVICE void add_shared(float* v, u32 address) {
-    const uint4 f = load_shared4(address);
-    v[0] += __uint_as_float(f.x);
-    v[1] += __uint_as_float(f.y);
-    v[2] += __uint_as_float(f.z);
-    v[3] += __uint_as_float(f.w);
-}

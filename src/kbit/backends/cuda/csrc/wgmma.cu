@@ -33,13 +33,15 @@
 // codebook or scale ends with a kernel that is launched without it.
 //
 // Shared memory: table, ring of activations, staging for y, ring of weights, sums of a cluster, barriers,
-// list of experts; the last and the sums lie in what the table leaves free, as far as that reaches.
+// scratch, list of experts; the list and the sums lie in what a table of 3 or 4 bits leaves free, as far as
+// that reaches, and sums of 96 tokens and more where activations were.
 // Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "wgmma_finish.cuh"
 #include "wgmma_instruction.h"
 
 // Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
-// (Eight copies of a tile instead of a box took 800 clocks a step.)
+// (Eight copies of a tile instead of a box took 800 clocks a step.) `early`: the weights of the first steps
+// complete their own barriers.
 DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const TensorMap* map, bool weights,
                          bool early) {
     constexpr int kWords = D::kTileBytes / 4;
@@ -47,11 +49,11 @@ DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const T
     const int row_tile = at.expert * p.row_tiles + at.block * (p.gated ? kRowTiles / 2 : kRowTiles);
     const int first = work.first(), count = work.count();
     for (int i = 0; i < count; ++i) {
-        const bool ahead = early && weights && i < kEarlySteps;
-        const u32 there = ahead ? ring.early() : ring.there();
+        const bool apart = early && weights && i < kEarlySteps;
+        const u32 there = apart ? ring.early() : ring.there();
         barrier_wait(ring.empty(), ring.phase ^ 1);
         barrier_expect(there, weights ? kWeightBytes : kActivationBytes);
-        if (ahead) {
+        if (apart) {
             barrier_arrive(ring.there());
         }
 #pragma unroll

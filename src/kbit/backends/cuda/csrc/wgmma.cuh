@@ -53,6 +53,7 @@ constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums 
 // there would be a fourth, beside the first step's: the sums of a cluster are there.
 constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
 constexpr int kEarlySteps = 2 * kTeams;
+static_assert(kStages >= kEarlySteps);  // each has a slot of the ring, in its first phase
 constexpr int kScratchAt = kBarriersAt + kBarrierBytes * kStages;
 using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
 constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;

@@ -27,7 +27,8 @@ struct Output {
     }
 };
 
-// What a thread adds to its sums of a tile, loaded before the sums are there: it takes 600 clocks.
+// What a thread adds to its sums of a tile, loaded before the sums are there: it takes 600 clocks. Biases not
+// by __ldg, which the compiler may move up beyond wait_for_previous.
 struct Addends {
     Tile tile;
     float factor, bias[2];  // of the rows g and g + 8 of the warp's row tile
@@ -39,7 +40,7 @@ struct Addends {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = p.row_tile(tile.block, warp) * 16 + g + 8 * i;
-                bias[i] = row < p.n ? H::widen(__ldg(out.bias + row)) : 0.0f;
+                bias[i] = row < p.n ? H::widen(out.bias[row]) : 0.0f;
             }
         }
     }
@@ -118,6 +119,15 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
 
 DEVICE uint4 words_of(const float* v) {
     return {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
+}
+
+// v[0..3] += the float4 at a shared address.
+DEVICE void add_shared(float* v, u32 address) {
+    const uint4 f = load_shared4(address);
+    v[0] += __uint_as_float(f.x);
+    v[1] += __uint_as_float(f.y);
+    v[2] += __uint_as_float(f.z);
+    v[3] += __uint_as_float(f.w);
 }
 
 // The sums of both teams for the tokens that this one keeps. Those that the other keeps go by its staging.
@@ -258,7 +268,9 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
         sync();  // before the next one's
     }
     if (!work.last()) {
-        visible_to_copies();  // which may come where sums were
+        if (!kOwnSums) {
+            visible_to_copies();  // which may come where sums were
+        }
         cluster_sync();
     }
 }
