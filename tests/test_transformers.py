@@ -12,6 +12,7 @@ from torch import nn
 
 import kbit
 from kbit.format import SUPPORTED_BITS
+from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
 from tiny_models import ARCHITECTURES, build, quantize_files
 
@@ -208,6 +209,18 @@ def test_shards_and_fused_experts_on_disk(sources, tmp_path):
     model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert_same(model, load(tmp_path / "shards"))
+
+
+def test_tables_narrower_than_the_hidden_size(tmp_path):
+    sizes = {"hidden_size": 96, "word_embed_proj_dim": 48, "ffn_dim": 72, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 72, "num_attention_heads": 2, "max_position_embeddings": 16}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    policy = kbit.KbitConfig(bits=4, embedding_bits=4)
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", policy)
+    loaded = load(tmp_path / "out")
+    assert loaded.get_input_embeddings().weight_packed.shape == (72, 2 * 4)
+    assert torch.equal(loaded(IDS).logits, kbit.quantize_model(model, policy)(IDS).logits)
 
 
 def test_the_base_model_of_a_checkpoint(sources, tmp_path):

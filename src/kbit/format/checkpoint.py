@@ -180,10 +180,10 @@ def _dtype(info: TensorInfo) -> str:
 
 
 # Projections whose sizes follow from the top level of every config that has the key: pattern, then the keys
-# of N and K. What is not listed here is compared with the model itself when it is loaded.
+# of N and K. What is not listed here is compared with the model itself when it is loaded; so are tables and
+# heads, whose rows need not have hidden_size columns nor be of the top level's vocabulary.
 _EXPERT = r"^model\.layers\.\d+\.mlp\.experts\.\d+\."
 _SIZES: tuple[tuple[str, str | None, str | None], ...] = (
-    (r"(^|\.)(embed_tokens|lm_head)\.weight$", "vocab_size", "hidden_size"),
     (r"^model\.layers\.\d+\.self_attn\.[qkv]_proj\.weight$", None, "hidden_size"),
     (r"^model\.layers\.\d+\.self_attn\.o_proj\.weight$", "hidden_size", None),
     (r"^model\.layers\.\d+\.mlp\.(gate|up)_proj\.weight$", None, "hidden_size"),
