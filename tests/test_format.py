@@ -243,3 +243,11 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
 def test_bad_fields_of_a_policy_are_named(field, value, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kbit.QuantizationPolicy(**{field: value})
+
+
+@pytest.mark.parametrize("names", [{"lm_head"}, ("lm_head",), iter(["lm_head"]), {"lm_head": 1}.keys()])
+def test_names_to_skip_may_come_from_any_iterable(names):
+    policy = kbit.QuantizationPolicy(modules_to_not_convert=names, overrides={"lm_head": 4})
+    policy.validate()
+    assert policy.bits_for("lm_head") is None
+    assert json.loads(json.dumps(policy.to_dict()))["modules_to_not_convert"] == ["lm_head"]

@@ -71,8 +71,11 @@ class QuantizationPolicy:
         skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
         if isinstance(skipped, str) or not isinstance(skipped, Iterable):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
+        skipped = list(skipped)  # an iterator could be read once only, and JSON has no sets
         if not all(isinstance(name, str) for name in skipped):
             raise TypeError(f"modules_to_not_convert must hold names only, got {skipped!r}.")
+        if self.modules_to_not_convert is not None:
+            self.modules_to_not_convert = skipped
 
     def widths(self) -> list[int]:
         """Every width this policy can assign, ascending.
