@@ -49,7 +49,6 @@ def test_linear_looks_like_a_linear():
     assert layer.weight is layer.weight_packed
     assert "bits=3" in repr(layer)
     assert "in_features=100" in repr(layer)
-    layer.reset_parameters()
     assert layer(torch.zeros(0, 100)).shape == (0, 17)
 
 
@@ -385,6 +384,52 @@ def test_new_layers_have_their_codebook():
         assert torch.equal(made.codebook, kbit.normal_float(4))
     with pytest.raises(ValueError, match="ascending"):
         KbitLinear(8, 8, codebook=levels[::-1], device="meta")
+
+
+LEVELS = torch.linspace(-1, 1, 16).tolist()
+MAKERS = [
+    lambda device: KbitLinear(40, 9, codebook=LEVELS, device=device),
+    lambda device: KbitEmbedding(9, 40, codebook=LEVELS, device=device, dtype=torch.bfloat16),
+    lambda device: KbitExperts(6, 48, 24, nn.SiLU(), codebook=LEVELS, device=device),
+]
+
+
+def constants(layer):
+    return {key: tensor for key, tensor in layer.named_buffers() if key not in layer.state_dict()}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("way", ["reset", "load", "assign"])
+def test_constants_come_back_after_the_meta_device(make, way):
+    whole, layer = make("cpu"), make("meta")
+    if way != "assign":
+        layer.to_empty(device="cpu")
+        for tensor in constants(layer).values():
+            tensor.fill_(torch.nan)
+    places = {key: tensor.data_ptr() for key, tensor in constants(layer).items()}
+    if way == "reset":
+        layer.reset_parameters()
+    else:
+        layer.load_state_dict(whole.state_dict(), assign=way == "assign")
+    assert constants(layer).keys() == constants(whole).keys() >= {"codebook"}
+    for key, tensor in constants(whole).items():
+        assert torch.equal(constants(layer)[key], tensor), key
+        assert way == "assign" or constants(layer)[key].data_ptr() == places[key]
+    assert {tensor.device.type for tensor in (*layer.parameters(), *layer.buffers())} == {"cpu"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_models_remember_their_codebook(tied):
+    model = Toy(tied)
+    quantize_model(model, kbit.QuantizationPolicy(codebook=LEVELS, embedding_bits=4))
+    ids = torch.arange(7)
+    expected, state = model(ids), model.state_dict()
+    model.to("meta").to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            module.codebook.fill_(torch.nan)
+    model.load_state_dict(state)
+    assert torch.equal(model(ids), expected)
 
 
 def test_experts_of_another_layout_are_refused():

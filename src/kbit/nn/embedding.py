@@ -164,7 +164,10 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
             missing_keys.remove(prefix + "dtype_probe")
 
     def reset_parameters(self) -> None:
-        """Do nothing: a quantized table is loaded, not drawn."""
+        """Restore what no checkpoint holds; see `QuantizedModule.reset_parameters`."""
+        super().reset_parameters()
+        if self.dtype_probe.device != self.weight_packed.device:
+            self._set_dtype(self.dtype_probe.dtype, self.weight_packed.device)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

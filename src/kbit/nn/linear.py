@@ -143,9 +143,6 @@ class KbitLinear(QuantizedModule, nn.Linear):
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         return op(x, *parts, bias, self.in_features)
 
-    def reset_parameters(self) -> None:
-        """Do nothing: a quantized weight is loaded, not drawn."""
-
     def extra_repr(self) -> str:
         """What print(model) shows."""
         return f"{nn.Linear.extra_repr(self)}, {self._describe()}"

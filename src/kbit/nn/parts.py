@@ -2,8 +2,9 @@
 
 For a weight called `weight` a layer holds `weight_packed`, `weight_absmax` (parameters without gradient) and
 `weight_scale` (float32; a parameter where some matrix's factor is not 1, else a buffer that is not saved),
-and one `codebook` buffer, which is not saved either because the checkpoint's config has it. On a GPU the
-first two change form, see `kbit.nn.tiling`.
+and one `codebook` buffer, which is not saved either because the checkpoint's config has it. Both buffers are
+written anew by loading, since the meta device and `to_empty` lose them. On a GPU the first two change form,
+see `kbit.nn.tiling`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class QuantizedModule(TileableModule):
     bits: int
     layer_name: str
     codebook: torch.Tensor
+    _levels: list[float]  # of the codebook, where no device can lose them
     weight_packed: torch.Tensor
     weight_absmax: torch.Tensor
     weight_scale: torch.Tensor
@@ -71,7 +73,8 @@ class QuantizedModule(TileableModule):
             )
             self._set_parameter(name + "_absmax", torch.zeros(*rows, blocks, dtype=stored, device=device))
             self.set_scale(name, None)
-        self.register_buffer("codebook", levels.to(self._device_of(next(iter(shapes)))), persistent=False)
+        self._levels = levels.tolist()
+        self.register_buffer("codebook", levels.to(self._main_device()), persistent=False)
 
     def set_scale(self, name: str, scale: torch.Tensor | None) -> None:
         """Set the per-matrix factors of a weight.
@@ -103,7 +106,7 @@ class QuantizedModule(TileableModule):
         self._set_parameter(name + "_packed", parts.packed)
         self._set_parameter(name + "_absmax", parts.absmax)
         self.set_scale(name, parts.scale)
-        self.codebook = parts.codebook
+        self._set_codebook(parts.codebook)
         self._change_to_tiles(name, force=False)
 
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
@@ -132,7 +135,7 @@ class QuantizedModule(TileableModule):
                 self._parameters[key] = other._parameters[key]
             else:
                 self.register_buffer(key, other._buffers[key], persistent=False)
-        self.codebook = other.codebook
+        self.codebook, self._levels = other.codebook, other._levels
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
         """Fill what no checkpoint holds: the codebook, and factors of 1.
@@ -142,7 +145,35 @@ class QuantizedModule(TileableModule):
         for name in self.shapes:
             if name + "_scale" in self._buffers:
                 self.set_scale(name, None)
-        self.codebook = codebook.to(self._device_of(next(iter(self.shapes))))
+        self._set_codebook(codebook.to(self._main_device()))
+
+    def reset_parameters(self) -> None:
+        """Restore the codebook and factors of 1, in place; a quantized weight is loaded, not drawn.
+
+        Deferred initialization calls this after `to_empty`, which leaves them without content.
+        """
+        device = self._main_device()
+        if device.type == "meta":
+            return
+        constants = {"codebook": torch.tensor(self._levels, dtype=torch.float32, device="cpu")}
+        for name, shape in self.shapes.items():
+            if name + "_scale" in self._buffers:
+                constants[name + "_scale"] = torch.ones(shape[:-2], dtype=torch.float32, device="cpu")
+        with torch.no_grad():
+            for key, value in constants.items():
+                held = getattr(self, key)
+                if held.device == device:
+                    held.copy_(value)  # a CUDA graph may have recorded its address
+                else:
+                    self._buffers[key] = value.to(device)
+
+    def _set_codebook(self, codebook: torch.Tensor) -> None:
+        if not codebook.is_meta:
+            self._levels = codebook.tolist()
+        self.codebook = codebook
+
+    def _main_device(self) -> torch.device:
+        return self._device_of(next(iter(self.shapes)))
 
     def freeze_parts(self) -> None:
         """Turn gradients off for all parts; a bias keeps its own setting."""
@@ -185,13 +216,17 @@ class QuantizedModule(TileableModule):
         for name in self.shapes:
             key = name + "_scale"
             stored = state_dict.get(prefix + key)
-            if stored is None and prefix + name + "_packed" in state_dict:
+            if stored is None and key in self._parameters and prefix + name + "_packed" in state_dict:
                 self.set_scale(name, None)
             elif stored is not None and self._is_scale_shape(name, stored.shape):
                 device = self._device_of(name)
                 if key in self._buffers or getattr(self, key).shape != stored.shape:
                     self._buffers.pop(key, None)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.reset_parameters()
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
         """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""
