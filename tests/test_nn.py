@@ -553,6 +553,20 @@ def test_layers_follow_autocast():
         assert torch.equal(result, expected)
 
 
+def test_layers_refuse_forward_mode():
+    x, ids, weights = routed()
+    linear = KbitLinear.from_linear(nn.Linear(48, 40), name="up")
+    experts = KbitExperts.from_experts(Experts(), 4, kbit.QuantizationPolicy(), name="experts")
+    one = torch.ones_like
+    for call, inputs, name in [
+        (linear, (x,), "up"),
+        (lambda x: experts(x, ids, weights), (x,), "experts"),
+        (lambda weights: experts(x, ids, weights), (weights,), "experts"),
+    ]:
+        with pytest.raises(NotImplementedError, match=rf"no forward-mode derivative.*\({name}\)"):
+            torch.func.jvp(call, inputs, tuple(map(one, inputs)))
+
+
 def test_a_width_alone_is_no_policy():
     with pytest.raises(TypeError, match=r"got int. For 4 bits: kbit.KbitConfig\(bits=4\)"):
         kbit.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), 4)

@@ -223,6 +223,29 @@ def test_gradients_can_be_differentiated_again(dense, experts, op, form):
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("form", ["canonical", "tiled"])
+@pytest.mark.parametrize("moving", ["x", "bias"])
+def test_forward_mode_is_refused(dense, experts, form, moving):
+    if form == "tiled":
+        dense.tile()
+        experts.tile()
+    x, bias, offsets = torch.randn(2, 72), torch.randn(48), torch.tensor([0, 1, 1, 1, 2], dtype=torch.int32)
+    refused = pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*\(mlp\.up\)")
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(kbit.linear(x, dense, bias), kbit.linear(x, dense, bias))  # without a tangent
+        if moving == "x":
+            x = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            rows = torch.autograd.forward_ad.make_dual(torch.ones(2, 40), torch.ones(2, 40))
+            with refused:
+                kbit.grouped_linear(rows, experts, offsets, where="mlp.up")
+        else:
+            bias = torch.autograd.forward_ad.make_dual(bias, torch.ones_like(bias))
+        with refused:
+            kbit.linear(x, dense, bias, where="mlp.up")
+    with refused:
+        torch.func.jvp(lambda x: kbit.linear(x, dense, where="mlp.up"), (torch.ones(72),), (torch.ones(72),))
+
+
 def test_a_parameter_can_be_quantized_and_leaves_no_gradients_behind():
     q = kbit.quantize(torch.nn.Parameter(torch.randn(8, 64)), codebook=kbit.normal_float(4).requires_grad_())
     assert not any(part.requires_grad for part in weight_parts(q))

@@ -14,7 +14,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
 from kbit.nn.parts import QuantizedModule, autocast
-from kbit.ops import api, checks, moe_checks
+from kbit.ops import api, checks, grad_checks, moe_checks
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -182,8 +182,10 @@ class KbitExperts(QuantizedModule):
             [T, hidden_dim] of hidden_states' dtype, or of autocast's where that is on.
 
         Raises:
+            NotImplementedError: an argument has a forward-mode tangent.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
+        grad_checks.no_tangent("experts", self.layer_name, hidden_states, top_k_weights)
         device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)

@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast
-from kbit.ops import api, checks, direct
+from kbit.ops import api, checks, direct, grad_checks
 
 
 class KbitLinear(QuantizedModule, nn.Linear):
@@ -118,10 +118,12 @@ class KbitLinear(QuantizedModule, nn.Linear):
         """[..., in_features] -> [..., out_features] of x's dtype, or of autocast's where that is on.
 
         Raises:
+            NotImplementedError: x or the bias has a forward-mode tangent.
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         tiled = self._tiles_for_call("weight")
         bias: torch.Tensor | None = self.bias
+        grad_checks.no_tangent("linear", self.layer_name, x, bias)
         sizes = (self.out_features, self.in_features)
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kbit.format.codebook import check_bits, get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks, forms
+from kbit.ops import checks, forms, grad_checks
 
 
 def _require_quantized(op: str, q: object, where: str = "") -> None:
@@ -125,6 +125,7 @@ def linear(
         rounded once.
 
     Raises:
+        NotImplementedError: x or the bias has a forward-mode tangent.
         TypeError, ValueError: dtypes, shapes or devices do not fit; the message says which.
 
     >>> kbit.linear(torch.randn(3, 256), q).shape
@@ -133,6 +134,7 @@ def linear(
     _require_quantized("linear", q, where)
     fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
+    grad_checks.no_tangent("linear", where, x, bias)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     return _multiply("linear", x, q, bias, out, fused, needs_grad)
 
@@ -161,12 +163,14 @@ def grouped_linear(
         [T, N], or [T, N / 2] with an activation, of x's dtype.
 
     Raises:
+        NotImplementedError: x has a forward-mode tangent.
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
     _require_quantized("grouped_linear", q, where)
     fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
+    grad_checks.no_tangent("grouped_linear", where, x)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad)
 

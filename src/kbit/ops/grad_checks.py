@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from kbit.format.tensor import check_parts, check_tiles
 from kbit.ops import checks
+
+
+def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
+    """Raise NotImplementedError if one of `inputs` has a forward-mode tangent: ops would take it for zero."""
+    # The level is -1 outside dual_level and torch.func.jvp; nothing public says so as quickly.
+    if forward_ad._current_level < 0:
+        return
+    if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
+        layer = f" ({where})" if where else ""
+        raise NotImplementedError(
+            f"{op}: has no forward-mode derivative, got an input with a tangent{layer}. "
+            f"Differentiate backwards, with torch.autograd.grad."
+        )
 
 
 def canonical(
