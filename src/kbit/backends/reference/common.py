@@ -27,7 +27,7 @@ def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 
 def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Tensor:
-    """grad [M, N] @ W -> [M, K], summed over chunks of N in float32.
+    """grad [M, N] @ W -> [M, K], summed in float32, over chunks of N too, and rounded once.
 
     Args:
         grad: float32, float16 or bfloat16.
@@ -44,8 +44,16 @@ def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Te
     for first in range(0, out_features if count else 0, rows):
         part = panel[: min(rows, out_features - first)]
         decode(first, part)
-        total += matmul(grad[:, first : first + rows], part.t(), None)
+        _add_product(total, grad[:, first : first + rows], part)
     return total.to(grad.dtype)
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> None:
+    """total += grad @ w, with `total` float32: a product in grad's dtype would round every chunk."""
+    if grad.is_cuda and grad.dtype != torch.float32:
+        total += torch.mm(grad, w, out_dtype=torch.float32)
+    else:
+        total.addmm_(grad.float(), w.float())
 
 
 def grouped_grad_input(
