@@ -77,6 +77,7 @@ class _Pool:
         self.threads_each = max(1, torch.get_num_threads() // len(where))
 
     def run(self) -> None:
+        before = torch.get_num_threads()
         threads = [threading.Thread(target=self._work, args=(device,)) for device in self.where]
         for thread in threads:
             thread.start()
@@ -87,6 +88,7 @@ class _Pool:
             self.stop.set()
             for thread in threads:
                 thread.join()
+            torch.set_num_threads(before)  # what a worker sets, threads that start later get too
         if self.errors:
             raise self.errors[0]
 
