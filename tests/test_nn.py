@@ -553,6 +553,15 @@ def test_layers_follow_autocast():
         assert torch.equal(result, expected)
 
 
+def test_layers_run_on_the_meta_device():
+    x, ids, weights = (tensor.to("meta") for tensor in routed())
+    linear = KbitLinear(48, 40, device="meta")
+    experts = KbitExperts(6, 48, 24, nn.SiLU(), device="meta")
+    for result, columns in ((linear(x), 40), (experts(x, ids, weights), 48)):
+        assert result.device.type == "meta"
+        assert result.shape == (9, columns)
+
+
 def test_layers_refuse_forward_mode():
     x, ids, weights = routed()
     linear = KbitLinear.from_linear(nn.Linear(48, 40), name="up")

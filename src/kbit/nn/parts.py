@@ -27,8 +27,10 @@ PARTS = ("packed", "absmax", "scale")
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
-    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    # Asked of the meta device, torch raises instead of saying no.
+    if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
     return x
 
 
