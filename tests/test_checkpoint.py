@@ -276,6 +276,15 @@ def test_shards(tmp_path):
     assert {name: info.shape for name, info in read_index(tmp_path).items()} == {"a": (2,), "b": (3,)}
 
 
+def test_a_shard_is_looked_for_once(tmp_path, monkeypatch):
+    many = {f"w{number}": torch.ones(1) for number in range(50)}
+    write_map(tmp_path, shard(tmp_path, one=many, two={"b": torch.ones(3)}))
+    seen, real = [], Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda self: seen.append(self.name) or real(self))
+    assert len(read_index(tmp_path)) == 51
+    assert max(seen.count(f"{name}.safetensors") for name in ("one", "two")) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -50,7 +50,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder. Give a folder with config.json and *.safetensors.")
     if (folder / INDEX_NAME).is_file():
-        return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+        return _shards(folder, _weight_map(folder))
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
@@ -73,11 +73,19 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{path}: tensor {name!r} is said to be in {str(file)[:80]!r}; shards must be *.safetensors "
                 f"files of the same folder."
             )
+    return weight_map
+
+
+def _shards(folder: Path, weight_map: dict[str, str]) -> list[Path]:
+    """The files that an index names, in order; each is looked for once, however many tensors it holds."""
+    first = {file: name for name, file in reversed(weight_map.items())}
+    for file, name in sorted(first.items()):
         if not (folder / file).is_file():
             raise ValueError(
-                f"{path}: tensor {name!r} is said to be in {file}, which is missing. Fetch that shard."
+                f"{folder / INDEX_NAME}: tensor {name!r} is said to be in {file}, which is missing. "
+                f"Fetch that shard."
             )
-    return weight_map
+    return [folder / file for file in sorted(first)]
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
@@ -95,13 +103,13 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
     """
     folder = Path(folder)
     tensors: dict[str, TensorInfo] = {}
-    for path in checkpoint_files(folder):
+    weight_map = _weight_map(folder) if (folder / INDEX_NAME).is_file() else {}
+    for path in _shards(folder, weight_map) if weight_map else checkpoint_files(folder):
         for name, info in read_header(path).items():
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} too.")
             tensors[name] = info
-    if (folder / INDEX_NAME).is_file():
-        for name, file in _weight_map(folder).items():
-            if name not in tensors or tensors[name].file.name != file:
-                raise ValueError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {file} as stated.")
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {file} as stated.")
     return tensors
