@@ -21,6 +21,8 @@ from kbit.cli.tables import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from kbit.format.checkpoint import TensorInfo
     from kbit.format.policy import QuantizationPolicy
 
@@ -143,11 +145,12 @@ def add_errors(
         yield name
 
 
-def _read(index: Mapping[str, TensorInfo], name: str):
-    from safetensors import safe_open
+def _read(index: Mapping[str, TensorInfo], name: str) -> torch.Tensor:
+    import torch
 
-    with safe_open(index[name].file, framework="pt") as file:
-        return file.get_tensor(name)
+    from kbit.integrations.streaming.reader import read_tensor
+
+    return read_tensor(name, index[name], torch.device("cpu"))
 
 
 def inspect(
