@@ -274,13 +274,18 @@ def test_out_is_written_and_returned(dense):
     assert torch.equal(decoded, kbit.dequantize(dense))
 
 
-@pytest.mark.parametrize("call", [kbit.linear, kbit.grouped_linear, kbit.dequantize])
-def test_a_weight_that_is_not_quantized_is_refused(call):
-    w = torch.zeros(32, 64)
-    arguments = (w,) if call is kbit.dequantize else (torch.zeros(1, 64), w)
-    arguments += (torch.tensor([0, 1], dtype=torch.int32),) if call is kbit.grouped_linear else ()
+@pytest.mark.parametrize(
+    ("call", "before", "after"),
+    [
+        (kbit.dequantize, (), ()),
+        (kbit.linear, (torch.zeros(1, 64),), ()),
+        (kbit.grouped_linear, (torch.zeros(1, 64),), (torch.tensor([0, 1], dtype=torch.int32),)),
+        (kbit.embedding, (torch.tensor([3]),), (torch.float32,)),
+    ],
+)
+def test_a_weight_that_is_not_quantized_is_refused(call, before, after):
     with pytest.raises(TypeError, match="must be a QuantizedTensor, got Tensor"):
-        call(*arguments)
+        call(*before, torch.zeros(32, 64), *after)
 
 
 def test_bad_out_is_refused(dense):

@@ -232,8 +232,9 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
 
     Raises:
         IndexError: an id is out of range (on the CPU).
-        TypeError, ValueError: dtypes, shapes or devices do not fit.
+        TypeError, ValueError: q is not quantized; dtypes, shapes or devices do not fit.
     """
+    _require_quantized("embedding", q)
     return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
 
 
