@@ -39,7 +39,7 @@ def _quantize(w, codebook, bits, absmax_format_name, search):
     if backend.name != "reference":
         window = WINDOWS[bits] if search else None
         return backend.module.quantize(w, codebook.contiguous(), midpoints(codebook), bits, window)
-    return backend.module.quantize(w, codebook, bits, absmax_format_name, search)
+    return backend.module.quantize(w, codebook, absmax_format_name, search)
 
 
 @implement("dequantize")

@@ -42,7 +42,7 @@ __all__ = [
 
 
 def quantize(
-    w: torch.Tensor, codebook: torch.Tensor, bits: int, absmax_format: str, search: bool
+    w: torch.Tensor, codebook: torch.Tensor, absmax_format: str, search: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`kbit::quantize`. Raises NonFiniteWeightError for NaN or Inf, before anything is computed."""
     chunks = w.flatten(0, -2).split(rows_at_once(w.shape[-1]))

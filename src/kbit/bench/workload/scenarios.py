@@ -13,9 +13,6 @@ from kbit.bench.workload.scheduler import Limits, Step
 from kbit.bench.workload.times import GROUPED_LABEL, NotMeasured, Times
 from kbit.format import SUPPORTED_BITS
 
-DEFAULT_USERS = (1, 4, 8, 16, 32, 64)
-DEFAULT_TURNS = 20_000
-
 
 @dataclass(frozen=True)
 class Scenario:
