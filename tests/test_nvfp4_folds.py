@@ -141,6 +141,16 @@ ERRORS = {
         ValueError,
         "positive normal float32, got -1.0",
     ),
+    "silu ties": (
+        lambda: silu_mul_quantize_nvfp4(torch.zeros(2, 4), ties="evn"),
+        ValueError,
+        'silu_mul_quantize_nvfp4: ties must be "zero" or "even", got \'evn\'',
+    ),
+    "norm ties": (
+        lambda: rmsnorm_quantize_nvfp4(torch.zeros(2, 4), torch.ones(4), 1e-6, ties="evn"),
+        ValueError,
+        'rmsnorm_quantize_nvfp4: ties must be "zero" or "even", got \'evn\'',
+    ),
 }
 
 

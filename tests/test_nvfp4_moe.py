@@ -188,6 +188,23 @@ def test_errors_say_what_was_wrong(name: str) -> None:
         call(**changes)
 
 
+@pytest.mark.parametrize("dedup", DEDUP)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"ties": "evn"}, ValueError, 'ties must be "zero" or "even", got \'evn\''),
+        ({"global_scale": 0.0}, ValueError, "positive normal float32, got 0.0"),
+        ({"global_scale": -1.0}, ValueError, "positive normal float32, got -1.0"),
+        ({"x": torch.zeros(2, 32).double()}, TypeError, "x must be .*, got torch.float64"),
+    ],
+)
+def test_every_way_asks_the_same_of_its_arguments(
+    dedup: str, changes: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(dedup=dedup, **changes)
+
+
 def test_combine_checks_its_arguments() -> None:
     with pytest.raises(ValueError, match=r"p \[T, U\], got"):
         moe_combine(torch.zeros(2, 3, 4), torch.zeros(3, 2))

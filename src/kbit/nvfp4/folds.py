@@ -13,7 +13,7 @@ import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.quantize import FLOATS, is_normal
+from kbit.nvfp4.quantize import FLOATS, check_rounding
 
 
 class Normed(NamedTuple):
@@ -80,7 +80,8 @@ def rmsnorm_quantize_nvfp4(
     NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
     """
     _check_norm(x, weight, residual)
-    factor = _factor(global_scale, "rmsnorm_quantize_nvfp4")
+    check_rounding(ties, global_scale, "rmsnorm_quantize_nvfp4")
+    factor = 1.0 if global_scale is None else global_scale
     kernels = kernels_for(x, weight=weight, residual=residual)
     operands = (x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
     codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
@@ -119,7 +120,8 @@ def silu_mul_quantize_nvfp4(
         TypeError, ValueError: the arguments do not fit.
     """
     _check_gate_up(gate_up)
-    factor = _factor(global_scale, "silu_mul_quantize_nvfp4")
+    check_rounding(ties, global_scale, "silu_mul_quantize_nvfp4")
+    factor = 1.0 if global_scale is None else global_scale
     kernels = kernels_for(gate_up)
     codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
     return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))
@@ -133,15 +135,6 @@ def _tensor(
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _factor(global_scale: float | None, op: str) -> float:
-    if global_scale is not None and not is_normal(global_scale):
-        raise ValueError(
-            f"{op}: global_scale must be a positive normal float32, got {global_scale}. Use global_scale_for "
-            f"of what is quantized, or None for 1."
-        )
-    return 1.0 if global_scale is None else global_scale
 
 
 def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

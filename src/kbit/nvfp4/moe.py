@@ -9,7 +9,7 @@ import torch
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.gemm import check_product
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.quantize import quantize_nvfp4
+from kbit.nvfp4.quantize import check_input, quantize_nvfp4
 
 DEDUP = ("off", "gather", "scatter", "indirect")
 
@@ -121,6 +121,7 @@ def quantize_for_experts(
         t = quantize_nvfp4(gathered, search, ties, row_scale, global_scale)
         return ExpertInput(t, None, count, 0)
     if dedup == "scatter":
+        check_input(x, ties, global_scale)
         factor = 1.0 if global_scale is None else global_scale
         kernels = kernels_for(x, routing=routing.inverse)
         parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)

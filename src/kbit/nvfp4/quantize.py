@@ -51,7 +51,7 @@ def quantize_nvfp4(
     >>> dequantize_nvfp4(t, torch.float32).shape
     torch.Size([4, 64])
     """
-    _check_input(x, ties, global_scale, row_scale, where)
+    check_input(x, ties, global_scale, row_scale, where)
     layouts.check_layout(layout, "quantize_nvfp4")
     factor = 1.0 if global_scale is None else global_scale
     rows = x.contiguous().view(-1, x.shape[-1])
@@ -67,7 +67,14 @@ def quantize_nvfp4(
     return repack_nvfp4(t, layout)
 
 
-def _check_input(x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool, where: str) -> None:
+def check_input(
+    x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool = False, where: str = ""
+) -> None:
+    """Check what `quantize_nvfp4` asks of its arguments.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit.
+    """
     tail = f" ({where})" if where else ""
     if x.dtype not in FLOATS:
         raise TypeError(f"quantize_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")
@@ -76,14 +83,23 @@ def _check_input(x: torch.Tensor, ties: str, global_scale: float | None, row_sca
             f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{tail}. "
             f"Flatten the leading dimensions."
         )
-    if ties not in TIES:
-        raise ValueError(f'quantize_nvfp4: ties must be "zero" or "even", got {ties!r}{tail}.')
     if row_scale and x.dim() == 3:
         raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{tail}.")
+    check_rounding(ties, global_scale, "quantize_nvfp4", tail)
+
+
+def check_rounding(ties: str, global_scale: float | None, op: str, tail: str = "") -> None:
+    """Check what everything that quantizes takes: the name of the ties, and the factor.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    if ties not in TIES:
+        raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{tail}.')
     if global_scale is not None and not is_normal(global_scale):
         raise ValueError(
-            f"quantize_nvfp4: global_scale must be a positive normal float32, got {global_scale}{tail}. Use "
-            f"global_scale_for(x)."
+            f"{op}: global_scale must be a positive normal float32, got {global_scale}{tail}. Use "
+            f"global_scale_for of what is quantized, or None for 1."
         )
 
 
