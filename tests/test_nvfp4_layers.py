@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,6 +178,63 @@ def test_a_changed_factor_is_noticed() -> None:
     with torch.no_grad():
         layer.weight_global_scale.mul_(2)
     assert torch.equal(layer(x), 4 * y)
+
+
+def loaded(layer: NVFP4Linear) -> NVFP4Linear:
+    state = layer.state_dict()
+    state["weight_global_scale"].data.fill_(7)
+    layer.load_state_dict(state, assign=True)
+    return layer
+
+
+def applied(layer: NVFP4Linear) -> NVFP4Linear:
+    layer.weight_global_scale.data.fill_(7)
+    return layer.float()
+
+
+def filled(layer: NVFP4Linear) -> NVFP4Linear:
+    layer.weight_global_scale.data.fill_(7)
+    factor = layer.weight_global_scale.data
+    layer.fill("weight", dataclasses.replace(layer.quantized("weight"), global_scale=factor))
+    return layer
+
+
+def saved_and_loaded(layer: NVFP4Linear) -> NVFP4Linear:
+    for value in (3, 7):
+        layer.quantized("weight")
+        with torch.no_grad():
+            layer.weight_global_scale.fill_(value)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("change", [loaded, applied, filled, saved_and_loaded])
+def test_a_fetched_factor_is_not_used_for_another(
+    change: Callable[[NVFP4Linear], NVFP4Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a copy, as from a GPU
+    layer = NVFP4Linear.from_linear(nn.Linear(32, 4, bias=False), NVFP4Settings())
+    fetched = layer.quantized("weight").global_scale
+    assert layer.quantized("weight").global_scale.data_ptr() == fetched.data_ptr()
+    changed = change(layer)
+    assert float(changed.weight_global_scale) == 7
+    assert float(changed.quantized("weight").global_scale) == 7
+
+
+def test_no_other_factor_gets_the_address_of_a_fetched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a copy, as from a GPU
+    layer = NVFP4Linear.from_linear(nn.Linear(32, 4, bias=False), NVFP4Settings())
+    memory = np.array(7.0, dtype=np.float32)
+    layer.weight_global_scale = nn.Parameter(torch.from_numpy(memory), requires_grad=False)
+    layer.quantized("weight")
+    alive = weakref.ref(memory)
+    del memory, layer.weight_global_scale
+    assert alive() is not None
+    layer.weight_global_scale = nn.Parameter(torch.tensor(3.0), requires_grad=False)
+    assert float(layer.quantized("weight").global_scale) == 3
+    assert alive() is None
 
 
 @pytest.mark.parametrize(

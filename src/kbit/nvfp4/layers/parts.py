@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,9 @@ class NVFP4Module(TileableModule):
         settings: see `NVFP4Settings`.
         layer_name: dotted name in the model, for messages.
         shapes: {weight: its shape}.
+
+    On a GPU a matrix's factor is fetched to the host once. Writing it through `.data` is not noticed there,
+    as torch counts no version for that; write it under `torch.no_grad()`, load or move the layer instead.
     """
 
     settings: NVFP4Settings
@@ -84,7 +87,7 @@ class NVFP4Module(TileableModule):
         self, shapes: dict[str, tuple[int, ...]], settings: NVFP4Settings, device: Any, layer_name: str
     ) -> None:
         self.settings, self.layer_name, self.shapes = settings, layer_name, shapes
-        self._host_scales: dict[str, tuple[int, int, torch.Tensor]] = {}
+        self._host_scales: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         for name, shape in shapes.items():
             groups = layouts.round_up(shape[-1]) // layouts.SUB_BLOCK
             codes = torch.zeros(layouts.codes_shape(shape, "nv"), dtype=torch.uint8, device=device)
@@ -105,6 +108,7 @@ class NVFP4Module(TileableModule):
         codes, scales = t.nv()
         factor = t.global_scale.to(codes.device)
         self._parameters.pop(f"{name}_tiled", None)
+        self._host_scales.pop(name, None)
         for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
             setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
         self._change_to_tiles(name, force=False)
@@ -123,10 +127,24 @@ class NVFP4Module(TileableModule):
     def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:
         """A matrix's factor on the CPU, fetched once: launches need its value, and each fetch waits."""
         known = self._host_scales.get(name)
-        if known is None or known[:2] != (factor.data_ptr(), factor._version):
-            known = (factor.data_ptr(), factor._version, factor.detach().cpu())
+        if known is None or (known[0].data_ptr(), known[1]) != (factor.data_ptr(), factor._version):
+            # Holding the tensor keeps its memory, so that no other factor gets the same address.
+            held = factor.detach()
+            known = (held, factor._version, held.cpu())
             self._host_scales[name] = known
         return known[2]
+
+    def __setstate__(self, state: Any) -> None:
+        """Copied and unpickled factors count their versions anew."""
+        super().__setstate__(state)
+        self._host_scales = {}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self._host_scales.clear()
+        return super()._apply(fn, recurse)
+
+    def _before_loading(self, state_dict: Any, prefix: str) -> None:
+        self._host_scales.clear()
 
     def _tiles_pay(self, device: torch.device) -> bool:
         return self.tileable and device.type == "cuda"
