@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,8 @@ def test_check_counts_what_is_not_finite() -> None:
     ) as error:
         quantize_nvfp4(x, check=True, where="layers.0.mlp")
     assert (error.value.count, error.value.blocks) == (3, 2)
+    sent = pickle.loads(pickle.dumps(error.value))
+    assert (str(sent), sent.count, sent.blocks, sent.where) == (str(error.value), 3, 2, "layers.0.mlp")
     quantize_nvfp4(torch.ones(3, 40), check=True)
     with pytest.raises(NonFiniteError, match="after scaling"):
         quantize_nvfp4(torch.full((1, 16), 1e30), global_scale=1e-20, check=True)

@@ -1,6 +1,7 @@
 """Error bounds and quality of the two quantizers, from the requirement's error budget."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -105,6 +106,8 @@ def test_weights_that_are_not_finite_are_counted_and_named(value):
     ) as error:
         kbit.quantize(w, where="layers.3.down_proj")
     assert error.value.count == 2
+    sent = pickle.loads(pickle.dumps(error.value))
+    assert (str(sent), sent.count, sent.where) == (str(error.value), 2, "layers.3.down_proj")
 
 
 def test_weights_of_a_wrong_kind_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class KbitError(ValueError):
     """Base of kbit's own exceptions."""
@@ -12,13 +14,18 @@ class NonFiniteWeightError(KbitError):
 
     Attributes:
         count: how many.
+        where: name of the weight; may be empty.
     """
 
     def __init__(self, count: int, where: str = "") -> None:
-        self.count = count
+        self.count, self.where = count, where
         name = where or "weight"
         super().__init__(
             f"quantize: {name} holds {count} NaN or Inf value{'s' if count != 1 else ''}; block scales need "
             f"finite weights. Repair the checkpoint, or leave this module out "
             f"(modules_to_not_convert, --skip)."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments, where an exception pickles its message: worker processes send it back."""
+        return type(self), (self.count, self.where), self.__dict__

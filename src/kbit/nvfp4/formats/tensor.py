@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,16 +18,21 @@ class NonFiniteError(KbitError):
     Attributes:
         count: values that are NaN or infinite.
         blocks: blocks of 16 that hold them.
+        where: name of the tensor or layer; may be empty.
     """
 
     def __init__(self, count: int, blocks: int, where: str = "") -> None:
-        self.count, self.blocks = count, blocks
+        self.count, self.blocks, self.where = count, blocks, where
         tail = f" ({where})" if where else ""
         super().__init__(
             f"quantize_nvfp4: {count} NaN or Inf value{'s' if count != 1 else ''} after scaling would zero "
             f"{blocks} block{'s' if blocks != 1 else ''} of 16{tail}. Repair the input or its scales, or "
             f"pass check=False to accept zeros."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments, where an exception pickles its message: worker processes send it back."""
+        return type(self), (self.count, self.blocks, self.where), self.__dict__
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ from kbit.nvfp4.reference.quantize import decode
 # (7.758e15 < 2^53 = 9.007e15), an int64 that of 1217416.
 _UNIT_BITS = 10
 CHUNKS = {"k1024": 1024, "k256": 256, "k48": 48}
-MAX_COLUMNS = 1 << 20
 
 
 def tiles(accum: str) -> tuple[str, ...]:
