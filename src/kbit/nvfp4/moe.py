@@ -175,7 +175,7 @@ def expert_product(
     Args:
         a: see `quantize_for_experts`.
         routing: the one that `a` was made with.
-        w: [E, N, K].
+        w: [E, N, K]; a layout other than "nv" is converted at every call.
         accum, out_dtype, tile, where: as in `gemm_nvfp4`.
 
     Returns:
@@ -211,7 +211,7 @@ def moe_gemm_nvfp4(
 
     Args:
         x: float16, bfloat16 or float32 [T, K] or [T, U, K].
-        w: [E, N, K].
+        w: [E, N, K]; a layout other than "nv" is converted at every call.
         ids: int32 [T, U]; E gives zeros.
         dedup: "off", "gather", "scatter" or "indirect"; see `quantize_for_experts`.
         accum: see `gemm_nvfp4`.
