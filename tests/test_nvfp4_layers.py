@@ -140,6 +140,13 @@ def test_experts_w4a16_are_the_decoded_ones() -> None:
     assert not result[0].any()
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_experts_have_no_gradient(activations: str) -> None:
+    layer = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations))
+    x, ids, p = inputs()
+    assert not layer(x.requires_grad_(), ids, p.requires_grad_()).requires_grad
+
+
 def test_experts_with_another_activation() -> None:
     experts = Experts()
     experts.act_fn = nn.GELU()
