@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -117,6 +121,53 @@ def test_the_error_names_layers_that_are_there(tmp_path: Path, weight: NVFP4Tens
     save_file(modelopt_tensors(weight), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"NVFP4 layers here: {NAME}"):
         from_modelopt(tmp_path, "model.layers.1.mlp.down_proj")
+
+
+def write_model(folder: Path, t: NVFP4Tensor) -> Path:
+    save_file(modelopt_tensors(t), folder / "model.safetensors")
+    return folder
+
+
+def write_file(folder: Path, t: NVFP4Tensor) -> Path:
+    return write_model(folder, t) / "model.safetensors"
+
+
+def write_gguf_file(folder: Path, t: NVFP4Tensor) -> Path:
+    write_gguf(folder / "m.gguf", {GGUF_NAME: gguf_data(t)})
+    return folder / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "parser"),
+    [
+        (write_model, lambda path: from_modelopt(path, NAME), "safetensors.read_index"),
+        (write_file, lambda path: from_modelopt(path, NAME), "safetensors.read_header"),
+        (write_gguf_file, lambda path: from_gguf(path, GGUF_NAME), "gguf.read_tensors"),
+    ],
+)
+def test_headers_are_parsed_once_until_a_file_changes(
+    tmp_path: Path,
+    weight: NVFP4Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path, NVFP4Tensor], Path],
+    read: Callable[[Path], NVFP4Tensor],
+    parser: str,
+) -> None:
+    module, name = parser.split(".")
+    original = getattr(importlib.import_module(f"kbit.nvfp4.readers.{module}"), name)
+    parsed = []
+    monkeypatch.setattr(f"kbit.nvfp4.readers.{parser}", lambda path: (parsed.append(path), original(path))[1])
+    other = quantize_nvfp4(torch.randn(3, 256))  # as many bytes, in another shape
+    now = time.time_ns()
+    for age, t in enumerate([weight, other, weight]):
+        path = write(tmp_path, t)
+        (file,) = tmp_path.iterdir()
+        os.utime(file, ns=(now, now))  # two writes may bear one time
+        assert same(read(path), t)
+        os.utime(file, (age, age))
+        parsed.clear()
+        assert all(same(read(path), t) for _ in range(3))
+        assert len(parsed) == 1
 
 
 # -- GGUF ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,33 @@
-"""Checks of what a file claims to be NVFP4, before any kernel sees it."""
+"""Checks of what a file claims to be NVFP4, before any kernel sees it, and whether it is still the same."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 import torch
 
 from kbit.nvfp4.quantize import is_normal
+
+# Headers of so many checkpoints stay parsed: a model has thousands of layers, each read by a call of its own.
+KNOWN = 4
+# In nanoseconds; clocks of file systems tick every few milliseconds, or every second.
+_YOUNG = 2 * 10**9
+
+Stamp = tuple[str, int, int, int, int]
+
+
+def stamp(path: Path) -> Stamp:
+    """What differs once a file has been written anew: name, inode, size, time of the last change.
+
+    Two writes within a tick bear one time, so the stamp of a young file is another at every call.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status, now = path.stat(), time.time_ns()
+    young = now if now - status.st_mtime_ns < _YOUNG else 0
+    return path.name, status.st_ino, status.st_size, status.st_mtime_ns, young
 
 
 def check_scale_bytes(scales: torch.Tensor, where: str) -> None:

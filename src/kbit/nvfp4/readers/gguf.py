@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
-from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
+from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
 
 NVFP4_TYPE = 40
 _F32_TYPE = 0
@@ -39,7 +41,7 @@ class GGUFTensor:
 
 
 def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
-    """Read one NVFP4 tensor of a GGUF file.
+    """Read one NVFP4 tensor of a GGUF file. Its header is parsed once for as long as the file is the same.
 
     Args:
         path: a GGUF file, version 2 or 3, little-endian.
@@ -55,7 +57,7 @@ def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
     """
     path = Path(path)
     layouts.check_layout(layout, "from_gguf")
-    tensors = read_tensors(path)
+    tensors = _known_tensors(path, stamp(path))
     info = tensors.get(name)
     if info is None or info.kind != NVFP4_TYPE:
         found = "is not there" if info is None else f"has type {info.kind}"
@@ -76,7 +78,7 @@ def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
     return NVFP4Tensor(layouts.from_nv(codes, scales, layout), None, factors, shape, layout)
 
 
-def _factors(path: Path, tensors: dict[str, GGUFTensor], name: str, lead: tuple[int, ...]) -> torch.Tensor:
+def _factors(path: Path, tensors: Mapping[str, GGUFTensor], name: str, lead: tuple[int, ...]) -> torch.Tensor:
     key = name.removesuffix(".weight") + ".scale"
     info = tensors.get(key)
     if info is None:
@@ -103,6 +105,11 @@ def _data(
         )
     raw = np.fromfile(path, np.uint8, nbytes, offset=info.offset)
     return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+@lru_cache(maxsize=KNOWN)
+def _known_tensors(path: Path, unchanged: Stamp) -> Mapping[str, GGUFTensor]:
+    return read_tensors(path)
 
 
 def read_tensors(path: Path) -> dict[str, GGUFTensor]:

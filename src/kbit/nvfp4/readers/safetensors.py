@@ -5,10 +5,14 @@ Both store layout nv: e2m1 codes uint8 [N, K / 2] and block scales float8_e4m3fn
  * compressed-tensors: `weight_packed`, `weight_scale`, and `weight_global_scale` float32, its reciprocal. We
    keep the correctly rounded reciprocal, so decoded values may differ from its own by one unit in the last
    place.
+
+A checkpoint's headers are parsed once for as long as its files are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,7 +20,7 @@ from safetensors import safe_open
 
 from kbit.format.checkpoint import TensorInfo, read_header, read_index
 from kbit.nvfp4.formats import NVFP4Tensor
-from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
+from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
 
 
 def from_modelopt(path: str | Path, name: str) -> NVFP4Tensor:
@@ -59,7 +63,9 @@ def from_compressed_tensors(path: str | Path, name: str) -> NVFP4Tensor:
 
 def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three tensors of a layer, after their headers have been checked."""
-    index = read_index(path) if path.is_dir() else read_header(path)
+    # Of a link to a missing shard `read_index` tells.
+    files = [file for file in path.glob("*.safetensors*") if file.is_file()] if path.is_dir() else [path]
+    index = _known_index(path, tuple(sorted(map(stamp, files))))
     keys = [f"{name}.{part}" for part in (codes, "weight_scale", factor)]
     for key in keys:
         if key not in index:
@@ -70,6 +76,11 @@ def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor,
     first, second, third = (index[key] for key in keys)
     _check_header(first, second, third, f"{path}: {name}")
     return _load(first, keys[0]), _load(second, keys[1]), _load(third, keys[2])
+
+
+@lru_cache(maxsize=KNOWN)
+def _known_index(path: Path, unchanged: tuple[Stamp, ...]) -> Mapping[str, TensorInfo]:
+    return read_index(path) if path.is_dir() else read_header(path)
 
 
 def _check_header(codes: TensorInfo, scales: TensorInfo, factor: TensorInfo, where: str) -> None:
