@@ -397,3 +397,10 @@ def test_config_round_trip() -> None:
     assert NVFP4Config.from_dict(config.to_dict()) == config
     changed, unused = NVFP4Config.from_dict(config.to_dict(), return_unused_kwargs=True, accum="exact", x=1)
     assert (changed.accum, unused) == ("exact", {"x": 1})
+
+
+@torch.inference_mode()
+def test_a_layer_made_in_inference_mode_multiplies() -> None:
+    linear, x = nn.Linear(32, 4, bias=False), torch.randn(2, 32)
+    layer = NVFP4Linear.from_linear(linear, NVFP4Settings())
+    assert layer(x).shape == (2, 4)

@@ -126,6 +126,8 @@ class NVFP4Module(TileableModule):
 
     def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:
         """A matrix's factor on the CPU, fetched once: launches need its value, and each fetch waits."""
+        if factor.is_inference():  # made in inference mode, where torch counts no versions
+            return factor.cpu()
         known = self._host_scales.get(name)
         if known is None or (known[0].data_ptr(), known[1]) != (factor.data_ptr(), factor._version):
             # Holding the tensor keeps its memory, so that no other factor gets the same address.
