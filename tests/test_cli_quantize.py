@@ -57,6 +57,7 @@ def source(tmp_path_factory) -> Path:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    (folder / "tf_model.h5").write_bytes(b"\x89HDF")
     return folder
 
 
@@ -123,7 +124,7 @@ def test_side_files_and_config(source, tmp_path):
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "additional_chat_templates" / "tools.jinja").is_file()
-    assert not list(out.glob("*.bin"))
+    assert not [*out.glob("*.bin"), *out.glob("*.h5")]
     assert not (out / work_folder.JOURNAL).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     config = json.loads((out / "config.json").read_text())
@@ -412,6 +413,8 @@ def test_bad_sources(source, tmp_path):
         (["--bits", "7"], "bits must be"),
         (["--override", "down_proj"], "REGEX=BITS"),
         (["--override", "down_proj=x"], "REGEX=BITS"),
+        (["--override", "=5"], "REGEX=BITS"),
+        (["--override", "down_proj=3", "--override", "down_proj=5"], "twice"),
         (["--override", "(=4"], "regular expression"),
         (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
         (["--override", ".=0"], "unquantized"),

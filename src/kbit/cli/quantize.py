@@ -29,13 +29,15 @@ def parse_overrides(options: list[str]) -> dict[str, int]:
     """["REGEX=BITS", ...] -> {regex: bits}.
 
     Raises:
-        ValueError: an option has no "=", or what follows it is not a number.
+        ValueError: an option has no "=", nothing in front of it or no number behind, or a regex stands twice.
     """
-    overrides = {}
+    overrides: dict[str, int] = {}
     for option in options:
         pattern, separator, bits = option.rpartition("=")
-        if not separator or not bits.isdigit():
+        if not separator or not pattern or not bits.isdigit():
             raise ValueError(f"--override takes REGEX=BITS, such as 'down_proj$=5', got {option!r}.")
+        if pattern in overrides:
+            raise ValueError(f"--override names {pattern!r} twice. Keep one of the two.")
         overrides[pattern] = int(bits)
     return overrides
 

@@ -12,6 +12,8 @@ CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# What else holds the weights of a model, beside its safetensors files.
+OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".ot")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from kbit import ops
 from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
-from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, PICKLE_SUFFIXES
+from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
 from kbit.format.names import module_of
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
@@ -204,7 +204,7 @@ def _write_rest(
 ) -> None:
     """Config, index, and every other file of the model: tokenizer, chat template, generation config."""
     for path in source.iterdir():
-        weights = path.suffix in (".safetensors", *PICKLE_SUFFIXES) or path.name.endswith(".index.json")
+        weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != CONFIG_NAME:
             shutil.copyfile(path, partial / path.name)
         elif path.is_dir() and path.name == CHAT_TEMPLATES:
