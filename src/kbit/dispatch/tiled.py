@@ -6,7 +6,7 @@ import torch
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
-from kbit.backends.cuda import layout
+from kbit.backends.cuda import layout, row_launch
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
@@ -16,12 +16,10 @@ def _width(codebook):
     return codebook.shape[0].bit_length() - 1
 
 
-def _weight(*given):
-    """Tiles at multiples of 16 bytes, codebook and scale, contiguous, for kernels that read them early."""
-    weight = contiguous(*given)
-    if given[0].data_ptr() % 16 and weight[0] is given[0]:
-        weight = (given[0].clone(), *weight[1:])
-    if any(mine is not theirs for mine, theirs in zip(weight, given, strict=True)):
+def _weight(tiled, codebook, scale):
+    """As backends want them, for kernels that read a weight before the kernel in front of them is done."""
+    weight = (row_launch.aligned(tiled), *contiguous(codebook, scale))
+    if weight[0] is not tiled or weight[1] is not codebook or weight[2] is not scale:
         layout.settled(weight[0])
     return weight
 

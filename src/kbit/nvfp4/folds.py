@@ -80,8 +80,7 @@ def rmsnorm_quantize_nvfp4(
     NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
     """
     _check_norm(x, weight, residual)
-    check_rounding(ties, global_scale, "rmsnorm_quantize_nvfp4")
-    factor = 1.0 if global_scale is None else global_scale
+    factor = check_rounding(ties, global_scale, "rmsnorm_quantize_nvfp4")
     kernels = kernels_for(x, weight=weight, residual=residual)
     operands = (x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
     codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
@@ -120,8 +119,7 @@ def silu_mul_quantize_nvfp4(
         TypeError, ValueError: the arguments do not fit.
     """
     _check_gate_up(gate_up)
-    check_rounding(ties, global_scale, "silu_mul_quantize_nvfp4")
-    factor = 1.0 if global_scale is None else global_scale
+    factor = check_rounding(ties, global_scale, "silu_mul_quantize_nvfp4")
     kernels = kernels_for(gate_up)
     codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
     return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))

@@ -121,8 +121,7 @@ def quantize_for_experts(
         t = quantize_nvfp4(gathered, search, ties, row_scale, global_scale)
         return ExpertInput(t, None, count, 0)
     if dedup == "scatter":
-        check_input(x, ties, global_scale)
-        factor = 1.0 if global_scale is None else global_scale
+        factor = check_input(x, ties, global_scale)
         kernels = kernels_for(x, routing=routing.inverse)
         parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
         t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))

@@ -51,9 +51,8 @@ def quantize_nvfp4(
     >>> dequantize_nvfp4(t, torch.float32).shape
     torch.Size([4, 64])
     """
-    check_input(x, ties, global_scale, row_scale, where)
+    factor = check_input(x, ties, global_scale, row_scale, where)
     layouts.check_layout(layout, "quantize_nvfp4")
-    factor = 1.0 if global_scale is None else global_scale
     rows = x.contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
     row_factor = kernels.row_scale(rows, factor) if row_scale else None
@@ -69,8 +68,8 @@ def quantize_nvfp4(
 
 def check_input(
     x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool = False, where: str = ""
-) -> None:
-    """Check what `quantize_nvfp4` asks of its arguments.
+) -> float:
+    """Check what `quantize_nvfp4` asks of its arguments; returns the factor.
 
     Raises:
         TypeError, ValueError: the arguments do not fit.
@@ -85,11 +84,11 @@ def check_input(
         )
     if row_scale and x.dim() == 3:
         raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{tail}.")
-    check_rounding(ties, global_scale, "quantize_nvfp4", tail)
+    return check_rounding(ties, global_scale, "quantize_nvfp4", tail)
 
 
-def check_rounding(ties: str, global_scale: float | None, op: str, tail: str = "") -> None:
-    """Check what everything that quantizes takes: the name of the ties, and the factor.
+def check_rounding(ties: str, global_scale: float | None, op: str, tail: str = "") -> float:
+    """Check what everything that quantizes takes: the name of the ties, and the factor, which it returns.
 
     Raises:
         ValueError: one of them does not fit.
@@ -101,6 +100,7 @@ def check_rounding(ties: str, global_scale: float | None, op: str, tail: str = "
             f"{op}: global_scale must be a positive normal float32, got {global_scale}{tail}. Use "
             f"global_scale_for of what is quantized, or None for 1."
         )
+    return 1.0 if global_scale is None else global_scale
 
 
 def is_normal(scale: float) -> bool:

@@ -62,7 +62,7 @@ struct Addends {
 };
 
 // Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, and
-// stores them by whole lines of y, from all threads: the copy engine was slower, 128 experts of 2048 x 512 by
+// stores them by whole lines of y, from all threads: the copy engine was slower, 128 experts of 512 x 2048 by
 // 512 tokens each took 284 us on an H200 instead of 254. It reads a buffer late, and there are but two.
 DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output& out, const Addends& with,
                    u32 staging, int team, int thread) {
