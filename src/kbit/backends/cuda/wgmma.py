@@ -134,8 +134,10 @@ def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, gr
     """
     tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
     steps = block.steps_of(in_features)
-    latency = 240 if teams > 1 else 280 if width > 1 else 330
-    step = width * max(latency + 3.06 * tokens, 4 * tokens)
+    if teams == 1 and width == 1:
+        step = 200 + 3.56 * tokens
+    else:
+        step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
     handing = 300 + 2 * tokens if teams > 1 else 0
     alone, even = _alone(tiles, grid, cluster), 2 * teams
     clocks = -(-alone // grid) * (-(-steps // even) * even * step + 1500 + 5 * tokens + handing)

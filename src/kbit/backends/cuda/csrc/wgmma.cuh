@@ -40,9 +40,6 @@ constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 constexpr int kScratchBytes = 256;
 constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
-// Few sums are waited for by their bytes, more by a barrier of the cluster: 5120 x 2048 by 512 tokens, 128 a
-// block, took 22.4 us on an H200 counted and 21.4 by a barrier. Between 32 and 128 nothing was decided.
-constexpr bool kCountBytes = kTokens <= 32;
 // They and the list of experts lie in the table's holes as far as these reach.
 constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
 constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
