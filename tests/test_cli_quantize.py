@@ -407,6 +407,60 @@ def test_bad_sources(source, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
+def altered(source: Path, folder: Path, change) -> Path:
+    """A copy of a model whose config and tensors have been changed by `change(config, tensors)`."""
+    shutil.copytree(source, folder)
+    config, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c, t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            "missing: model.layers.1.mlp.up_proj.weight.",
+        ),
+        (lambda c, t: t.pop("lm_head.weight"), "missing: lm_head.weight."),
+        (lambda c, t: t.pop(EXPERT), "do not fit together: model.layers.0.mlp.experts.gate_up_proj."),
+        (lambda c, t: t.update({EXPERT: torch.zeros(5, 48)}), "model.layers.0.mlp.experts.gate_up_proj."),
+        (lambda c, t: c.update(num_hidden_layers=3), "missing: model.layers.2.input_layernorm.weight, "),
+        (lambda c, t: c.update(hidden_size=40), "lm_head.weight is [72, 48] and not [72, 40]"),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_config(source, tmp_path, change, message):
+    text = refuse(altered(source, tmp_path / "in", change), tmp_path / "out")
+    assert message in text
+    assert "Qwen3MoeForCausalLM" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "unused"),
+    [
+        ("llama", lambda c, t: c.update(num_hidden_layers=1), "model.layers.1.input_layernorm.weight, "),
+        ("qwen3_next", lambda c, t: t.update({"mtp.fc.weight": torch.ones(9, 9)}), None),
+        ("llama", lambda c, t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}), None),
+        ("llama", lambda c, t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}), None),
+    ],
+)
+def test_tensors_that_the_model_does_not_use(tmp_path, architecture, change, unused):
+    tiny_models.build(architecture, torch.bfloat16).save_pretrained(tmp_path / "whole")
+    result = run(altered(tmp_path / "whole", tmp_path / "in", change), tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert f"does not use: {unused}" in result.output if unused else "does not use" not in result.output
+    validate_checkpoint(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -5,6 +5,7 @@ Both follow from the source's headers and the policy alone, so a killed run find
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,12 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
     """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
     from kbit.integrations.transformers.placement import plan_ties
     from kbit.integrations.transformers.plan import build_plan
+    from kbit.integrations.transformers.rehearsal import check_complete
 
     model = meta_model(source)
+    unused = check_complete(model, index, str(source))
+    if unused is not None:
+        warnings.warn(unused, stacklevel=2)
     plan = build_plan(model, policy, index, pre_quantized=False)
     plan_ties(model, plan, refuse=False)
     return {
