@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from kbit.format.safetensors_header import TensorInfo
-
-SHOWN = 3
+from kbit.format.words import first_of
 
 
 def check_complete(model: Any, index: Mapping[str, TensorInfo], where: str) -> str | None:
@@ -35,15 +34,15 @@ def check_complete(model: Any, index: Mapping[str, TensorInfo], where: str) -> s
         ValueError: a parameter of the model is missing, or has another shape.
     """
     found = _load(model, index)
-    unused = f"tensors that {type(model).__name__} does not use: {_some(found.unexpected_keys)}"
+    unused = f"tensors that {type(model).__name__} does not use: {first_of(found.unexpected_keys)}"
     wrong = [
         f"{name} is {list(stored)} and not {list(expected)}"
         for name, stored, expected in sorted(found.mismatched_keys)
     ]
     unfit = set(found.conversion_errors)
-    problems = [f"missing: {_some(found.missing_keys - unfit)}"] if found.missing_keys - unfit else []
-    problems += [f"of another shape: {_some(wrong)}"] if wrong else []
-    problems += [f"made of tensors that do not fit together: {_some(unfit)}"] if unfit else []
+    problems = [f"missing: {first_of(found.missing_keys - unfit)}"] if found.missing_keys - unfit else []
+    problems += [f"of another shape: {first_of(wrong)}"] if wrong else []
+    problems += [f"made of tensors that do not fit together: {first_of(unfit)}"] if unfit else []
     if problems:
         problems += [unused] if found.unexpected_keys else []
         raise ValueError(
@@ -78,10 +77,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few names, and how many there are besides."""
-    found = sorted(names)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
