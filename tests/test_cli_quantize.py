@@ -444,6 +444,25 @@ def test_tensors_that_are_not_those_of_the_config(source, tmp_path, change, mess
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_parts_that_would_not_be_found_are_not_written(tmp_path, monkeypatch):
+    """As in Inkling 2: a pattern of transformers that is for the whole name of a tensor."""
+    from transformers.core_model_loading import WeightRenaming
+
+    from kbit.integrations.transformers import names, rehearsal
+
+    renaming = r"model\.unembed\.weight$", "lm_head.weight"
+    for module in (names, rehearsal):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model: [WeightRenaming(*renaming)])
+    whole = tmp_path / "whole"
+    tiny_models.build("qwen3", torch.bfloat16).save_pretrained(whole)
+    altered(whole, tmp_path / "in", lambda c, t: t.update({"model.unembed.weight": t.pop("lm_head.weight")}))
+    message = refuse(tmp_path / "in", tmp_path / "out", "--embedding-bits", 5)
+    assert "part model.unembed.weight_packed" in message
+    assert "--skip model.unembed" in message
+    options = ("--embedding-bits", 5, "--skip", "model.unembed")
+    assert run(tmp_path / "in", tmp_path / "out", *options).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "unused"),
     [

@@ -57,7 +57,8 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
         jobs.append(Job(name, info, bits, _out_bytes(info, bits, policy)))
     if not widths:
         raise ValueError(
-            f"{source}: the options leave every tensor unquantized. Check --skip and --override."
+            f"{source}: the options leave unquantized every linear layer, embedding and experts module of this "
+            f"model. Check --skip, --override and --embedding-bits."
         )
     return config, jobs
 
@@ -66,6 +67,7 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
     """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
     from kbit.integrations.transformers.placement import plan_ties
     from kbit.integrations.transformers.plan import build_plan
+    from kbit.integrations.transformers.refusals import refuse_lost
     from kbit.integrations.transformers.rehearsal import check_complete
 
     model = meta_model(source)
@@ -74,6 +76,7 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
         warnings.warn(unused, stacklevel=2)
     plan = build_plan(model, policy, index, pre_quantized=False)
     plan_ties(model, plan, refuse=False)
+    refuse_lost(model, plan)
     return {
         name: planned.bits
         for planned in plan.values()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kbit.format.names import is_candidate, module_of, original_of
+from kbit.format.names import PARTS, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.words import first_of
-from kbit.integrations.transformers.names import Transforms, names_in_files, parameter_of
+from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
 from kbit.nn.replace import unsupported
+
+if TYPE_CHECKING:
+    from kbit.integrations.transformers.plan import Plan
 
 
 def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
@@ -77,6 +80,33 @@ def _tied(model: Any, name: str) -> set[str]:
     ties = getattr(model, "all_tied_weights_keys", {})
     source = ties.get(name, name)
     return {name, source, *(target for target, other in ties.items() if other == source)}
+
+
+def refuse_lost(model: Any, plan: Plan) -> None:
+    """Refuse tensors whose parts, written beside their names, would not be found when they are loaded.
+
+    transformers renames a checkpoint's tensors by patterns, some of which hold for the whole name alone.
+
+    Args:
+        model: see `build_plan`.
+        plan: what is to be written, by the names of the source.
+    """
+    renamings, converters = loading_transforms(model)
+    state, prefix = model.state_dict(), model.base_model_prefix
+    state |= {target + part: state[target] for target in plan for part in PARTS}
+    for planned in plan.values():
+        # Experts one by one: kbit's own converters fuse the parts, once they are renamed.
+        transforms = (renamings, [] if planned.merged else converters)
+        for name in (name for names in planned.sources.values() for name in names):
+            renamed = parameter_of(name, transforms, prefix, state)[0]
+            for part in PARTS:
+                found = parameter_of(name + part, transforms, prefix, state)
+                if found != (renamed + part, None):
+                    raise ValueError(
+                        f"{name}: transformers loads it as {renamed}, but its part {name + part} as "
+                        f"{found[0]}, where {type(model).__name__} has nothing. Leave it unquantized with "
+                        f"--skip {module_of(name)}."
+                    )
 
 
 def refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
