@@ -64,7 +64,6 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
-    monkeypatch.setattr(work_folder, "SHARD_BYTES", SMALL_SHARD)
 
 
 @pytest.mark.parametrize("architecture", sorted(tiny_models.ARCHITECTURES))
@@ -160,7 +159,7 @@ def test_fused_experts_on_disk_are_read_one_by_one(tmp_path, monkeypatch):
     save_file({"experts.down_proj": w}, tmp_path / "x.safetensors")
     monkeypatch.setattr(streaming.ops, "quantize", watch)
     header = read_header(tmp_path / "x.safetensors")["experts.down_proj"]
-    job = jobs.Job("experts.down_proj", header, 4, 0)
+    job = jobs.Job("experts.down_proj", header, 4, {})
     parts = streaming._run(job, kbit.QuantizationPolicy())
     expected = parts_to_save("experts.down_proj", quantize(w, 4))
     assert shapes == [(16, 40)] * 3
@@ -174,7 +173,7 @@ SCRIPT = f"""
 import sys, os, signal, time
 from pathlib import Path
 from kbit.integrations.streaming import folder, jobs
-jobs.SHARD_BYTES = folder.SHARD_BYTES = {SMALL_SHARD}
+jobs.SHARD_BYTES = {SMALL_SHARD}
 """
 
 
@@ -277,6 +276,44 @@ def test_a_changed_source_starts_over(source, tmp_path, small_shards, monkeypatc
     result = run(tmp_path / "in", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "from before" not in result.output
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(bytes(100)),
+        lambda path: save_file(load_file(path) | {"other": torch.ones(1)}, path),
+        lambda path: save_file({name: tensor[:1] for name, tensor in load_file(path).items()}, path),
+    ],
+    ids=["truncated", "zeros", "another tensor", "other shapes"],
+)
+def test_a_damaged_shard_is_written_again(source, tmp_path, small_shards, monkeypatch, damage):
+    with monkeypatch.context() as patch:
+        fail_at(patch, 4, OSError(errno.EIO, "Input/output error"))
+        refuse(source, tmp_path / "out")
+    damage(sorted((tmp_path / "out.partial").glob("*.safetensors"))[1])
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 of them from before" in result.output.replace("\n", " ")
+    assert run(source, tmp_path / "whole").exit_code == 0
+    for shard in (tmp_path / "whole").glob("*.safetensors"):
+        assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_a_corrected_config_starts_over(tmp_path, small_shards, monkeypatch):
+    """It says which tensors are weights of the model, and so which of them are quantized."""
+    tiny_models.build("llama", torch.bfloat16).save_pretrained(tmp_path / "right")
+    altered(tmp_path / "right", tmp_path / "in", lambda c, t: c.update(num_hidden_layers=1))
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
+        refuse(tmp_path / "in", tmp_path / "out")
+    shutil.copy(tmp_path / "right" / "config.json", tmp_path / "in")
+    result = run(tmp_path / "in", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "from before" not in result.output
+    assert run(tmp_path / "right", tmp_path / "whole").exit_code == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_two_processes_at_once(source, tmp_path):

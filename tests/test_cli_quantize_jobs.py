@@ -42,8 +42,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    for module in (jobs, work_folder):
-        monkeypatch.setattr(module, "SHARD_BYTES", 5_000)
+    monkeypatch.setattr(jobs, "SHARD_BYTES", 5_000)
     # Dozens of shards a run: on a disk that is busy otherwise, syncing each takes most of a second.
     monkeypatch.setattr(work_folder.os, "fsync", lambda descriptor: None)
 

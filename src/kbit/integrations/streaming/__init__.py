@@ -1,8 +1,9 @@
 """Quantize a checkpoint on disk, tensor by tensor, into a folder that appears only when it is complete.
 
-Output goes to `OUT.partial`, shard by shard; each shard is written under another name, synced and renamed, so
-a shard that is there is whole. Which tensor goes into which shard follows from the source's headers and the
-policy alone, so a killed run resumes behind its last shard. The folder is renamed to OUT at the end.
+Output goes to `OUT.partial`, shard by shard; each shard is written under another name, synced and renamed.
+Which tensor goes into which shard follows from the source's headers, its config and the policy alone, so a
+killed run resumes behind its last shard, once the headers of those that are there have been compared with
+what belongs in them. The folder is renamed to OUT at the end.
 
 Memory of each worker: one source tensor (of fused experts: one expert), its codes, and one output shard.
 """

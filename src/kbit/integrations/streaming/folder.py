@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy
 from kbit.format.model_files import CONFIG_NAME
-from kbit.integrations.streaming.jobs import SHARD_BYTES, Job, assign_shards
+from kbit.format.names import SCALE
+from kbit.format.safetensors_header import read_header
+from kbit.integrations.streaming.jobs import Job, assign_shards
 
 JOURNAL = "kbit-journal.json"
 
@@ -77,25 +79,41 @@ def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[
         OSError: too little space is free.
     """
     shards = assign_shards(jobs)
-    journal = {"task": _fingerprint(source, policy, jobs), "shards": list(shards)}
+    journal = {"task": _fingerprint(source, policy, shards), "shards": list(shards)}
     file = partial / JOURNAL
     same = file.is_file() and file.read_text() == json.dumps(journal)
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
             raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")
         shutil.rmtree(partial)
-    done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if same else 0
+    for path in partial.glob("*.safetensors"):
+        if path.name not in shards or not _is_whole(path, shards[path.name]):
+            path.unlink()
+    done = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     _check_space(partial.parent, sum(job.out_bytes for job in jobs) - done)
     partial.mkdir(exist_ok=True)
     file.write_text(json.dumps(journal))
     return shards
 
 
-def _fingerprint(source: Path, policy: QuantizationPolicy, jobs: list[Job]) -> str:
-    files = sorted({job.info.file for job in jobs})
+def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]]) -> str:
+    """Of all that the shards' bytes follow from; config.json has a say in the bits of each job."""
+    files = sorted({job.info.file for jobs in shards.values() for job in jobs})
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    task = [__version__, str(source.resolve()), state, policy.to_dict(), SHARD_BYTES]
+    content = {file: [(job.name, job.bits) for job in jobs] for file, jobs in shards.items()}
+    task = [__version__, str(source.resolve()), state, policy.to_dict(), content]
     return hashlib.sha256(json.dumps(task).encode()).hexdigest()
+
+
+def _is_whole(path: Path, jobs: list[Job]) -> bool:
+    """Whether a shard of an earlier run can be read, and has the tensors of its jobs and no others."""
+    try:
+        stored = {name: (info.dtype, info.shape) for name, info in read_header(path).items()}
+    except (OSError, ValueError):
+        return False
+    expected = {name: part for job in jobs for name, part in job.parts.items()}
+    factors = {job.name + SCALE: (torch.float32, job.info.shape[:-2]) for job in jobs if job.bits is not None}
+    return stored == expected | {name: part for name, part in factors.items() if name in stored}
 
 
 def _check_space(folder: Path, needed: int) -> None:
