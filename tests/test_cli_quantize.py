@@ -17,34 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import kbit
 import tiny_models
 from kbit.backends import cpu
-from kbit.cli import app
 from kbit.format.checkpoint import parts_to_save, read_header, read_index, validate_checkpoint
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs
+from quantize_runs import altered, content, fail_at, refuse, run
 
 SMALL_SHARD = 5_000
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
-
-
-def refuse(*arguments: object) -> str:
-    """The message of a run that must fail with one of the errors that the command line turns into a line."""
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, ValueError | OSError), result.exception
-    return str(result.exception)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")
@@ -219,44 +202,6 @@ def test_killed_and_resumed(source, tmp_path, small_shards):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def fail_at(monkeypatch, call: int, error: Exception):
-    real, calls = work_folder.save_file, []
-
-    def save(tensors, path, metadata=None):
-        calls.append(path)
-        if len(calls) == call:
-            Path(path).write_bytes(b"half")
-            raise error
-        real(tensors, path, metadata=metadata)
-
-    monkeypatch.setattr(work_folder, "save_file", save)
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["from the system", "from the library"])
-def test_disk_full(source, tmp_path, small_shards, monkeypatch, wrapped):
-    from safetensors import SafetensorError
-
-    with monkeypatch.context() as patch:
-        text = "I/O error: No space left on device (os error 28)"
-        full = OSError(errno.ENOSPC, "No space left on device")
-        fail_at(patch, 3, SafetensorError(text) if wrapped else full)
-        message = refuse(source, tmp_path / "out")
-    for part in ("No space left", str(tmp_path / "out.partial"), "keeps 2 finished shards", "run the same"):
-        assert part in message
-    assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "out.partial").glob("*.writing"))
-    result = run(source, tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    validate_checkpoint(tmp_path / "out")
-
-
-def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch):
-    real = shutil.disk_usage
-    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
-    assert "free" in refuse(source, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_other_options_start_over(source, tmp_path, small_shards, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
@@ -346,75 +291,6 @@ def test_two_processes_at_once(source, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
-# -- refusals ------------------------------------------------------------------------------------------------
-
-
-def test_nan_is_named_and_nothing_is_left(source, tmp_path, small_shards):
-    shutil.copytree(source, tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5:8] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    save_file(tensors, file, metadata={"format": "pt"})
-    message = refuse(tmp_path / "in", tmp_path / "out")
-    assert name in message
-    assert " 3 NaN or Inf" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
-
-
-def test_existing_output(source, tmp_path):
-    assert run(source, tmp_path / "out").exit_code == 0
-    assert "--force" in refuse(source, tmp_path / "out")
-    assert validate_checkpoint(tmp_path / "out").bits == 4
-    assert run(source, tmp_path / "out", "--bits", 2, "--force").exit_code == 0
-    assert validate_checkpoint(tmp_path / "out").bits == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
-    streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=4))
-    (tmp_path / "out.replaced").mkdir()
-    assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_force_replaces_a_link_and_not_what_it_points_to(source, tmp_path):
-    policy = kbit.QuantizationPolicy(bits=4)
-    streaming.quantize_checkpoint(source, tmp_path / "elsewhere", policy)
-    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    streaming.quantize_checkpoint(source, tmp_path / "out", policy, force=True)
-    assert not (tmp_path / "out").is_symlink()
-    assert validate_checkpoint(tmp_path / "out") == validate_checkpoint(tmp_path / "elsewhere") == policy
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
-
-
-def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
-    shutil.copytree(source, tmp_path / "in")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    assert "not a model folder" in refuse(tmp_path / "in", tmp_path / "home", "--force")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in", "--force")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in" / "out")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path, "--force")
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "letter.txt").write_text("dear")
-    assert "not made by kbit" in refuse(tmp_path / "in", tmp_path / "out")
-    assert (tmp_path / "out.partial" / "letter.txt").is_file()
-    assert (tmp_path / "home" / "letter.txt").is_file()
-    assert content(tmp_path / "home") == {"letter.txt": b"dear"}
-    assert (tmp_path / "in" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("color", ["", "1"])  # "1" is a terminal to rich
-def test_an_error_has_no_progress_bar_above_it(tmp_path, color):
-    command = [sys.executable, "-m", "kbit", "quantize", str(tmp_path / "nothing"), str(tmp_path / "out")]
-    env = os.environ | {"FORCE_COLOR": color, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert "bytes" not in result.stderr
-
-
 def test_one_shard_is_singular(source, tmp_path):
     assert "in 1 shard\n" in run(source, tmp_path / "out").output
 
@@ -425,116 +301,6 @@ def test_one_shard_is_singular(source, tmp_path):
 def test_the_summary_has_a_unit_that_fits_the_speed(source, tmp_path, monkeypatch, speed, words):
     monkeypatch.setattr(streaming.Report, "weights_per_second", speed)
     assert words in run(source, tmp_path / "out").output.replace("\n", " ")
-
-
-def test_bad_sources(source, tmp_path):
-    assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    assert "config.json" in refuse(tmp_path / "empty", tmp_path / "out")
-    shutil.copytree(source, tmp_path / "pickled")
-    (tmp_path / "pickled" / "model.safetensors").unlink()
-    assert "pickle" in refuse(tmp_path / "pickled", tmp_path / "out")
-    shutil.copytree(source, tmp_path / "short")
-    whole = (source / "model.safetensors").read_bytes()
-    (tmp_path / "short" / "model.safetensors").write_bytes(whole[:-100])
-    assert "truncated" in refuse(tmp_path / "short", tmp_path / "out")
-    assert run(source, tmp_path / "done").exit_code == 0
-    assert "quantized already" in refuse(tmp_path / "done", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
-def altered(source: Path, folder: Path, change) -> Path:
-    """A copy of a model whose config and tensors have been changed by `change(config, tensors)`."""
-    shutil.copytree(source, folder)
-    config, tensors = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
-    change(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda c, t: t.pop("model.layers.1.mlp.up_proj.weight"),
-            "missing: model.layers.1.mlp.up_proj.weight.",
-        ),
-        (lambda c, t: t.pop("lm_head.weight"), "missing: lm_head.weight."),
-        (lambda c, t: t.pop(EXPERT), "do not fit together: model.layers.0.mlp.experts.gate_up_proj."),
-        (lambda c, t: t.update({EXPERT: torch.zeros(5, 48)}), "model.layers.0.mlp.experts.gate_up_proj."),
-        (lambda c, t: c.update(num_hidden_layers=3), "missing: model.layers.2.input_layernorm.weight, "),
-        (lambda c, t: c.update(hidden_size=40), "lm_head.weight is [72, 48] and not [72, 40]"),
-    ],
-)
-def test_tensors_that_are_not_those_of_the_config(source, tmp_path, change, message):
-    text = refuse(altered(source, tmp_path / "in", change), tmp_path / "out")
-    assert message in text
-    assert "Qwen3MoeForCausalLM" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_parts_that_would_not_be_found_are_not_written(tmp_path, monkeypatch):
-    """As in Inkling 2: a pattern of transformers that is for the whole name of a tensor."""
-    from transformers.core_model_loading import WeightRenaming
-
-    from kbit.integrations.transformers import names, rehearsal
-
-    renaming = r"model\.unembed\.weight$", "lm_head.weight"
-    for module in (names, rehearsal):
-        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model: [WeightRenaming(*renaming)])
-    whole = tmp_path / "whole"
-    tiny_models.build("qwen3", torch.bfloat16).save_pretrained(whole)
-    altered(whole, tmp_path / "in", lambda c, t: t.update({"model.unembed.weight": t.pop("lm_head.weight")}))
-    message = refuse(tmp_path / "in", tmp_path / "out", "--embedding-bits", 5)
-    assert "part model.unembed.weight_packed" in message
-    assert "--skip model.unembed" in message
-    options = ("--embedding-bits", 5, "--skip", "model.unembed")
-    assert run(tmp_path / "in", tmp_path / "out", *options).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("architecture", "change", "unused"),
-    [
-        ("llama", lambda c, t: c.update(num_hidden_layers=1), "model.layers.1.input_layernorm.weight, "),
-        ("qwen3_next", lambda c, t: t.update({"mtp.fc.weight": torch.ones(9, 9)}), None),
-        ("llama", lambda c, t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}), None),
-        ("llama", lambda c, t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}), None),
-    ],
-)
-def test_tensors_that_the_model_does_not_use(tmp_path, architecture, change, unused):
-    tiny_models.build(architecture, torch.bfloat16).save_pretrained(tmp_path / "whole")
-    result = run(altered(tmp_path / "whole", tmp_path / "in", change), tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert f"does not use: {unused}" in result.output if unused else "does not use" not in result.output
-    validate_checkpoint(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--bits", "7"], "bits must be"),
-        (["--override", "down_proj"], "REGEX=BITS"),
-        (["--override", "down_proj=x"], "REGEX=BITS"),
-        (["--override", "=5"], "REGEX=BITS"),
-        (["--override", "down_proj=3", "--override", "down_proj=5"], "twice"),
-        (["--override", "(=4"], "regular expression"),
-        (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
-        (["--override", ".=0"], "unquantized"),
-        (["--codebook", "uniform"], "unknown codebook"),
-        (["--absmax", "int8"], "unknown absmax"),
-    ],
-)
-def test_bad_options(source, tmp_path, options, message):
-    assert message in refuse(source, tmp_path / "out", *options)
-    assert not list(tmp_path.iterdir())
 
 
 # -- memory --------------------------------------------------------------------------------------------------
