@@ -120,6 +120,15 @@ def test_a_missing_module(module, also, saved):
         AutoModelForCausalLM.from_pretrained(saved)
 
 
+def test_a_missing_module_that_its_class_can_do_without(saved, monkeypatch):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_weights(saved, lambda tensors: [tensors.pop(name + suffix) for suffix in ("_packed", "_absmax")])
+    monkeypatch.setattr(
+        transformers.Qwen3MoeForCausalLM, "_keys_to_ignore_on_load_missing", [r"0\.self_attn\.q"]
+    )
+    assert isinstance(AutoModelForCausalLM.from_pretrained(saved).get_parameter(name), nn.Parameter)
+
+
 def test_a_head_that_the_quantized_model_had_not(saved):
     """Of another class than the checkpoint's: drawn at random by transformers, as ever."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(saved, num_labels=3)

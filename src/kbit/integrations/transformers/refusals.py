@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ def refuse_missing(
     held = {id(state[name]) for name in there if name in state}  # a parameter may have several names
     whole = type(model).__name__ in (model.config.architectures or ()) or model.base_model is model
     stored = names_in_files(model)
+    dispensable = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     missing = [
         name
         for name, tensor in state.items()
@@ -65,6 +67,7 @@ def refuse_missing(
         and is_candidate(name, tensor.shape)
         and unsupported(model.get_submodule(name.rpartition(".")[0])) is None
         and policy.bits_for(stored.get(module_of(name), module_of(name))) is not None
+        and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name)}
     ]
     if missing:
