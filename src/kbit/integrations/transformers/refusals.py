@@ -68,7 +68,7 @@ def refuse_missing(
         and unsupported(model.get_submodule(name.rpartition(".")[0])) is None
         and policy.bits_for(stored.get(module_of(name), module_of(name))) is not None
         and not any(re.search(pattern, name) for pattern in dispensable)
-        and not held & {id(state[other]) for other in _tied(model, name)}
+        and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
     ]
     if missing:
         folder = next(iter(index.values())).file.parent
