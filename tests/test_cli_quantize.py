@@ -17,34 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import kbit
 import tiny_models
 from kbit.backends import cpu
-from kbit.cli import app
 from kbit.format.checkpoint import parts_to_save, read_header, read_index, validate_checkpoint
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs
+from quantize_runs import altered, content, fail_at, refuse, run
 
 SMALL_SHARD = 5_000
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
-
-
-def refuse(*arguments: object) -> str:
-    """The message of a run that must fail with one of the errors that the command line turns into a line."""
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, ValueError | OSError), result.exception
-    return str(result.exception)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +47,6 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
-    monkeypatch.setattr(work_folder, "SHARD_BYTES", SMALL_SHARD)
 
 
 @pytest.mark.parametrize("architecture", sorted(tiny_models.ARCHITECTURES))
@@ -160,7 +142,7 @@ def test_fused_experts_on_disk_are_read_one_by_one(tmp_path, monkeypatch):
     save_file({"experts.down_proj": w}, tmp_path / "x.safetensors")
     monkeypatch.setattr(streaming.ops, "quantize", watch)
     header = read_header(tmp_path / "x.safetensors")["experts.down_proj"]
-    job = jobs.Job("experts.down_proj", header, 4, 0)
+    job = jobs.Job("experts.down_proj", header, 4, {})
     parts = streaming._run(job, kbit.QuantizationPolicy())
     expected = parts_to_save("experts.down_proj", quantize(w, 4))
     assert shapes == [(16, 40)] * 3
@@ -174,7 +156,7 @@ SCRIPT = f"""
 import sys, os, signal, time
 from pathlib import Path
 from kbit.integrations.streaming import folder, jobs
-jobs.SHARD_BYTES = folder.SHARD_BYTES = {SMALL_SHARD}
+jobs.SHARD_BYTES = {SMALL_SHARD}
 """
 
 
@@ -220,44 +202,6 @@ def test_killed_and_resumed(source, tmp_path, small_shards):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def fail_at(monkeypatch, call: int, error: Exception):
-    real, calls = work_folder.save_file, []
-
-    def save(tensors, path, metadata=None):
-        calls.append(path)
-        if len(calls) == call:
-            Path(path).write_bytes(b"half")
-            raise error
-        real(tensors, path, metadata=metadata)
-
-    monkeypatch.setattr(work_folder, "save_file", save)
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["from the system", "from the library"])
-def test_disk_full(source, tmp_path, small_shards, monkeypatch, wrapped):
-    from safetensors import SafetensorError
-
-    with monkeypatch.context() as patch:
-        text = "I/O error: No space left on device (os error 28)"
-        full = OSError(errno.ENOSPC, "No space left on device")
-        fail_at(patch, 3, SafetensorError(text) if wrapped else full)
-        message = refuse(source, tmp_path / "out")
-    for part in ("No space left", str(tmp_path / "out.partial"), "keeps 2 finished shards", "run the same"):
-        assert part in message
-    assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "out.partial").glob("*.writing"))
-    result = run(source, tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    validate_checkpoint(tmp_path / "out")
-
-
-def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch):
-    real = shutil.disk_usage
-    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
-    assert "free" in refuse(source, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_other_options_start_over(source, tmp_path, small_shards, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
@@ -277,6 +221,44 @@ def test_a_changed_source_starts_over(source, tmp_path, small_shards, monkeypatc
     result = run(tmp_path / "in", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "from before" not in result.output
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(bytes(100)),
+        lambda path: save_file(load_file(path) | {"other": torch.ones(1)}, path),
+        lambda path: save_file({name: tensor[:1] for name, tensor in load_file(path).items()}, path),
+    ],
+    ids=["truncated", "zeros", "another tensor", "other shapes"],
+)
+def test_a_damaged_shard_is_written_again(source, tmp_path, small_shards, monkeypatch, damage):
+    with monkeypatch.context() as patch:
+        fail_at(patch, 4, OSError(errno.EIO, "Input/output error"))
+        refuse(source, tmp_path / "out")
+    damage(sorted((tmp_path / "out.partial").glob("*.safetensors"))[1])
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 of them from before" in result.output.replace("\n", " ")
+    assert run(source, tmp_path / "whole").exit_code == 0
+    for shard in (tmp_path / "whole").glob("*.safetensors"):
+        assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_a_corrected_config_starts_over(tmp_path, small_shards, monkeypatch):
+    """It says which tensors are weights of the model, and so which of them are quantized."""
+    tiny_models.build("llama", torch.bfloat16).save_pretrained(tmp_path / "right")
+    altered(tmp_path / "right", tmp_path / "in", lambda c, t: c.update(num_hidden_layers=1))
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
+        refuse(tmp_path / "in", tmp_path / "out")
+    shutil.copy(tmp_path / "right" / "config.json", tmp_path / "in")
+    result = run(tmp_path / "in", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "from before" not in result.output
+    assert run(tmp_path / "right", tmp_path / "whole").exit_code == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_two_processes_at_once(source, tmp_path):
@@ -309,75 +291,6 @@ def test_two_processes_at_once(source, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
-# -- refusals ------------------------------------------------------------------------------------------------
-
-
-def test_nan_is_named_and_nothing_is_left(source, tmp_path, small_shards):
-    shutil.copytree(source, tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5:8] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    save_file(tensors, file, metadata={"format": "pt"})
-    message = refuse(tmp_path / "in", tmp_path / "out")
-    assert name in message
-    assert " 3 NaN or Inf" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
-
-
-def test_existing_output(source, tmp_path):
-    assert run(source, tmp_path / "out").exit_code == 0
-    assert "--force" in refuse(source, tmp_path / "out")
-    assert validate_checkpoint(tmp_path / "out").bits == 4
-    assert run(source, tmp_path / "out", "--bits", 2, "--force").exit_code == 0
-    assert validate_checkpoint(tmp_path / "out").bits == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
-    streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=4))
-    (tmp_path / "out.replaced").mkdir()
-    assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_force_replaces_a_link_and_not_what_it_points_to(source, tmp_path):
-    policy = kbit.QuantizationPolicy(bits=4)
-    streaming.quantize_checkpoint(source, tmp_path / "elsewhere", policy)
-    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    streaming.quantize_checkpoint(source, tmp_path / "out", policy, force=True)
-    assert not (tmp_path / "out").is_symlink()
-    assert validate_checkpoint(tmp_path / "out") == validate_checkpoint(tmp_path / "elsewhere") == policy
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
-
-
-def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
-    shutil.copytree(source, tmp_path / "in")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    assert "not a model folder" in refuse(tmp_path / "in", tmp_path / "home", "--force")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in", "--force")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path / "in" / "out")
-    assert "overlap" in refuse(tmp_path / "in", tmp_path, "--force")
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "letter.txt").write_text("dear")
-    assert "not made by kbit" in refuse(tmp_path / "in", tmp_path / "out")
-    assert (tmp_path / "out.partial" / "letter.txt").is_file()
-    assert (tmp_path / "home" / "letter.txt").is_file()
-    assert content(tmp_path / "home") == {"letter.txt": b"dear"}
-    assert (tmp_path / "in" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("color", ["", "1"])  # "1" is a terminal to rich
-def test_an_error_has_no_progress_bar_above_it(tmp_path, color):
-    command = [sys.executable, "-m", "kbit", "quantize", str(tmp_path / "nothing"), str(tmp_path / "out")]
-    env = os.environ | {"FORCE_COLOR": color, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert "bytes" not in result.stderr
-
-
 def test_one_shard_is_singular(source, tmp_path):
     assert "in 1 shard\n" in run(source, tmp_path / "out").output
 
@@ -388,43 +301,6 @@ def test_one_shard_is_singular(source, tmp_path):
 def test_the_summary_has_a_unit_that_fits_the_speed(source, tmp_path, monkeypatch, speed, words):
     monkeypatch.setattr(streaming.Report, "weights_per_second", speed)
     assert words in run(source, tmp_path / "out").output.replace("\n", " ")
-
-
-def test_bad_sources(source, tmp_path):
-    assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    assert "config.json" in refuse(tmp_path / "empty", tmp_path / "out")
-    shutil.copytree(source, tmp_path / "pickled")
-    (tmp_path / "pickled" / "model.safetensors").unlink()
-    assert "pickle" in refuse(tmp_path / "pickled", tmp_path / "out")
-    shutil.copytree(source, tmp_path / "short")
-    whole = (source / "model.safetensors").read_bytes()
-    (tmp_path / "short" / "model.safetensors").write_bytes(whole[:-100])
-    assert "truncated" in refuse(tmp_path / "short", tmp_path / "out")
-    assert run(source, tmp_path / "done").exit_code == 0
-    assert "quantized already" in refuse(tmp_path / "done", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--bits", "7"], "bits must be"),
-        (["--override", "down_proj"], "REGEX=BITS"),
-        (["--override", "down_proj=x"], "REGEX=BITS"),
-        (["--override", "=5"], "REGEX=BITS"),
-        (["--override", "down_proj=3", "--override", "down_proj=5"], "twice"),
-        (["--override", "(=4"], "regular expression"),
-        (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
-        (["--override", ".=0"], "unquantized"),
-        (["--codebook", "uniform"], "unknown codebook"),
-        (["--absmax", "int8"], "unknown absmax"),
-    ],
-)
-def test_bad_options(source, tmp_path, options, message):
-    assert message in refuse(source, tmp_path / "out", *options)
-    assert not list(tmp_path.iterdir())
 
 
 # -- memory --------------------------------------------------------------------------------------------------

@@ -11,26 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import tiny_models
-from kbit.cli import app
 from kbit.format.checkpoint import read_header
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs
 from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.streaming.workers import places, run_all
+from quantize_runs import content, run
 
 CPU = torch.device("cpu")
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +33,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    for module in (jobs, work_folder):
-        monkeypatch.setattr(module, "SHARD_BYTES", 5_000)
+    monkeypatch.setattr(jobs, "SHARD_BYTES", 5_000)
     # Dozens of shards a run: on a disk that is busy otherwise, syncing each takes most of a second.
     monkeypatch.setattr(work_folder.os, "fsync", lambda descriptor: None)
 

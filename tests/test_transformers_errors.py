@@ -7,8 +7,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import Concatenate, WeightConverter
 
 import kbit
+from kbit.format.safetensors_header import TensorInfo
+from kbit.integrations.transformers import names
+from kbit.integrations.transformers.plan import build_plan
 from tiny_models import build
 
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
@@ -102,6 +106,48 @@ def test_a_missing_expert(saved):
         AutoModelForCausalLM.from_pretrained(saved)
 
 
+@pytest.mark.parametrize(
+    ("module", "also"),
+    [("model.layers.0.self_attn.q_proj", ""), ("model.layers.0.mlp.experts", ".gate_up_proj")],
+)
+def test_a_missing_module(module, also, saved):
+    def drop(tensors):
+        for name in [name for name in tensors if name.startswith(module)]:
+            tensors.pop(name)
+
+    edit_weights(saved, drop)
+    with pytest.raises(ValueError, match=rf"holds no tensors.* of .*{module}{also or '.weight'}"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_missing_module_that_its_class_can_do_without(saved, monkeypatch):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_weights(saved, lambda tensors: [tensors.pop(name + suffix) for suffix in ("_packed", "_absmax")])
+    monkeypatch.setattr(
+        transformers.Qwen3MoeForCausalLM, "_keys_to_ignore_on_load_missing", [r"0\.self_attn\.q"]
+    )
+    assert isinstance(AutoModelForCausalLM.from_pretrained(saved).get_parameter(name), nn.Parameter)
+
+
+def test_a_head_that_the_quantized_model_had_not(saved):
+    """Of another class than the checkpoint's: drawn at random by transformers, as ever."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(saved, num_labels=3)
+    assert model.score.weight.shape == (3, 48)
+
+
+def test_an_expert_that_is_stored_unquantized(saved):
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+    def unquantize(tensors):
+        for suffix in ("_packed", "_absmax"):
+            tensors.pop(name + suffix)
+        tensors[name] = torch.zeros(24, 48)
+
+    edit_weights(saved, unquantize)
+    with pytest.raises(ValueError, match=f"not whole: it has 4 experts.*{name} is stored unquantized"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
 def test_a_state_dict_is_no_kbit_checkpoint(saved):
     config = transformers.AutoConfig.from_pretrained(saved)
     with pytest.raises(ValueError, match="folder of safetensors"):
@@ -131,3 +177,17 @@ def test_layers_of_another_kind_stay_and_cannot_be_loaded_quantized(saved, monke
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeAttention, "__init__", replaced)
     with pytest.raises(ValueError, match=r"OtherLinear is not nn.Linear.*modules_to_not_convert"):
         AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_widths_of_what_stays_unquantized_may_differ(monkeypatch):
+    """A linear layer that transformers fuses from three has no quantized counterpart, whatever their bits."""
+    config = transformers.Phi3Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    with torch.device("meta"):
+        model = transformers.Phi3ForCausalLM(config)
+    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    fuse = WeightConverter(parts, "self_attn.qkv_proj.weight", [Concatenate(dim=0)])
+    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda model: [fuse])
+    index = {f"model.layers.0.{part}": TensorInfo(None, torch.float32, (32, 32)) for part in parts}
+    assert build_plan(model, kbit.KbitConfig(overrides={"q_proj": 5}), index, pre_quantized=False) == {}

@@ -8,7 +8,7 @@ here, so checking a model of any size takes milliseconds and no memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
+from kbit.format.words import first_of
 
 __all__ = [
     "ABSMAX",
@@ -110,8 +111,9 @@ def check_index(
     originals = ((name, original_of(name)) for name in tensors)
     names = [original for name, original in originals if name == original + PACKED]
     if not names:
+        found = first_of(tensors) or "nothing"
         raise ValueError(
-            f"the config says kbit, but no tensor is called *{PACKED}: found {_some(tensors)}. "
+            f"the config says kbit, but no tensor is called *{PACKED}: found {found}. "
             f"Were the weights of the unquantized model copied here?"
         )
     _check_partners(tensors)
@@ -119,10 +121,6 @@ def check_index(
         _check_parameter(name, tensors, policy)
         _check_sizes(name, tensors, config or {})
     return names
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:3]) or "nothing"
 
 
 def _check_partners(tensors: Mapping[str, TensorInfo]) -> None:

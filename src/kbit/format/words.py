@@ -1,8 +1,17 @@
-"""Counts in sentences."""
+"""Counts and lists in sentences."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def counted(count: int, noun: str) -> str:
     """A number and what it counts, such as "1 shard" or "2 shards"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def first_of(names: Iterable[str], shown: int = 3) -> str:
+    """The first few names in order, and how many there are besides."""
+    found = sorted(names)
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more

@@ -1,8 +1,9 @@
 """Quantize a checkpoint on disk, tensor by tensor, into a folder that appears only when it is complete.
 
-Output goes to `OUT.partial`, shard by shard; each shard is written under another name, synced and renamed, so
-a shard that is there is whole. Which tensor goes into which shard follows from the source's headers and the
-policy alone, so a killed run resumes behind its last shard. The folder is renamed to OUT at the end.
+Output goes to `OUT.partial`, shard by shard; each shard is written under another name, synced and renamed.
+Which tensor goes into which shard follows from the source's headers, its config and the policy alone, so a
+killed run resumes behind its last shard, once the headers of those that are there have been compared with
+what belongs in them. The folder is renamed to OUT at the end.
 
 Memory of each worker: one source tensor (of fused experts: one expert), its codes, and one output shard.
 """
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from kbit import ops
 from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
 from kbit.format.names import module_of
+from kbit.format.safetensors_header import read_header
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
 from kbit.integrations.streaming.reader import read_tensor
@@ -104,29 +105,28 @@ def quantize_checkpoint(
         FileExistsError: `target` exists and may not be replaced, or another process is writing it.
         NonFiniteWeightError: a weight holds NaN or Inf; nothing is left behind.
         OSError: the disk is full, or cannot be written; finished shards stay for the next run.
-        ValueError: the source is damaged, pickled, quantized already, or overlaps the target; a device is not
-            there, or there are fewer jobs than devices.
+        ValueError: the source is damaged, pickled, quantized already, or overlaps the target; its tensors are
+            not those of the model in its config, or would not be found again; a device is not there, or there
+            are fewer jobs than devices.
 
     Warns:
-        UserWarning: an override or a skip matches no module.
+        UserWarning: an override or a skip matches no module, or the model does not use some tensors.
     """
     start = time.perf_counter()
     folder.check_target(source, target, force)
     where = places(devices, jobs)
     config, tensors = plan_jobs(source, policy)
     partial = target.with_name(target.name + ".partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
     with folder.exclusive(partial):
         folder.check_target(source, target, force)  # again: another process may have finished just now
         shards = folder.prepare(partial, source, policy, tensors)
         try:
-            report = _write_shards(partial, shards, policy, progress, where)
-            _write_rest(source, partial, config, policy, shards)
+            with folder.explained(source, partial):
+                report = _write_shards(partial, shards, policy, progress, where)
+                _write_rest(source, partial, config, policy, shards)
         except ValueError:
             shutil.rmtree(partial)
             raise
-        except OSError as error:
-            raise folder.explain(error, partial) from error
         folder.publish(partial, target)
     report.seconds = time.perf_counter() - start
     return report
@@ -203,12 +203,12 @@ def _write_rest(
     shards: dict[str, list[Job]],
 ) -> None:
     """Config, index, and every other file of the model: tokenizer, chat template, generation config."""
-    for path in source.iterdir():
+    for path in [*source.iterdir(), *source.glob(f"{CHAT_TEMPLATES}/*")]:
         weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != CONFIG_NAME:
-            shutil.copyfile(path, partial / path.name)
-        elif path.is_dir() and path.name == CHAT_TEMPLATES:
-            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
+            copy = partial / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     widths = {module_of(job.name): job.bits for jobs in shards.values() for job in jobs if job.bits}
     config = config | {"quantization_config": policy.stating(widths).to_dict()}
     (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
@@ -216,8 +216,7 @@ def _write_rest(
         weight_map: dict[str, str] = {}
         size = 0
         for file in shards:
-            with safe_open(partial / file, framework="pt") as shard:
-                weight_map |= dict.fromkeys(shard.keys(), file)
+            weight_map |= dict.fromkeys(read_header(partial / file), file)
             size += (partial / file).stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")

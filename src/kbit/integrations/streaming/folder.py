@@ -19,7 +19,10 @@ from safetensors.torch import save_file
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy
 from kbit.format.model_files import CONFIG_NAME
-from kbit.integrations.streaming.jobs import SHARD_BYTES, Job, assign_shards
+from kbit.format.names import SCALE
+from kbit.format.safetensors_header import read_header
+from kbit.format.words import counted
+from kbit.integrations.streaming.jobs import Job, assign_shards
 
 JOURNAL = "kbit-journal.json"
 
@@ -30,14 +33,21 @@ def exclusive(partial: Path) -> Iterator[None]:
 
     Raises:
         FileExistsError: another one holds it.
+        OSError: the folder around it cannot be made or written to.
     """
     lock = FileLock(partial.with_name(partial.name + ".lock"), timeout=0)
     try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise FileExistsError(
             f"{partial} is being written by another process. Wait for it, or choose another name."
         ) from None
+    except OSError as error:
+        raise OSError(
+            error.errno or errno.EIO,
+            f"{partial.parent} cannot be written to: {error.strerror or error}. Write elsewhere",
+        ) from error
     try:
         yield
     finally:
@@ -51,11 +61,17 @@ def check_target(source: Path, target: Path, force: bool) -> None:
 
     Raises:
         FileExistsError: it exists and `force` is not set, or is something else than a model folder.
-        ValueError: source and target are one folder, or one is inside the other.
+        ValueError: source and target are one folder, or one is inside the other; or the target has no name of
+            its own, such as "..", or holds the folder that the process runs in.
     """
     here, there = source.resolve(), target.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ValueError(f"{target} and the source {source} overlap. Write to a folder of its own.")
+    if target.name in ("", "..") or Path.cwd().is_relative_to(there):
+        raise ValueError(
+            f"{target} has no name of its own or holds the folder that this command runs in, so it cannot be "
+            f"replaced. Name a folder to create, such as {Path(target, 'quantized')}."
+        )
     if not target.exists():
         return
     if not force:
@@ -74,28 +90,47 @@ def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[
 
     Raises:
         FileExistsError: a folder of that name is there that no run of this program left.
-        OSError: too little space is free.
+        OSError: too little space is free, or the folder cannot be written.
     """
     shards = assign_shards(jobs)
-    journal = {"task": _fingerprint(source, policy, jobs), "shards": list(shards)}
+    journal = {"task": _fingerprint(source, policy, shards), "shards": list(shards)}
     file = partial / JOURNAL
     same = file.is_file() and file.read_text() == json.dumps(journal)
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
             raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")
-        shutil.rmtree(partial)
-    done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if same else 0
+        with explained(source, partial):
+            shutil.rmtree(partial)
+    for path in partial.glob("*.safetensors"):
+        if path.name not in shards or not _is_whole(path, shards[path.name]):
+            path.unlink()
+    done = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     _check_space(partial.parent, sum(job.out_bytes for job in jobs) - done)
-    partial.mkdir(exist_ok=True)
-    file.write_text(json.dumps(journal))
+    if not same:
+        with explained(source, partial):
+            partial.mkdir(exist_ok=True)
+            file.write_text(json.dumps(journal))
     return shards
 
 
-def _fingerprint(source: Path, policy: QuantizationPolicy, jobs: list[Job]) -> str:
-    files = sorted({job.info.file for job in jobs})
+def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]]) -> str:
+    """Of all that the shards' bytes follow from; config.json has a say in the bits of each job."""
+    files = sorted({job.info.file for jobs in shards.values() for job in jobs})
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    task = [__version__, str(source.resolve()), state, policy.to_dict(), SHARD_BYTES]
+    content = {file: [(job.name, job.bits) for job in jobs] for file, jobs in shards.items()}
+    task = [__version__, str(source.resolve()), state, policy.to_dict(), content]
     return hashlib.sha256(json.dumps(task).encode()).hexdigest()
+
+
+def _is_whole(path: Path, jobs: list[Job]) -> bool:
+    """Whether a shard of an earlier run can be read, and has the tensors of its jobs and no others."""
+    try:
+        stored = {name: (info.dtype, info.shape) for name, info in read_header(path).items()}
+    except (OSError, ValueError):
+        return False
+    expected = {name: part for job in jobs for name, part in job.parts.items()}
+    factors = {job.name + SCALE: (torch.float32, job.info.shape[:-2]) for job in jobs if job.bits is not None}
+    return stored == expected | {name: part for name, part in factors.items() if name in stored}
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -129,11 +164,24 @@ def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Rename the finished folder; an old one makes way only now."""
+    """Rename the finished folder; an old one makes way only now, and comes back if that fails.
+
+    Raises:
+        OSError: a folder cannot be renamed or removed.
+    """
     old, exists = _replaced(target), target.exists()
-    if exists:
-        target.replace(old)
-    partial.replace(target)
+    try:
+        if exists:
+            target.replace(old)
+        partial.replace(target)
+    except OSError as error:
+        if exists and not target.exists():
+            old.replace(target)
+        raise OSError(
+            error.errno or errno.EIO,
+            f"{partial} is complete but cannot be renamed to {target}: {error.strerror}. Rename it, or fix "
+            f"the cause and run the same command again",
+        ) from error
     (target / JOURNAL).unlink()
     if exists and old.is_symlink():
         old.unlink()  # what it points to is not ours
@@ -146,13 +194,36 @@ def _replaced(target: Path) -> Path:
     return target.with_name(target.name + ".replaced")
 
 
-def explain(error: OSError, partial: Path) -> OSError:
-    """The error of a failed write, with what is left and what to do."""
-    shards = [path.stat().st_size for path in partial.glob("*.safetensors")]
-    free = shutil.disk_usage(partial.parent).free
-    return OSError(
-        error.errno or errno.EIO,
-        f"writing {partial} failed: {error.strerror or error} ({free / 1e6:.0f} MB free). It keeps "
-        f"{len(shards)} finished shards of {sum(shards) / 1e6:.0f} MB: fix the cause and run the same "
-        f"command again to go on from there, or delete that folder",
-    )
+@contextmanager
+def explained(source: Path, partial: Path) -> Iterator[None]:
+    """Have an error say which file it is of, what is left and what to do.
+
+    Without a finished shard the work folder is removed.
+    """
+    try:
+        yield
+    except OSError as error:
+        shards = [path.stat().st_size for path in partial.glob("*.safetensors")]
+        free = shutil.disk_usage(partial.parent).free
+        if shards:
+            left = (
+                f"{partial} keeps {counted(len(shards), 'finished shard')} of {sum(shards) / 1e6:.0f} MB: "
+                f"fix the cause and run the same command again to go on from there, or delete that folder"
+            )
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+            left = "Nothing is left behind: fix the cause and run the same command again"
+        raise OSError(
+            error.errno or errno.EIO,
+            f"{_attempt(error, source, partial)} failed: {error.strerror or error} "
+            f"({free / 1e6:.0f} MB free). {left}",
+        ) from error
+
+
+def _attempt(error: OSError, source: Path, partial: Path) -> str:
+    if error.filename2 is not None:
+        return f"copying {error.filename} to {error.filename2}"
+    if error.filename is None:
+        return f"writing {partial}"
+    read = source.resolve() in Path(error.filename).resolve().parents
+    return f"{'reading' if read else 'writing'} {error.filename}"

@@ -1,10 +1,12 @@
 """Which tensors of a checkpoint are quantized, and into which shard of the output each goes.
 
-Both follow from the source's headers and the policy alone, so a killed run finds its place again.
+Both follow from the source's headers, its config and the policy alone, so a killed run finds its place again.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from kbit.format import QuantizationPolicy
 from kbit.format.model_files import SINGLE_NAME, read_config, read_index
+from kbit.format.names import ABSMAX, PACKED
 from kbit.format.reference import blocks_of
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
@@ -24,12 +27,21 @@ SHARD_BYTES = 256 * 2**20
 
 @dataclass
 class Job:
-    """What happens to one tensor of the source: quantized to `bits`, or copied where that is None."""
+    """What happens to one tensor of the source: quantized to `bits`, or copied where that is None.
+
+    Attributes:
+        parts: {name: (dtype, shape)} of what becomes of it. Factors are not known: they are written if not 1.
+    """
 
     name: str
     info: TensorInfo
     bits: int | None
-    out_bytes: int
+    parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of its parts."""
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.parts.values())
 
 
 def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any], list[Job]]:
@@ -53,10 +65,11 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
                 f"{name} is {info.dtype}; only float32, float16 and bfloat16 can be quantized. "
                 f"Convert the model, or leave it out with --skip."
             )
-        jobs.append(Job(name, info, bits, _out_bytes(info, bits, policy)))
+        jobs.append(Job(name, info, bits, _parts(name, info, bits, policy)))
     if not widths:
         raise ValueError(
-            f"{source}: the options leave every tensor unquantized. Check --skip and --override."
+            f"{source}: the options leave every linear layer, embedding and experts module of this model "
+            f"unquantized. Check --skip, --override and --embedding-bits."
         )
     return config, jobs
 
@@ -65,10 +78,16 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
     """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
     from kbit.integrations.transformers.placement import plan_ties
     from kbit.integrations.transformers.plan import build_plan
+    from kbit.integrations.transformers.refusals import refuse_lost
+    from kbit.integrations.transformers.rehearsal import check_complete
 
     model = meta_model(source)
+    unused = check_complete(model, index, str(source))
+    if unused is not None:
+        warnings.warn(unused, stacklevel=2)
     plan = build_plan(model, policy, index, pre_quantized=False)
     plan_ties(model, plan, refuse=False)
+    refuse_lost(model, plan)
     return {
         name: planned.bits
         for planned in plan.values()
@@ -93,12 +112,14 @@ def meta_model(source: Path) -> Any:
         return architecture(config) if known else AutoModelForCausalLM.from_config(config)
 
 
-def _out_bytes(info: TensorInfo, bits: int | None, policy: QuantizationPolicy) -> int:
+def _parts(
+    name: str, info: TensorInfo, bits: int | None, policy: QuantizationPolicy
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     if bits is None:
-        return info.nbytes
-    rows = info.numel // max(1, info.shape[-1])
-    per_block = 4 * bits + absmax_format(policy.absmax_format).bytes
-    return rows * blocks_of(info.shape[-1]) * per_block
+        return {name: (info.dtype, info.shape)}
+    *rows, columns = info.shape
+    blocks, absmax = blocks_of(columns), absmax_format(policy.absmax_format).dtype
+    return {name + PACKED: (torch.int32, (*rows, blocks * bits)), name + ABSMAX: (absmax, (*rows, blocks))}
 
 
 def assign_shards(jobs: list[Job]) -> dict[str, list[Job]]:

@@ -39,7 +39,11 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
         file.seek(start)
         done = 0
         while done < len(raw):  # Linux reads at most 2 GB at a time
-            count = file.readinto(raw[done:])
+            try:
+                count = file.readinto(raw[done:])
+            except OSError as error:
+                error.filename = str(info.file)  # which only opening sets
+                raise
             if not count:
                 raise ValueError(f"{info.file} is truncated: {name} ends after {done} of {len(raw)} bytes.")
             done += count

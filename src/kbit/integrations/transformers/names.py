@@ -6,14 +6,45 @@ files and for a model in memory. The config of a checkpoint speaks of the names 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.parts import QuantizedModule
+
+Transforms = tuple[list[WeightRenaming], list[WeightConverter]]
+
+
+def loading_transforms(model: Any) -> Transforms:
+    """What transformers does to the names and tensors of a checkpoint when it loads this model."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+
+def parameter_of(
+    name: str, transforms: Transforms, prefix: str, state: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """The model's parameter that a checkpoint tensor goes to, as transformers' loader finds it.
+
+    Args:
+        name: the tensor's.
+        transforms: see `loading_transforms`.
+        prefix: the model's `base_model_prefix`.
+        state: the model's state dict.
+
+    Returns:
+        The parameter, which is not in `state` if this class of model does not use the tensor; and the pattern
+        of the converter that makes it, with other tensors perhaps, or None.
+    """
+    target, pattern = rename_source_key(name, *transforms, prefix, state)
+    if target not in state and name in state:
+        return rename_source_key(name, [], [], prefix, state)
+    return target, pattern
 
 
 def own_conversions(model: Any) -> list:

@@ -13,21 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
 from kbit.format.checkpoint import TensorInfo
 from kbit.format.names import PACKED, SCALE, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
-from kbit.integrations.transformers.names import names_in_files
+from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
+from kbit.integrations.transformers.refusals import refuse_missing, refuse_mixed, refuse_unlike
 from kbit.nn.replace import unsupported
 
 
@@ -84,41 +77,45 @@ def build_plan(
 
     Raises:
         ValueError: tensors of one parameter, or the names of one module, would get different widths; or the
-            checkpoint holds quantized what this model cannot run quantized.
+            checkpoint holds quantized what this model cannot run quantized, or lacks what its config says to
+            be quantized.
 
     Warns:
         UserWarning: an override or a skip matches no module.
     """
-    transforms = _transforms(model)
+    transforms = loading_transforms(model)
     routes = _routes(model, index, pre_quantized, transforms)
     if not pre_quantized:
         _warn_about_unmatched(model, policy, routes)
     plan: Plan = {}
     stored = index or {}
+    plain = {
+        route.target: route.name for route in routes if pre_quantized and route.name + PACKED not in stored
+    }
+    widths: dict[str, dict[int, str]] = {}
     for name, target, pattern, modules in routes:
-        plain = pre_quantized and name + PACKED not in stored
-        bits = None if plain else policy.bits_for(*modules)
+        bits = None if pre_quantized and name + PACKED not in stored else policy.bits_for(*modules)
         if bits is None:
             continue
         planned = plan.setdefault(target, Planned(bits, merged=pattern is not None))
-        if planned.bits != bits:
-            raise ValueError(
-                f"{target}: its tensors would get {planned.bits} and {bits} bits ({name}). Change overrides "
-                f"to treat them alike."
-            )
+        widths.setdefault(target, {})[bits] = name
         planned.sources.setdefault(pattern or name, []).append(name)
         if name + SCALE in stored:
             planned.scaled.add(name)
-    _drop_unsupported(model, plan, transforms[1], pre_quantized)
+    _drop_unsupported(model, plan, transforms[1], plain if pre_quantized else None)
+    refuse_mixed({target: widths[target] for target in plan})
+    if pre_quantized:
+        arrived = {name: (target, pattern) for name, target, pattern, _ in routes}
+        refuse_missing(model, policy, stored, arrived, transforms)
     if index is not None:
-        _refuse_unlike(
+        refuse_unlike(
             model, {target: plan[target].bits if target in plan else None for _, target, *_ in routes}
         )
     return plan
 
 
 def _routes(
-    model: Any, index: Mapping[str, TensorInfo] | None, pre_quantized: bool, transforms: Any
+    model: Any, index: Mapping[str, TensorInfo] | None, pre_quantized: bool, transforms: Transforms
 ) -> list[Route]:
     """Of all tensors that are quantized, or can be by their names and shapes."""
     state = model.state_dict()
@@ -133,7 +130,7 @@ def _routes(
     stored = names_in_files(model) if index is None else {}
     routes = []
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = _target(name, transforms, model.base_model_prefix, state)
+        target, pattern = parameter_of(name, transforms, model.base_model_prefix, state)
         if target not in state:
             continue  # a tensor this class of model does not use, such as a prediction head
         module, own = module_of(name), module_of(target)
@@ -154,20 +151,6 @@ def _warn_about_unmatched(model: Any, policy: QuantizationPolicy, routes: Iterab
         warnings.warn(found, stacklevel=2)
 
 
-def _transforms(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
-
-
-def _target(name: str, transforms: Any, prefix: str, state: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The model's parameter that a checkpoint tensor goes to, as transformers' loader finds it."""
-    target, pattern = rename_source_key(name, *transforms, prefix, state)
-    if target not in state and name in state:
-        return rename_source_key(name, [], [], prefix, state)
-    return target, pattern
-
-
 def is_expert_merge(converter: WeightConverter) -> bool:
     """Whether a converter stacks experts, and puts gate above up: what can be done on codes."""
     operations = converter.operations
@@ -179,76 +162,69 @@ def is_expert_merge(converter: WeightConverter) -> bool:
 
 
 def _drop_unsupported(
-    model: Any, plan: Plan, converters: Iterable[WeightConverter], pre_quantized: bool
+    model: Any, plan: Plan, converters: Iterable[WeightConverter], plain: Mapping[str, str] | None
 ) -> None:
-    """Leave out, or for a quantized checkpoint refuse, parameters that have no quantized counterpart."""
+    """Leave out, or for a quantized checkpoint refuse, parameters that have no quantized counterpart.
+
+    Args:
+        model, plan: see `build_plan`.
+        converters: see `loading_transforms`.
+        plain: of a quantized checkpoint {parameter: one of its tensors that is stored unquantized}, or None.
+    """
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     for target in list(plan):
         if target not in plan:
             continue
+        owner = module_of(target)
         reason = _obstacle(model, target, plan, by_pattern)
-        if reason is None:
-            continue
-        if pre_quantized:
+        gap = None if reason else _gap(model, target, plan, by_pattern)
+        if reason and plain is not None:
             raise ValueError(
                 f"{target}: the checkpoint holds it quantized, but {reason}. Quantize again with "
-                f"modules_to_not_convert=[{module_of(target)!r}]."
+                f"modules_to_not_convert=[{owner!r}]."
             )
-        owner = module_of(target)
-        for other in [name for name in plan if module_of(name) == owner]:
-            del plan[other]
+        if gap and plain is not None:
+            beside = next((name for other, name in plain.items() if module_of(other) == owner), None)
+            raise ValueError(
+                f"{target}: the checkpoint holds it quantized, but not whole: {gap}. "
+                + (
+                    f"{beside} is stored unquantized: quantize"
+                    if beside
+                    else "Fetch the checkpoint again, or quantize"
+                )
+                + f" the model again, with one width for all of {owner}."
+            )
+        if reason or gap:
+            for other in [name for name in plan if module_of(name) == owner]:
+                del plan[other]
 
 
 def _obstacle(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightConverter]) -> str | None:
+    """Why a parameter cannot be held quantized, however whole its tensors are."""
     module = model.get_submodule(target.rpartition(".")[0])
     reason = unsupported(module)
-    if reason:
+    if reason or not plan[target].merged:
         return reason
-    planned = plan[target]
-    is_experts = not isinstance(module, nn.Linear | nn.Embedding)
-    if planned.merged:
-        converter = by_pattern[next(iter(planned.sources))]
-        if not is_experts or not is_expert_merge(converter):
-            return "transformers converts it from tensors of another layout"
-        if sorted(planned.sources) != sorted(converter.source_patterns):
-            return f"the checkpoint has only {sorted(planned.sources)} of it"
-        wrong = {pattern: len(names) for pattern, names in planned.sources.items()}
-        if set(wrong.values()) != {module.num_experts}:
-            return f"it has {module.num_experts} experts and the checkpoint {wrong}"
-    if is_experts:
-        for name in ("gate_up_proj", "down_proj"):
-            if f"{target.rpartition('.')[0]}.{name}" not in plan:
-                return f"its {name} is not"
+    converter = by_pattern[next(iter(plan[target].sources))]
+    if isinstance(module, nn.Linear | nn.Embedding) or not is_expert_merge(converter):
+        return "transformers converts it from tensors of another layout"
     return None
 
 
-def _refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
-    """Refuse what the checkpoint has by several names and the policy does not treat alike.
-
-    Of tied weights only what cannot be held is refused: a quantized weight tied to one that is not. The other
-    way round the latter is left out, and of two widths transformers ties nothing and says so.
-
-    Args:
-        model: see `build_plan`.
-        stored: {parameter name: its width, None if it stays unquantized}.
-    """
-    modules: dict[nn.Module, dict[str, int | None]] = {}
-    for target, bits in stored.items():
-        path = target.rpartition(".")[0]
-        modules.setdefault(model.get_submodule(path), {})[path] = bits
-    for widths in modules.values():
-        if len(set(widths.values())) > 1:
-            raise _unlike(widths, "are one module")
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        unquantized = source in stored and stored[source] is None
-        paths = [name.rpartition(".")[0] for name in (target, source)]
-        if stored.get(target) and unquantized and not unsupported(model.get_submodule(paths[1])):
-            raise _unlike(dict(zip(paths, (stored[target], None), strict=True)), "are tied")
-
-
-def _unlike(widths: Mapping[str, int | None], relation: str) -> ValueError:
-    names = [f"{name} ({f'{bits} bits' if bits else 'unquantized'})" for name, bits in widths.items()]
-    return ValueError(
-        f"{' and '.join(names)} {relation}, so they must be quantized alike. Change overrides or "
-        f"modules_to_not_convert to treat them alike; a quantized checkpoint has to be quantized again."
-    )
+def _gap(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightConverter]) -> str | None:
+    """Which tensors of fused experts are not quantized, or not there."""
+    path, planned = target.rpartition(".")[0], plan[target]
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    if planned.merged:
+        patterns = by_pattern[next(iter(planned.sources))].source_patterns
+        if sorted(planned.sources) != sorted(patterns):
+            return f"of {sorted(patterns)} only {sorted(planned.sources)} are quantized"
+        counts = {pattern: len(names) for pattern, names in planned.sources.items()}
+        if set(counts.values()) != {module.num_experts}:
+            return f"it has {module.num_experts} experts and the checkpoint {counts}"
+    for name in ("gate_up_proj", "down_proj"):
+        if f"{path}.{name}" not in plan:
+            return f"{path}.{name} is not quantized"
+    return None

@@ -1,0 +1,144 @@
+"""Checkpoints and policies that a model must not be loaded or written with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kbit.format.names import PARTS, is_candidate, module_of, original_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.format.safetensors_header import TensorInfo
+from kbit.format.words import first_of
+from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
+from kbit.nn.replace import unsupported
+
+if TYPE_CHECKING:
+    from kbit.integrations.transformers.plan import Plan
+
+
+def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
+    """Refuse parameters that are fused from tensors of several widths.
+
+    Args:
+        widths: {parameter: {width: a tensor that gets it}}.
+    """
+    for target, found in widths.items():
+        if len(found) > 1:
+            each = " and ".join(f"{bits} bits ({name})" for bits, name in found.items())
+            raise ValueError(f"{target}: its tensors would get {each}. Change overrides to treat them alike.")
+
+
+def refuse_missing(
+    model: Any,
+    policy: QuantizationPolicy,
+    index: Mapping[str, TensorInfo],
+    arrived: Mapping[str, tuple[str, str | None]],
+    transforms: Transforms,
+) -> None:
+    """Refuse a quantized checkpoint without any tensor of a weight that its config says to be quantized.
+
+    transformers would draw it at random. What a task adds to the model that was quantized, such as a head for
+    classes, is not meant to be there.
+
+    Args:
+        model, policy, index: see `build_plan`.
+        arrived: {tensor: what `parameter_of` says of it}, of some of the index.
+        transforms: see `loading_transforms`.
+    """
+    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    rest = {original_of(name) for name in index} - arrived.keys()
+    found = [*arrived.values(), *(parameter_of(name, transforms, prefix, state) for name in rest)]
+    targets = {pattern: entry.target_patterns for entry in transforms[1] for pattern in entry.source_patterns}
+    there = {target for target, _ in found}
+    for target, pattern in found:  # a converter may make several parameters of one tensor
+        first, *others = targets[pattern] if pattern else [""]
+        there.update(target.replace(first, other) for other in others)
+    held = {id(state[name]) for name in there if name in state}  # a parameter may have several names
+    whole = type(model).__name__ in (model.config.architectures or ()) or model.base_model is model
+    stored = names_in_files(model)
+    dispensable = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    missing = [
+        name
+        for name, tensor in state.items()
+        if (whole or name.startswith(prefix + "."))
+        and is_candidate(name, tensor.shape)
+        and unsupported(model.get_submodule(name.rpartition(".")[0])) is None
+        and policy.bits_for(stored.get(module_of(name), module_of(name))) is not None
+        and not any(re.search(pattern, name) for pattern in dispensable)
+        and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
+    ]
+    if missing:
+        folder = next(iter(index.values())).file.parent
+        raise ValueError(
+            f"{folder} holds no tensors, quantized or not, of {first_of(missing)}. Its files are incomplete, "
+            f"or config.json is of another model: fetch it or quantize again."
+        )
+
+
+def _tied(model: Any, name: str) -> set[str]:
+    """A parameter, and those that are tied to it."""
+    ties = getattr(model, "all_tied_weights_keys", {})
+    source = ties.get(name, name)
+    return {name, source, *(target for target, other in ties.items() if other == source)}
+
+
+def refuse_lost(model: Any, plan: Plan) -> None:
+    """Refuse tensors whose parts, written beside their names, would not be found when they are loaded.
+
+    transformers renames a checkpoint's tensors by patterns, some of which hold for the whole name alone.
+
+    Args:
+        model: see `build_plan`.
+        plan: what is to be written, by the names of the source.
+    """
+    renamings, converters = loading_transforms(model)
+    state, prefix = model.state_dict(), model.base_model_prefix
+    state |= {target + part: state[target] for target in plan for part in PARTS}
+    for planned in plan.values():
+        # Experts one by one: kbit's own converters fuse the parts, once they are renamed.
+        transforms = (renamings, [] if planned.merged else converters)
+        for name in (name for names in planned.sources.values() for name in names):
+            renamed = parameter_of(name, transforms, prefix, state)[0]
+            for part in PARTS:
+                found = parameter_of(name + part, transforms, prefix, state)
+                if found != (renamed + part, None):
+                    raise ValueError(
+                        f"{name}: transformers loads it as {renamed}, but its part {name + part} as "
+                        f"{found[0]}, where {type(model).__name__} has nothing. Leave it unquantized with "
+                        f"--skip {module_of(name)}."
+                    )
+
+
+def refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
+    """Refuse what the checkpoint has by several names and the policy does not treat alike.
+
+    Of tied weights only what cannot be held is refused: a quantized weight tied to one that is not. The other
+    way round the latter is left out, and of two widths transformers ties nothing and says so.
+
+    Args:
+        model: see `build_plan`.
+        stored: {parameter name: its width, None if it stays unquantized}.
+    """
+    modules: dict[nn.Module, dict[str, int | None]] = {}
+    for target, bits in stored.items():
+        path = target.rpartition(".")[0]
+        modules.setdefault(model.get_submodule(path), {})[path] = bits
+    for widths in modules.values():
+        if len(set(widths.values())) > 1:
+            raise _unlike(widths, "are one module")
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        unquantized = source in stored and stored[source] is None
+        paths = [name.rpartition(".")[0] for name in (target, source)]
+        if stored.get(target) and unquantized and not unsupported(model.get_submodule(paths[1])):
+            raise _unlike(dict(zip(paths, (stored[target], None), strict=True)), "are tied")
+
+
+def _unlike(widths: Mapping[str, int | None], relation: str) -> ValueError:
+    names = [f"{name} ({f'{bits} bits' if bits else 'unquantized'})" for name, bits in widths.items()]
+    return ValueError(
+        f"{' and '.join(names)} {relation}, so they must be quantized alike. Change overrides or "
+        f"modules_to_not_convert to treat them alike; a quantized checkpoint has to be quantized again."
+    )
