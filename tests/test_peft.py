@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -215,6 +215,25 @@ def test_merging_into_codes_is_refused_with_the_remedy(call):
     model = adapted(quantized())
     with pytest.raises(ValueError, match=r"q_proj.*cannot be merged into codes.*integrations\.peft\.merge"):
         getattr(model, call)()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "config"),
+    [
+        (get_peft_model, IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+        (PeftMixedModel, LoHaConfig(target_modules=["k_proj"])),
+    ],
+    ids=["IA3", "mixed LoHa"],
+)
+def test_adapters_that_are_not_lora_leave_codes_alone(wrap, config):
+    base = quantized("llama")
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    model = wrap(base, config, "default")
+    for call in (model.base_model.merge_adapter, model.merge_and_unload, lambda: merge(model)):
+        with pytest.raises(ValueError, match=r"k_proj.*would write into its codes. Keep the adapter beside"):
+            call()
+    after = model.unload().state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_unloading_gives_the_base_back():

@@ -9,9 +9,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear
+from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, Unmergeable
 from kbit.nn import KbitExperts, KbitLinear
 from kbit.nn.fuse import parts_of, quantize_fused
+from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
 
 
@@ -32,8 +33,10 @@ def merge(model: Any, requantize: bool = True) -> Any:
 
     Raises:
         ValueError: experts or an embedding are adapted and `requantize` is off (there is no 16-bit class to
-            fall back to); an embedding is adapted at all; or an adapter has a bias and its layer none.
+            fall back to); an embedding is adapted at all; an adapter has a bias and its layer none; or a
+            quantized layer's adapter is not LoRA.
     """
+    check_tuners(model)
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]
     for name, layer in adapted:  # before anything changes
@@ -46,6 +49,23 @@ def merge(model: Any, requantize: bool = True) -> Any:
             if not requantize:
                 _leave_out(base, name)
     return model.merge_and_unload()  # what is not of kbit, peft merges itself
+
+
+def check_tuners(model: nn.Module) -> None:
+    """Refuse a model in which a quantized layer has an adapter other than kbit's own LoRA.
+
+    Raises:
+        ValueError: there is one; the message names the first.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer) or isinstance(layer, Unmergeable):
+            continue
+        if isinstance(layer.get_base_layer(), QuantizedModule):
+            tuner = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise ValueError(
+                f"{name}: {tuner} adapts a quantized layer, and merging would write into its codes. Keep the "
+                f"adapter beside the model, or merge it into the unquantized model and quantize that."
+            )
 
 
 def _check(name: str, layer: Any, requantize: bool) -> None:
