@@ -269,6 +269,13 @@ def test_merging_to_16_bits_saves_and_reloads(tmp_path):
     assert torch.equal(again(IDS).logits, merged(IDS).logits)
 
 
+def test_merging_all_layers_to_16_bits_leaves_a_plain_model(tmp_path):
+    merged = merge(adapted(quantized("llama"), target_modules="all-linear"), requantize=False)
+    merged.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, merged(IDS).logits)
+
+
 @pytest.mark.parametrize("requantize", [True, False])
 def test_biases_of_adapters_are_merged(requantize):
     model = adapted(quantized("qwen3"), target_modules=["q_proj"], lora_bias=True)

@@ -193,6 +193,41 @@ def test_modules_left_out_and_a_custom_codebook(sources, tmp_path):
     assert torch.equal(model(IDS).logits, again(IDS).logits)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_quantizing_the_rest_later_states_every_codebook(architecture, sources, tmp_path):
+    levels = torch.linspace(-1, 1, 16).tolist()
+    config = kbit.KbitConfig(
+        codebook=levels, embedding_bits=4, absmax_format="float16", overrides={r"1\.": 0}
+    )
+    model = kbit.quantize_model(load(sources[architecture]), config)
+    before = widths(model)
+    for other in ({"bits": 4, "absmax_format": "float16"}, {"bits": 3}):
+        with pytest.raises(ValueError, match=r"quantized already, has .*Use the same for all"):
+            kbit.quantize_model(model, kbit.KbitConfig(**other))
+    assert widths(model) == before
+    skipped = ["model.layers.0", "lm_head"]  # quantized already
+    rest = kbit.KbitConfig(bits=3, absmax_format="float16", modules_to_not_convert=skipped)
+    kbit.quantize_model(model, rest)
+    assert set(widths(model).values()) == {3, 4}
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same(model, again)
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+
+
+@pytest.mark.parametrize("way", ["in place", "on load"])
+def test_a_model_without_quantized_layers_is_saved_as_any_other(way, sources, tmp_path):
+    config = kbit.KbitConfig(modules_to_not_convert=["model.layers"])
+    if way == "on load":
+        model = load(sources["llama"], config)
+    else:
+        with pytest.warns(UserWarning, match="kbit quantized no layer: the policy leaves out"):
+            model = kbit.quantize_model(load(sources["llama"]), config)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert_same(load(sources["llama"]), load(tmp_path / "saved"))
+
+
 def test_some_experts_stay_unquantized(sources, tmp_path):
     config = kbit.KbitConfig(overrides={r"layers\.0\.mlp\.experts": 0})
     model = load(sources["qwen3_next"], config)

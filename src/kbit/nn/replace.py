@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
@@ -24,6 +24,11 @@ after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
 
 # Asked before a model is quantized: {module: its name in the model's checkpoints} where that is another one.
 other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
+
+NOTHING_QUANTIZED = (
+    "kbit quantized no layer: the policy leaves out all that can be. Change modules_to_not_convert, "
+    "overrides or embedding_bits."
+)
 
 # A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
 LARGE = 1_000_000
@@ -75,11 +80,12 @@ def quantize_model(
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
         TypeError: the policy is none.
-        ValueError: the model itself is a layer, or holds weights on the meta device.
+        ValueError: the model itself is a layer, or holds weights on the meta device; or it has quantized
+            layers already, with another codebook for a width or another format of block scales.
 
     Warns:
-        UserWarning: large parameters stay as they are although the policy would quantize them; or an override
-            or a skip matches no module.
+        UserWarning: large parameters stay as they are although the policy would quantize them; an override
+            or a skip matches no module; or the model has no quantized layer in the end.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -92,11 +98,14 @@ def quantize_model(
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
     groups = _with_bits(layers, policy, names)
+    _refuse_another_codebook(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy)
         if progress is not None:
             progress(done, len(groups), members[0])
     _warn_about_leftovers(model, policy, names)
+    if not has_quantized(model):
+        warnings.warn(NOTHING_QUANTIZED, stacklevel=2)
     for tell in after_quantizing:
         tell(model, policy)
     return model
@@ -140,6 +149,28 @@ def _with_bits(
             )
         groups.append((bits, members))
     return groups
+
+
+def has_quantized(model: nn.Module) -> bool:
+    """Whether any layer of a model is quantized."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
+def _refuse_another_codebook(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
+    """Refuse new layers of these widths that a checkpoint's config cannot state beside those there are."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedModule) or not widths:
+            continue
+        if layer.absmax_format != policy.absmax_format:
+            what, has = "one absmax_format", f"{layer.absmax_format}, the policy {policy.absmax_format}"
+        elif layer.bits in widths and policy.codebook_for(layer.bits).tolist() != layer.levels:
+            what, has = "one codebook for each width", f"another at {layer.bits} bits than the policy"
+        else:
+            continue
+        raise ValueError(
+            f"quantize_model: a model has {what}, and {name}, quantized already, has {has}. Use "
+            f"the same for all, or begin with the unquantized model."
+        )
 
 
 def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kbit.format.checkpoint import TensorInfo, read_header
-from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
+from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.parts import QuantizedModule
@@ -138,7 +138,7 @@ def rename_tied_parts(model: Any) -> None:
     """For a model quantized in place: tell transformers which parts are tied now."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         layer = model.get_submodule(target.rpartition(".")[0])
-        if isinstance(layer, QuantizedModule):
+        if isinstance(layer, QuantizedModule) and original_of(target) == target:
             scaled = "weight_scale" in layer._parameters
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
 
