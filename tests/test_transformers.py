@@ -221,11 +221,45 @@ def test_a_model_without_quantized_layers_is_saved_as_any_other(way, sources, tm
     if way == "on load":
         model = load(sources["llama"], config)
     else:
-        with pytest.warns(UserWarning, match="kbit quantized no layer: the policy leaves out"):
+        with pytest.warns(
+            UserWarning, match="kbit quantized no layer: the model has none that can be, or the policy"
+        ):
             model = kbit.quantize_model(load(sources["llama"]), config)
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert_same(load(sources["llama"]), load(tmp_path / "saved"))
+
+
+SMALL = {"vocab_size": 72, "pad_token_id": 0}
+READ_BY_OTHERS = {
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        {"d_model": 40, "d_kv": 16, "d_ff": 72, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+        {"wo"},
+    ),
+    "mamba": (
+        transformers.MambaForCausalLM,
+        {"hidden_size": 40, "state_size": 4, "num_hidden_layers": 1},
+        {"dt_proj", "lm_head", "embeddings"},  # those are tied
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", READ_BY_OTHERS)
+def test_layers_whose_weight_others_read_stay(architecture, tmp_path):
+    kind, sizes, left = READ_BY_OTHERS[architecture]
+    kind(kind.config_class(**SMALL, **sizes)).save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(embedding_bits=4)
+    kbit.quantize_model(kind.from_pretrained(tmp_path / "source"), config).save_pretrained(tmp_path / "saved")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "files", config)
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    plain = [name for name, module in on_load.named_modules() if type(module) in (nn.Linear, nn.Embedding)]
+    assert {name.rpartition(".")[2] for name in plain} - {"relative_attention_bias"} == left
+    generated = on_load.generate(IDS, max_new_tokens=4, do_sample=False)
+    for folder in ("saved", "files"):
+        again = kind.from_pretrained(tmp_path / folder)
+        assert_same(on_load, again)
+        assert torch.equal(again.generate(IDS, max_new_tokens=4, do_sample=False), generated)
 
 
 def test_some_experts_stay_unquantized(sources, tmp_path):

@@ -12,9 +12,10 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
-from kbit.nn.experts import KbitExperts, is_experts, unsupported_experts
+from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.support import left_alone, unsupported
 
 Progress = Callable[[int, int, str], None]
 
@@ -26,27 +27,12 @@ after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
 other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
 
 NOTHING_QUANTIZED = (
-    "kbit quantized no layer: the policy leaves out all that can be. Change modules_to_not_convert, "
-    "overrides or embedding_bits."
+    "kbit quantized no layer: the model has none that can be, or the policy leaves them out. Check "
+    "modules_to_not_convert, overrides and embedding_bits."
 )
 
 # A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
 LARGE = 1_000_000
-
-
-def unsupported(module: nn.Module) -> str | None:
-    """Why a module cannot be replaced by a quantized one, or None if it can.
-
-    Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
-    replaced.
-    """
-    if type(module) is nn.Linear:
-        return None
-    if type(module) is nn.Embedding:
-        return "it has max_norm" if module.max_norm is not None else None
-    if is_experts(module):
-        return unsupported_experts(module)
-    return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
 
 
 def empty_like(
@@ -97,7 +83,7 @@ def quantize_model(
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
-    groups = _with_bits(layers, policy, names)
+    groups = _with_bits(model, layers, policy, names)
     _refuse_another_codebook(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy)
@@ -134,13 +120,14 @@ def _layers(model: nn.Module) -> list[list[str]]:
 
 
 def _with_bits(
-    layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
+    model: nn.Module, layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
 ) -> list[tuple[int, list[str]]]:
     """(bits, names that lead to one weight) of everything to be replaced."""
     groups = []
+    alone = left_alone(model)
     for members in layers:
         bits = policy.bits_for(*_both(members[0], names))
-        if bits is None:
+        if bits is None or alone.keys() & members:
             continue
         if "" in members:
             raise ValueError(
@@ -220,6 +207,21 @@ def leftovers(
         names: {module: its name in the model's checkpoints} where that is another one.
     """
     found = {}
+    alone = left_alone(model)
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+
+    def why(name: str, parameter: nn.Parameter) -> str:
+        for holder in (name, *holders[id(parameter)]):
+            reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
+            if reason is None and policy.bits_for(*_both(holder, names or {})) is None:
+                reason = "the policy leaves it out"
+            if reason is not None:
+                return reason if holder == name else f"it shares its weight with {holder}: {reason}"
+        return "the checkpoint has it unquantized, or in another layout"
+
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             continue
@@ -227,9 +229,7 @@ def leftovers(
             full = f"{name}.{key}" if name else key
             large = parameter.numel() >= LARGE and parameter.dim() > 1
             if large and policy.bits_for(*_both(module_of(full), names or {})):
-                found[full] = (
-                    unsupported(module) or "it shares its weight with a layer that cannot be quantized"
-                )
+                found[full] = why(name, parameter)
     return found
 
 

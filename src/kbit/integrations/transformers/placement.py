@@ -14,7 +14,8 @@ from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.replace import empty_like, unsupported
+from kbit.nn.replace import empty_like
+from kbit.nn.support import left_alone, unsupported
 
 # (target, source) parameter names, as in PreTrainedModel.all_tied_weights_keys.
 Ties = list[tuple[str, str]]
@@ -72,11 +73,13 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
         ValueError: so, but the checkpoint holds it quantized (`refuse`).
     """
     ties = []
+    alone = {} if refuse else left_alone(model)
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target not in plan and source not in plan:
             continue
         for name in (target, source):
-            reason = unsupported(model.get_submodule(name.rpartition(".")[0]))
+            path = name.rpartition(".")[0]
+            reason = unsupported(model.get_submodule(path)) or alone.get(path)
             if reason and refuse:
                 raise ValueError(
                     f"{source} is tied to {target} and stored quantized, but {name}: {reason}. "

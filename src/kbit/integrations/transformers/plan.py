@@ -28,7 +28,7 @@ from kbit.format.names import PACKED, SCALE, is_candidate, module_of, original_o
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import names_in_files
-from kbit.nn.replace import unsupported
+from kbit.nn.support import left_alone, unsupported
 
 
 @dataclass
@@ -183,10 +183,11 @@ def _drop_unsupported(
 ) -> None:
     """Leave out, or for a quantized checkpoint refuse, parameters that have no quantized counterpart."""
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    alone = {} if pre_quantized else left_alone(model)
     for target in list(plan):
         if target not in plan:
             continue
-        reason = _obstacle(model, target, plan, by_pattern)
+        reason = alone.get(target.rpartition(".")[0]) or _obstacle(model, target, plan, by_pattern)
         if reason is None:
             continue
         if pre_quantized:
