@@ -21,6 +21,22 @@ from kbit.nn.support import left_alone, unsupported
 Ties = list[tuple[str, str]]
 
 
+def refuse_disk(device_map: Any) -> None:
+    """Refuse a device map of `from_pretrained` that keeps modules on disk.
+
+    Raises:
+        ValueError: it does; the message names the first.
+    """
+    places = device_map if isinstance(device_map, dict) else {}
+    for name, device in places.items():
+        if device == "disk":
+            raise ValueError(
+                f"from_pretrained: device_map has {name or 'the model'} on disk, where transformers cannot "
+                f'put quantized layers. Use "cpu" there or fewer bits, or load to the CPU and then call '
+                f"accelerate.disk_offload(model, folder, execution_device=...)."
+            )
+
+
 def read_index(checkpoint_files: Sequence[str] | None) -> dict[str, TensorInfo] | None:
     """Every tensor of the files, from their headers; None if they are not safetensors.
 

@@ -41,6 +41,12 @@ class KbitHfQuantizer(HfQuantizer):
         self.ties: list[tuple[str, str]] = []
         self._originals: dict[int, Any] = {}
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Look at a device map, the one that "auto" becomes too; see `placement.refuse_disk`."""
+        from kbit.integrations.transformers.placement import refuse_disk
+
+        refuse_disk(device_map)
+
     # -- before loading --------------------------------------------------------------------------------------
 
     def _process_model_before_weight_loading(
