@@ -15,7 +15,7 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.support import left_alone, unsupported
+from kbit.nn.support import keep_hooks, left_alone, unsupported
 
 Progress = Callable[[int, int, str], None]
 
@@ -38,12 +38,16 @@ LARGE = 1_000_000
 def empty_like(
     module: nn.Module, bits: int, absmax_format: str, name: str, device: str | None = None
 ) -> QuantizedModule:
-    """The quantized counterpart of a supported module, with empty parts."""
+    """The quantized counterpart of a supported module, with empty parts and its hooks."""
+    layer: QuantizedModule
     if isinstance(module, nn.Linear):
-        return KbitLinear.empty_like(module, bits, absmax_format, name, device)
-    if isinstance(module, nn.Embedding):
-        return KbitEmbedding.empty_like(module, bits, absmax_format, name, device)
-    return KbitExperts.empty_like(module, bits, absmax_format, name, device)
+        layer = KbitLinear.empty_like(module, bits, absmax_format, name, device)
+    elif isinstance(module, nn.Embedding):
+        layer = KbitEmbedding.empty_like(module, bits, absmax_format, name, device)
+    else:
+        layer = KbitExperts.empty_like(module, bits, absmax_format, name, device)
+    keep_hooks(module, layer)
+    return layer
 
 
 def quantize_model(
@@ -52,7 +56,7 @@ def quantize_model(
     """Replace linear layers, embeddings and fused experts by quantized ones, in place.
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
-    Layers that share a weight (a tied output head) share the quantized one.
+    Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay.
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
@@ -168,6 +172,7 @@ def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
 def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
     modules = [model.get_submodule(name) for name in names]
     layer = _quantized(modules[0], bits, policy, names[0])
+    keep_hooks(modules[0], layer)
     made = {id(modules[0]): layer}
     for name, module in zip(names, modules, strict=True):
         if id(module) not in made:

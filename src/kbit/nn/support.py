@@ -17,6 +17,17 @@ _READERS = (
     (r"^(Falcon)?Mamba2?ForCausalLM$|^xLSTMForCausalLM$", "lm_head"),  # likewise
 )
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+
 
 def unsupported(module: nn.Module) -> str | None:
     """Why a module cannot be replaced by a quantized one, or None if it can.
@@ -25,12 +36,18 @@ def unsupported(module: nn.Module) -> str | None:
     replaced.
     """
     if type(module) is nn.Linear:
-        return None
+        return None if "weight" in module._parameters else "a hook computes its weight at every call"
     if type(module) is nn.Embedding:
         return "it has max_norm" if module.max_norm is not None else None
     if is_experts(module):
         return unsupported_experts(module)
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give the module that replaces another its hooks on calls; handles of the old one's remove them."""
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
 
 
 def left_alone(model: nn.Module) -> dict[str, str]:
