@@ -576,6 +576,21 @@ def test_layers_refuse_forward_mode():
             torch.func.jvp(call, inputs, tuple(map(one, inputs)))
 
 
+def test_layers_refuse_the_gradients_of_torch_func_and_take_its_vmap():
+    x, ids, weights = routed()
+    linear = KbitLinear.from_linear(nn.Linear(48, 40), name="up")
+    experts = KbitExperts.from_experts(Experts(), 4, kbit.QuantizationPolicy(), name="experts")
+    for call, name in ((linear, "up"), (lambda x: experts(x, ids, weights), "experts")):
+        with pytest.raises(
+            NotImplementedError, match=rf"torch\.func\.grad.*\({name}\)\. Use torch\.autograd"
+        ):
+            torch.func.grad(lambda x, call=call: call(x).sum())(x)
+    grads = [
+        torch.autograd.grad(call(x.requires_grad_()).sum(), x)[0] for call in (linear, torch.vmap(linear))
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def test_a_width_alone_is_no_policy():
     with pytest.raises(TypeError, match=r"got int. For 4 bits: kbit.KbitConfig\(bits=4\)"):
         kbit.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), 4)

@@ -332,6 +332,11 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+def test_layers_on_disk_are_refused(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"layers\.1 on disk, where .*accelerate\.disk_offload"):
+        AutoModelForCausalLM.from_pretrained(saved, device_map={"": "cpu", "model.layers.1": "disk"})
+
+
 CHECK = """
 import sys
 {imports}

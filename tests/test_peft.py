@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -217,6 +217,25 @@ def test_merging_into_codes_is_refused_with_the_remedy(call):
         getattr(model, call)()
 
 
+@pytest.mark.parametrize(
+    ("wrap", "config"),
+    [
+        (get_peft_model, IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+        (PeftMixedModel, LoHaConfig(target_modules=["k_proj"])),
+    ],
+    ids=["IA3", "mixed LoHa"],
+)
+def test_adapters_that_are_not_lora_leave_codes_alone(wrap, config):
+    base = quantized("llama")
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    model = wrap(base, config, "default")
+    for call in (model.base_model.merge_adapter, model.merge_and_unload, lambda: merge(model)):
+        with pytest.raises(ValueError, match=r"k_proj.*would write into its codes. Keep the adapter beside"):
+            call()
+    after = model.unload().state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_unloading_gives_the_base_back():
     base = quantized()
     expected = base(IDS).logits
@@ -248,6 +267,13 @@ def test_merging_to_16_bits_saves_and_reloads(tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(again(IDS).logits, merged(IDS).logits)
+
+
+def test_merging_all_layers_to_16_bits_leaves_a_plain_model(tmp_path):
+    merged = merge(adapted(quantized("llama"), target_modules="all-linear"), requantize=False)
+    merged.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, merged(IDS).logits)
 
 
 @pytest.mark.parametrize("requantize", [True, False])

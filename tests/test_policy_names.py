@@ -251,4 +251,9 @@ def test_unmatched_names_what_is_near_and_what_experts_are_called():
         "All experts of a layer are one module: model.layers.*.mlp.experts."
     )
     assert unmatched(QuantizationPolicy(overrides={"q_proj": 3}), layers, []) is None
+    overrides = QuantizationPolicy(overrides={"gate": 4, "dense": 4})
+    assert unmatched(overrides, layers, ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]) == (
+        "kbit found no module for override 'gate' (model.layers.*.mlp.gate has no weight that can be "
+        "quantized), override 'dense'."
+    )
     assert "experts" not in unmatched(policy, layers, ["lm_head"])

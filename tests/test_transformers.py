@@ -193,6 +193,75 @@ def test_modules_left_out_and_a_custom_codebook(sources, tmp_path):
     assert torch.equal(model(IDS).logits, again(IDS).logits)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_quantizing_the_rest_later_states_every_codebook(architecture, sources, tmp_path):
+    levels = torch.linspace(-1, 1, 16).tolist()
+    config = kbit.KbitConfig(
+        codebook=levels, embedding_bits=4, absmax_format="float16", overrides={r"1\.": 0}
+    )
+    model = kbit.quantize_model(load(sources[architecture]), config)
+    before = widths(model)
+    for other in ({"bits": 4, "absmax_format": "float16"}, {"bits": 3}):
+        with pytest.raises(ValueError, match=r"quantized already, has .*Use the same for all"):
+            kbit.quantize_model(model, kbit.KbitConfig(**other))
+    assert widths(model) == before
+    skipped = ["model.layers.0", "lm_head"]  # quantized already
+    rest = kbit.KbitConfig(bits=3, absmax_format="float16", modules_to_not_convert=skipped)
+    kbit.quantize_model(model, rest)
+    assert set(widths(model).values()) == {3, 4}
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same(model, again)
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+
+
+@pytest.mark.parametrize("way", ["in place", "on load"])
+def test_a_model_without_quantized_layers_is_saved_as_any_other(way, sources, tmp_path):
+    config = kbit.KbitConfig(modules_to_not_convert=["model.layers"])
+    if way == "on load":
+        model = load(sources["llama"], config)
+    else:
+        with pytest.warns(
+            UserWarning, match="kbit quantized no layer: the model has none that can be, or the policy"
+        ):
+            model = kbit.quantize_model(load(sources["llama"]), config)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert_same(load(sources["llama"]), load(tmp_path / "saved"))
+
+
+SMALL = {"vocab_size": 72, "pad_token_id": 0}
+READ_BY_OTHERS = {
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        {"d_model": 40, "d_kv": 16, "d_ff": 72, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+        {"wo"},
+    ),
+    "mamba": (
+        transformers.MambaForCausalLM,
+        {"hidden_size": 40, "state_size": 4, "num_hidden_layers": 1},
+        {"dt_proj", "lm_head", "embeddings"},  # those are tied
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", READ_BY_OTHERS)
+def test_layers_whose_weight_others_read_stay(architecture, tmp_path):
+    kind, sizes, left = READ_BY_OTHERS[architecture]
+    kind(kind.config_class(**SMALL, **sizes)).save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(embedding_bits=4)
+    kbit.quantize_model(kind.from_pretrained(tmp_path / "source"), config).save_pretrained(tmp_path / "saved")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "files", config)
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    plain = [name for name, module in on_load.named_modules() if type(module) in (nn.Linear, nn.Embedding)]
+    assert {name.rpartition(".")[2] for name in plain} - {"relative_attention_bias"} == left
+    generated = on_load.generate(IDS, max_new_tokens=4, do_sample=False)
+    for folder in ("saved", "files"):
+        again = kind.from_pretrained(tmp_path / folder)
+        assert_same(on_load, again)
+        assert torch.equal(again.generate(IDS, max_new_tokens=4, do_sample=False), generated)
+
+
 def test_some_experts_stay_unquantized(sources, tmp_path):
     config = kbit.KbitConfig(overrides={r"layers\.0\.mlp\.experts": 0})
     model = load(sources["qwen3_next"], config)

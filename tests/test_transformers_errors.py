@@ -2,6 +2,7 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -62,6 +63,25 @@ def test_a_truncated_file(saved):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="truncated"):
         AutoModelForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"device_map": {"": "cpu", "model.layers.1": "disk"}}, "model.layers.1"),
+        ({"device_map": {"": "disk"}}, "the model"),
+        ({"device_map": "auto", "max_memory": {"cpu": 30_000}}, "model"),
+    ],
+)
+def test_layers_on_disk_are_refused_and_offloaded_afterwards(options, where, saved, source, tmp_path):
+    for folder, config in ((saved, {}), (source, {"quantization_config": kbit.KbitConfig()})):
+        with pytest.raises(ValueError, match=rf"{where}.* on disk, where .*accelerate\.disk_offload"):
+            AutoModelForCausalLM.from_pretrained(folder, **options, **config)
+    model, ids = AutoModelForCausalLM.from_pretrained(saved), torch.tensor([[1, 5, 9]])
+    expected = model(ids).logits
+    accelerate.disk_offload(model, tmp_path / "weights", execution_device="cpu")
+    assert model.lm_head.weight.device.type == "meta"
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_newer_version(saved):

@@ -108,14 +108,22 @@ class QuantizationPolicy:
             return self.embedding_bits
         return self.bits
 
-    def stating(self, widths: Mapping[str, int]) -> QuantizationPolicy:
+    def stating(
+        self,
+        widths: Mapping[str, int],
+        levels: Mapping[int, Sequence[float]] | None = None,
+        absmax_format: str | None = None,
+    ) -> QuantizationPolicy:
         """This policy as a checkpoint's config holds it: names in the files alone give modules their widths.
 
-        A width may have been decided by the name that the model has for a module. Where that in the files
-        would give another, an override for it comes first; layers that are alike share one.
+        A width may have been decided by the name that the model has for a module, or by an earlier policy.
+        Where the name in the files would give another, an override for it comes first; layers that are alike
+        share one.
 
         Args:
             widths: {name of a quantized module in the files: its bits}.
+            levels: {bits: codebook} of the modules; None if this policy's are theirs.
+            absmax_format: of the modules' block scales; None if this policy's is theirs.
 
         >>> QuantizationPolicy(overrides={r"mlp": 3}).stating({"layers.0.moe.experts": 3}).overrides
         {'^layers\\.\\d+\\.moe\\.experts$': 3, 'mlp': 3}
@@ -128,14 +136,28 @@ class QuantizationPolicy:
             if self.bits_for(name) != bits:
                 pattern = _of_every_layer(name)
                 said[pattern if len(layers[pattern]) == 1 else f"^{re.escape(name)}$"] = bits
-        if not said:
-            return self
-        others = {pattern: bits for pattern, bits in self.overrides.items() if pattern not in said}
-        return replace(self, overrides=said | others)
+        changes: dict[str, Any] = {}
+        if said:
+            changes["overrides"] = said | {p: bits for p, bits in self.overrides.items() if p not in said}
+        skipped = [one for one in self.modules_to_not_convert or () if not _skips_any(one, widths)]
+        if len(skipped) < len(self.modules_to_not_convert or ()):
+            changes["modules_to_not_convert"] = skipped
+        if any(self._levels(bits) != list(used) for bits, used in (levels or {}).items()):
+            changes["codebook"] = {bits: self._levels(bits) for bits in self.widths()} | dict(levels or {})
+        if absmax_format not in (None, self.absmax_format):
+            changes["absmax_format"] = absmax_format
+        return replace(self, **changes) if changes else self
 
     def codebook_for(self, bits: int) -> torch.Tensor:
         """float32 [2^bits]: the codebook used at a width."""
         return get_codebook(self._codebook_entry(bits), bits)
+
+    def _levels(self, bits: int) -> list[float] | None:
+        """The codebook of a width; None if this policy has none for it."""
+        try:
+            return self.codebook_for(bits).tolist()
+        except ValueError:
+            return None
 
     def _codebook_entry(self, bits: int) -> str | Sequence[float]:
         if isinstance(self.codebook, Mapping):
@@ -179,6 +201,10 @@ class QuantizationPolicy:
 def is_inside(module_name: str, skipped: str) -> bool:
     """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
     return module_name == skipped or module_name.startswith(skipped + ".")
+
+
+def _skips_any(skipped: str, names: Iterable[str]) -> bool:
+    return any(is_inside(name, skipped) for name in names)
 
 
 def _found(pattern: re.Pattern[str], names: Iterable[str]) -> bool:

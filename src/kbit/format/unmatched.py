@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 from kbit.format.policy import QuantizationPolicy, is_inside
 
-# A name is near a pattern from this likeness on, of 1; if none is, the one that is nearest is named.
+# A name is near a pattern from this likeness on, of 1.
 NEAR = 0.6
 NEAREST = 3
 
@@ -29,7 +29,8 @@ def unmatched(
     for pattern, bits in policy.overrides.items():
         known = quantizable if bits else everything
         if not any(re.search(pattern, name) for name in known):
-            missed.append(f"override '{pattern}'{_nearest(pattern, known)}")
+            found = [name for name in others if re.search(pattern, name)] if bits else []
+            missed.append(f"override '{pattern}'{_no_layer(found) or _nearest(pattern, known)}")
     for skipped in policy.modules_to_not_convert or ():
         if not any(is_inside(name, skipped) for name in everything):
             missed.append(f"skip '{skipped}'{_nearest(skipped, everything)}")
@@ -39,16 +40,23 @@ def unmatched(
 
 
 def _nearest(pattern: str, names: Collection[str]) -> str:
-    """Names that end most like a pattern, those of all layers as one."""
+    """Names that end much like a pattern, those of all layers as one; nothing if none does."""
     wanted = re.sub(r"\\[a-zA-Z]|[^\w.]", "", pattern)
     parts = wanted.count(".") + 1
 
     def likeness(name: str) -> float:
         return SequenceMatcher(None, wanted, ".".join(name.split(".")[-parts:])).ratio()
 
-    ranked = sorted(_of_all_layers(names), key=likeness, reverse=True)[:NEAREST]
-    near = [name for name in ranked if likeness(name) >= NEAR] or ranked[:1]
-    return f" (nearest: {', '.join(near)})" if near else ""
+    near = [name for name in _of_all_layers(names) if likeness(name) >= NEAR]
+    ranked = sorted(near, key=likeness, reverse=True)[:NEAREST]
+    return f" (nearest: {', '.join(ranked)})" if ranked else ""
+
+
+def _no_layer(names: Collection[str]) -> str:
+    """What a pattern found instead of a layer, one name of all layers'."""
+    found = _of_all_layers(names)[:NEAREST]
+    has = "have" if len(found) > 1 else "has"
+    return f" ({', '.join(found)} {has} no weight that can be quantized)" if found else ""
 
 
 def _about_experts(names: Collection[str]) -> str:

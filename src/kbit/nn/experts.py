@@ -182,7 +182,7 @@ class KbitExperts(QuantizedModule):
             [T, hidden_dim] of hidden_states' dtype, or of autocast's where that is on.
 
         Raises:
-            NotImplementedError: an argument has a forward-mode tangent.
+            NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         grad_checks.no_tangent("experts", self.layer_name, hidden_states, top_k_weights)
@@ -253,6 +253,8 @@ class KbitExperts(QuantizedModule):
     ) -> torch.Tensor:
         tiled = self._tiles_for_call(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
+        if needs_grad:
+            grad_checks.no_transform("experts", self.layer_name)
         *rows, columns = self._matrices(name)
         scale = getattr(self, name + "_scale").flatten()
         ops: Any = torch.ops.kbit

@@ -118,7 +118,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         """[..., in_features] -> [..., out_features] of x's dtype, or of autocast's where that is on.
 
         Raises:
-            NotImplementedError: x or the bias has a forward-mode tangent.
+            NotImplementedError: x or the bias has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         tiled = self._tiles_for_call("weight")
@@ -128,7 +128,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if tiled is not None and not needs_grad:
+        if needs_grad:
+            grad_checks.no_transform("linear", self.layer_name)
+        elif tiled is not None:
             y = direct.linear(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
             if y is not None:
                 return y

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from kbit.format import scales
 from kbit.format.codebook import get_codebook
 from kbit.format.reference import blocks_of
-from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import Parts
 from kbit.nn.tiling import TileableModule
@@ -40,13 +40,14 @@ class QuantizedModule(TileableModule):
     Attributes:
         bits: code width.
         layer_name: dotted name in the model, for error messages; "" if unknown.
+        levels: the codebook's, where no device can lose them.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
     """
 
     bits: int
     layer_name: str
     codebook: torch.Tensor
-    _levels: list[float]  # of the codebook, where no device can lose them
+    levels: list[float]
     weight_packed: torch.Tensor
     weight_absmax: torch.Tensor
     weight_scale: torch.Tensor
@@ -69,14 +70,24 @@ class QuantizedModule(TileableModule):
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
         for name, (*rows, columns) in shapes.items():
             blocks = blocks_of(columns)
-            stored = absmax_format(absmax).dtype
+            stored = scales.absmax_format(absmax).dtype
             self._set_parameter(
                 name + "_packed", torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
             )
             self._set_parameter(name + "_absmax", torch.zeros(*rows, blocks, dtype=stored, device=device))
             self.set_scale(name, None)
-        self._levels = levels.tolist()
+        self.levels = levels.tolist()
         self.register_buffer("codebook", levels.to(self._main_device()), persistent=False)
+
+    @property
+    def absmax_format(self) -> str:
+        """Name of the format that the block scales have; those in tiles have E4M4's."""
+        stored = {
+            part.dtype
+            for key, part in self._parameters.items()
+            if part is not None and key.endswith("_absmax")
+        }
+        return scales.absmax_format(stored.pop() if stored else torch.uint8).name
 
     def set_scale(self, name: str, scale: torch.Tensor | None) -> None:
         """Set the per-matrix factors of a weight.
@@ -137,7 +148,7 @@ class QuantizedModule(TileableModule):
                 self._parameters[key] = other._parameters[key]
             else:
                 self.register_buffer(key, other._buffers[key], persistent=False)
-        self.codebook, self._levels = other.codebook, other._levels
+        self.codebook, self.levels = other.codebook, other.levels
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
         """Fill what no checkpoint holds: the codebook, and factors of 1.
@@ -157,7 +168,7 @@ class QuantizedModule(TileableModule):
         device = self._main_device()
         if device.type == "meta":
             return
-        constants = {"codebook": torch.tensor(self._levels, dtype=torch.float32, device="cpu")}
+        constants = {"codebook": torch.tensor(self.levels, dtype=torch.float32, device="cpu")}
         for name, shape in self.shapes.items():
             if name + "_scale" in self._buffers:
                 constants[name + "_scale"] = torch.ones(shape[:-2], dtype=torch.float32, device="cpu")
@@ -171,7 +182,7 @@ class QuantizedModule(TileableModule):
 
     def _set_codebook(self, codebook: torch.Tensor) -> None:
         if not codebook.is_meta:
-            self._levels = codebook.tolist()
+            self.levels = codebook.tolist()
         self.codebook = codebook
 
     def _main_device(self) -> torch.device:

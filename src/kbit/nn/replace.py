@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
@@ -12,9 +12,10 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
-from kbit.nn.experts import KbitExperts, is_experts, unsupported_experts
+from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.support import keep_hooks, left_alone, unsupported
 
 Progress = Callable[[int, int, str], None]
 
@@ -25,34 +26,28 @@ after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
 # Asked before a model is quantized: {module: its name in the model's checkpoints} where that is another one.
 other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
 
+NOTHING_QUANTIZED = (
+    "kbit quantized no layer: the model has none that can be, or the policy leaves them out. Check "
+    "modules_to_not_convert, overrides and embedding_bits."
+)
+
 # A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
 LARGE = 1_000_000
-
-
-def unsupported(module: nn.Module) -> str | None:
-    """Why a module cannot be replaced by a quantized one, or None if it can.
-
-    Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
-    replaced.
-    """
-    if type(module) is nn.Linear:
-        return None
-    if type(module) is nn.Embedding:
-        return "it has max_norm" if module.max_norm is not None else None
-    if is_experts(module):
-        return unsupported_experts(module)
-    return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
 
 
 def empty_like(
     module: nn.Module, bits: int, absmax_format: str, name: str, device: str | None = None
 ) -> QuantizedModule:
-    """The quantized counterpart of a supported module, with empty parts."""
+    """The quantized counterpart of a supported module, with empty parts and its hooks."""
+    layer: QuantizedModule
     if isinstance(module, nn.Linear):
-        return KbitLinear.empty_like(module, bits, absmax_format, name, device)
-    if isinstance(module, nn.Embedding):
-        return KbitEmbedding.empty_like(module, bits, absmax_format, name, device)
-    return KbitExperts.empty_like(module, bits, absmax_format, name, device)
+        layer = KbitLinear.empty_like(module, bits, absmax_format, name, device)
+    elif isinstance(module, nn.Embedding):
+        layer = KbitEmbedding.empty_like(module, bits, absmax_format, name, device)
+    else:
+        layer = KbitExperts.empty_like(module, bits, absmax_format, name, device)
+    keep_hooks(module, layer)
+    return layer
 
 
 def quantize_model(
@@ -61,7 +56,7 @@ def quantize_model(
     """Replace linear layers, embeddings and fused experts by quantized ones, in place.
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
-    Layers that share a weight (a tied output head) share the quantized one.
+    Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay.
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
@@ -75,11 +70,12 @@ def quantize_model(
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
         TypeError: the policy is none.
-        ValueError: the model itself is a layer, or holds weights on the meta device.
+        ValueError: the model itself is a layer, or holds weights on the meta device; or it has quantized
+            layers already, with another codebook for a width or another format of block scales.
 
     Warns:
-        UserWarning: large parameters stay as they are although the policy would quantize them; or an override
-            or a skip matches no module.
+        UserWarning: large parameters stay as they are although the policy would quantize them; an override
+            or a skip matches no module; or the model has no quantized layer in the end.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -91,12 +87,15 @@ def quantize_model(
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
-    groups = _with_bits(layers, policy, names)
+    groups = _with_bits(model, layers, policy, names)
+    _refuse_another_codebook(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy)
         if progress is not None:
             progress(done, len(groups), members[0])
     _warn_about_leftovers(model, policy, names)
+    if not has_quantized(model):
+        warnings.warn(NOTHING_QUANTIZED, stacklevel=2)
     for tell in after_quantizing:
         tell(model, policy)
     return model
@@ -125,13 +124,14 @@ def _layers(model: nn.Module) -> list[list[str]]:
 
 
 def _with_bits(
-    layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
+    model: nn.Module, layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
 ) -> list[tuple[int, list[str]]]:
     """(bits, names that lead to one weight) of everything to be replaced."""
     groups = []
+    alone = left_alone(model)
     for members in layers:
         bits = policy.bits_for(*_both(members[0], names))
-        if bits is None:
+        if bits is None or alone.keys() & members:
             continue
         if "" in members:
             raise ValueError(
@@ -142,6 +142,28 @@ def _with_bits(
     return groups
 
 
+def has_quantized(model: nn.Module) -> bool:
+    """Whether any layer of a model is quantized."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
+def _refuse_another_codebook(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
+    """Refuse new layers of these widths that a checkpoint's config cannot state beside those there are."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedModule) or not widths:
+            continue
+        if layer.absmax_format != policy.absmax_format:
+            what, has = "one absmax_format", f"{layer.absmax_format}, the policy {policy.absmax_format}"
+        elif layer.bits in widths and policy.codebook_for(layer.bits).tolist() != layer.levels:
+            what, has = "one codebook for each width", f"another at {layer.bits} bits than the policy"
+        else:
+            continue
+        raise ValueError(
+            f"quantize_model: a model has {what}, and {name}, quantized already, has {has}. Use "
+            f"the same for all, or begin with the unquantized model."
+        )
+
+
 def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
     """A module's names: that in the model's checkpoints if it is another one, and the model's own."""
     return (names[name], name) if name in names else (name,)
@@ -150,6 +172,7 @@ def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
 def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
     modules = [model.get_submodule(name) for name in names]
     layer = _quantized(modules[0], bits, policy, names[0])
+    keep_hooks(modules[0], layer)
     made = {id(modules[0]): layer}
     for name, module in zip(names, modules, strict=True):
         if id(module) not in made:
@@ -189,6 +212,21 @@ def leftovers(
         names: {module: its name in the model's checkpoints} where that is another one.
     """
     found = {}
+    alone = left_alone(model)
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+
+    def why(name: str, parameter: nn.Parameter) -> str:
+        for holder in (name, *holders[id(parameter)]):
+            reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
+            if reason is None and policy.bits_for(*_both(holder, names or {})) is None:
+                reason = "the policy leaves it out"
+            if reason is not None:
+                return reason if holder == name else f"it shares its weight with {holder}: {reason}"
+        return "the checkpoint has it unquantized, or in another layout"
+
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             continue
@@ -196,9 +234,7 @@ def leftovers(
             full = f"{name}.{key}" if name else key
             large = parameter.numel() >= LARGE and parameter.dim() > 1
             if large and policy.bits_for(*_both(module_of(full), names or {})):
-                found[full] = (
-                    unsupported(module) or "it shares its weight with a layer that cannot be quantized"
-                )
+                found[full] = why(name, parameter)
     return found
 
 

@@ -166,6 +166,8 @@ class TileableModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter; setting a canonical part of a tiled weight changes that back first."""
+        if name == "weight" and param is not None and param is getattr(self, name, None):
+            return  # peft sets what it read when it takes an adapter off
         weight = self._tiled_name(name)
         if weight is not None:
             self.restore(weight)

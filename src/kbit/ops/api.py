@@ -125,7 +125,7 @@ def linear(
         rounded once.
 
     Raises:
-        NotImplementedError: x or the bias has a forward-mode tangent.
+        NotImplementedError: x or the bias has a forward-mode tangent, or torch.func differentiates.
         TypeError, ValueError: dtypes, shapes or devices do not fit; the message says which.
 
     >>> kbit.linear(torch.randn(3, 256), q).shape
@@ -136,6 +136,8 @@ def linear(
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     grad_checks.no_tangent("linear", where, x, bias)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if needs_grad:
+        grad_checks.no_transform("linear", where)
     return _multiply("linear", x, q, bias, out, fused, needs_grad)
 
 
@@ -163,7 +165,7 @@ def grouped_linear(
         [T, N], or [T, N / 2] with an activation, of x's dtype.
 
     Raises:
-        NotImplementedError: x has a forward-mode tangent.
+        NotImplementedError: x has a forward-mode tangent, or torch.func differentiates.
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
@@ -172,6 +174,8 @@ def grouped_linear(
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     grad_checks.no_tangent("grouped_linear", where, x)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if needs_grad:
+        grad_checks.no_transform("grouped_linear", where)
     return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad)
 
 

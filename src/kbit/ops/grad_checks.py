@@ -22,6 +22,20 @@ def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
         )
 
 
+def no_transform(op: str, where: str) -> None:
+    """Raise NotImplementedError inside torch.func.grad and its kin; asked only where gradients are wanted."""
+    # Nothing public says so; while torch.compile traces, torch's own error is left.
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    transforms = torch._C._functorch
+    if any(one.key() == transforms.TransformType.Grad for one in transforms.get_interpreter_stack() or ()):
+        layer = f" ({where})" if where else ""
+        raise NotImplementedError(
+            f"{op}: torch.func.grad, vjp and jacrev cannot differentiate it, got an input of theirs{layer}. "
+            f"Use torch.autograd.grad; torch.func.vmap works."
+        )
+
+
 def canonical(
     grad: torch.Tensor,
     packed: torch.Tensor,

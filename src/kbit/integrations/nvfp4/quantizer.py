@@ -26,6 +26,12 @@ class NVFP4HfQuantizer(HfQuantizer):
 
     requires_calibration = False
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Look at a device map, the one that "auto" becomes too; see `placement.refuse_disk`."""
+        from kbit.integrations.transformers.placement import refuse_disk
+
+        refuse_disk(device_map)
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
-__all__ = ["merge", "register"]
+__all__ = ["guard_merging", "merge", "register"]
 
 
 def register(module: ModuleType) -> None:
@@ -31,6 +32,31 @@ def register(module: ModuleType) -> None:
 
     post_init.knows_kbit = True  # type: ignore[attr-defined]
     config.__post_init__ = post_init
+
+
+def guard_merging(module: ModuleType) -> None:
+    """Have peft refuse to merge adapters that kbit cannot: they would be added to codes.
+
+    Args:
+        module: peft.tuners.tuners_utils.
+    """
+    tuner: Any = module.BaseTuner
+    if getattr(tuner.merge_adapter, "knows_kbit", False):
+        return
+    for name in ("merge_adapter", "merge_and_unload"):
+        setattr(tuner, name, _guarded(getattr(tuner, name)))
+
+
+def _guarded(original: Any) -> Any:
+    @functools.wraps(original)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from kbit.integrations.peft.merging import check_tuners
+
+        check_tuners(self.model)
+        return original(self, *args, **kwargs)
+
+    guarded.knows_kbit = True  # type: ignore[attr-defined]
+    return guarded
 
 
 def merge(model: Any, requantize: bool = True) -> Any:

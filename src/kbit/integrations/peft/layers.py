@@ -40,7 +40,7 @@ def check_config(layer: QuantizedModule, config: Any) -> None:
         raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
 
 
-class _Unmergeable:
+class Unmergeable:
     """Codes cannot take a small update in place: most of it would round to nothing."""
 
     base_layer: Any
@@ -67,7 +67,7 @@ class _Unmergeable:
         return self.base_layer
 
 
-class LoraLinear(_Unmergeable, Linear):
+class LoraLinear(Unmergeable, Linear):
     """peft's LoRA on a KbitLinear."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ class LoraLinear(_Unmergeable, Linear):
         return super().forward(autocast(x), *args, **kwargs)
 
 
-class LoraEmbedding(_Unmergeable, Embedding):
+class LoraEmbedding(Unmergeable, Embedding):
     """peft's LoRA on a KbitEmbedding."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class LoraEmbedding(_Unmergeable, Embedding):
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
 
-class LoraKbitExperts(_Unmergeable, LoraExperts):
+class LoraKbitExperts(Unmergeable, LoraExperts):
     """LoRA on KbitExperts, one pair of small matrices per expert and projection."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:

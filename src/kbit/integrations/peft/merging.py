@@ -9,9 +9,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear
+from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, Unmergeable
+from kbit.integrations.transformers.inplace import forget_if_plain, is_of_transformers
 from kbit.nn import KbitExperts, KbitLinear
 from kbit.nn.fuse import parts_of, quantize_fused
+from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
 
 
@@ -32,8 +34,10 @@ def merge(model: Any, requantize: bool = True) -> Any:
 
     Raises:
         ValueError: experts or an embedding are adapted and `requantize` is off (there is no 16-bit class to
-            fall back to); an embedding is adapted at all; or an adapter has a bias and its layer none.
+            fall back to); an embedding is adapted at all; an adapter has a bias and its layer none; or a
+            quantized layer's adapter is not LoRA.
     """
+    check_tuners(model)
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]
     for name, layer in adapted:  # before anything changes
@@ -45,7 +49,27 @@ def merge(model: Any, requantize: bool = True) -> Any:
             base.set_submodule(name, _linear(layer, requantize, base.dtype))
             if not requantize:
                 _leave_out(base, name)
-    return model.merge_and_unload()  # what is not of kbit, peft merges itself
+    merged = model.merge_and_unload()  # what is not of kbit, peft merges itself
+    if is_of_transformers(merged):
+        forget_if_plain(merged)
+    return merged
+
+
+def check_tuners(model: nn.Module) -> None:
+    """Refuse a model in which a quantized layer has an adapter other than kbit's own LoRA.
+
+    Raises:
+        ValueError: there is one; the message names the first.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer) or isinstance(layer, Unmergeable):
+            continue
+        if isinstance(layer.get_base_layer(), QuantizedModule):
+            tuner = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise ValueError(
+                f"{name}: {tuner} adapts a quantized layer, and merging would write into its codes. Keep the "
+                f"adapter beside the model, or merge it into the unquantized model and quantize that."
+            )
 
 
 def _check(name: str, layer: Any, requantize: bool) -> None:
@@ -66,12 +90,8 @@ def _check(name: str, layer: Any, requantize: bool) -> None:
         )
 
 
-def _settings(layer: Any, weight: str) -> tuple[int, torch.Tensor, str, bool]:
-    from kbit.format.scales import absmax_format
-
-    layer.restore(weight)
-    stored = getattr(layer, weight + "_absmax").dtype
-    return layer.bits, layer.codebook, absmax_format(stored).name, True
+def _settings(layer: QuantizedModule) -> tuple[int, torch.Tensor, str, bool]:
+    return layer.bits, layer.codebook, layer.absmax_format, True
 
 
 def _linear(lora: LoraLinear, requantize: bool, dtype: torch.dtype) -> nn.Linear:
@@ -91,7 +111,7 @@ def _linear(lora: LoraLinear, requantize: bool, dtype: torch.dtype) -> nn.Linear
         plain.register_parameter("bias", bias)
         return plain
     where = f"{base.layer_name}.weight"
-    base.fill("weight", parts_of(api.quantize(weight, *_settings(base, "weight"), where=where)))
+    base.fill("weight", parts_of(api.quantize(weight, *_settings(base), where=where)))
     return base
 
 
@@ -102,7 +122,7 @@ def _experts(lora: Any) -> KbitExperts:
         for adapter in lora.active_adapters:
             if adapter in lora.lora_A:
                 weight += lora.get_delta_weight(adapter, name)
-        bits, codebook, scale, search = _settings(base, name)
+        bits, codebook, scale, search = _settings(base)
         where = f"{base.layer_name}.{name}"
         base.fill(name, quantize_fused(weight, halves, bits, codebook, scale, search, where))
     return base

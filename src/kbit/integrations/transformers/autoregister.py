@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 from kbit.integrations.on_import import when_imported
+from kbit.integrations.peft import guard_merging
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
 
 _REGISTRY = "transformers.quantizers.auto"
 _LORA_CONFIG = "peft.tuners.lora.config"
+_TUNERS = "peft.tuners.tuners_utils"
 
 
 def install() -> None:
@@ -17,6 +19,7 @@ def install() -> None:
     inplace.install()
     when_imported(_REGISTRY, register, complete="register_quantizer")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
+    when_imported(_TUNERS, guard_merging, complete="BaseTuner")
 
 
 def register(registry: ModuleType) -> None:

@@ -47,11 +47,22 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     _tell(model, policy)
 
 
+def forget_if_plain(model: Any) -> bool:
+    """Whether a model of transformers has no quantized layer; then it is saved without kbit's config."""
+    if replace.has_quantized(model):
+        return False
+    if isinstance(getattr(model.config, "quantization_config", None), QuantizationPolicy):
+        model.hf_quantizer.remove_quantization_config(model)
+    return True
+
+
 def _tell(model: Any, policy: QuantizationPolicy) -> None:
     from kbit.integrations.transformers import names, placement, saving
     from kbit.integrations.transformers.config import KbitConfig
     from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
+    if forget_if_plain(model):
+        return
     placement.rename_tied_parts(model)
     stated = names.stated_policy(model, policy)
     config = stated if isinstance(stated, KbitConfig) else KbitConfig.from_dict(stated.to_dict())

@@ -97,10 +97,14 @@ def stated_policy(model: Any, policy: QuantizationPolicy) -> QuantizationPolicy:
     """
     names = names_in_files(model)
     tied = getattr(model, "all_tied_weights_keys", {})  # the ends of ties that are not stored
-    return policy.stating(
-        {
-            names.get(name, name): module.bits
-            for name, module in model.named_modules()
-            if isinstance(module, QuantizedModule) and f"{name}.weight{PACKED}" not in tied
-        }
-    )
+    layers = {
+        names.get(name, name): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedModule) and f"{name}.weight{PACKED}" not in tied
+    }
+    if not layers:
+        return policy
+    widths = {name: layer.bits for name, layer in layers.items()}
+    # Alike in all layers, see `quantize_model`.
+    levels = {layer.bits: layer.levels for layer in layers.values()}
+    return policy.stating(widths, levels, next(iter(layers.values())).absmax_format)

@@ -10,14 +10,31 @@ import torch
 from torch import nn
 
 from kbit.format.checkpoint import TensorInfo, read_header
-from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
+from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.replace import empty_like, unsupported
+from kbit.nn.replace import empty_like
+from kbit.nn.support import left_alone, unsupported
 
 # (target, source) parameter names, as in PreTrainedModel.all_tied_weights_keys.
 Ties = list[tuple[str, str]]
+
+
+def refuse_disk(device_map: Any) -> None:
+    """Refuse a device map of `from_pretrained` that keeps modules on disk.
+
+    Raises:
+        ValueError: it does; the message names the first.
+    """
+    places = device_map if isinstance(device_map, dict) else {}
+    for name, device in places.items():
+        if device == "disk":
+            raise ValueError(
+                f"from_pretrained: device_map has {name or 'the model'} on disk, where transformers cannot "
+                f'put quantized layers. Use "cpu" there or fewer bits, or load to the CPU and then call '
+                f"accelerate.disk_offload(model, folder, execution_device=...)."
+            )
 
 
 def read_index(checkpoint_files: Sequence[str] | None) -> dict[str, TensorInfo] | None:
@@ -72,11 +89,13 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
         ValueError: so, but the checkpoint holds it quantized (`refuse`).
     """
     ties = []
+    alone = {} if refuse else left_alone(model)
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target not in plan and source not in plan:
             continue
         for name in (target, source):
-            reason = unsupported(model.get_submodule(name.rpartition(".")[0]))
+            path = name.rpartition(".")[0]
+            reason = unsupported(model.get_submodule(path)) or alone.get(path)
             if reason and refuse:
                 raise ValueError(
                     f"{source} is tied to {target} and stored quantized, but {name}: {reason}. "
@@ -138,7 +157,7 @@ def rename_tied_parts(model: Any) -> None:
     """For a model quantized in place: tell transformers which parts are tied now."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         layer = model.get_submodule(target.rpartition(".")[0])
-        if isinstance(layer, QuantizedModule):
+        if isinstance(layer, QuantizedModule) and original_of(target) == target:
             scaled = "weight_scale" in layer._parameters
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
 

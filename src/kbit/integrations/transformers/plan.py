@@ -21,7 +21,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
 from kbit.integrations.transformers.refusals import refuse_missing, refuse_mixed, refuse_unlike
-from kbit.nn.replace import unsupported
+from kbit.nn.support import left_alone, unsupported
 
 
 @dataclass
@@ -172,11 +172,12 @@ def _drop_unsupported(
         plain: of a quantized checkpoint {parameter: one of its tensors that is stored unquantized}, or None.
     """
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    alone = left_alone(model) if plain is None else {}
     for target in list(plan):
         if target not in plan:
             continue
         owner = module_of(target)
-        reason = _obstacle(model, target, plan, by_pattern)
+        reason = alone.get(target.rpartition(".")[0]) or _obstacle(model, target, plan, by_pattern)
         gap = None if reason else _gap(model, target, plan, by_pattern)
         if reason and plain is not None:
             raise ValueError(

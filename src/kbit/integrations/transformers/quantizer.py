@@ -13,6 +13,7 @@ from transformers.utils import logging
 from kbit.format.checkpoint import TensorInfo, check_index
 from kbit.format.policy import QUANT_METHOD
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.replace import NOTHING_QUANTIZED
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +40,12 @@ class KbitHfQuantizer(HfQuantizer):
         self.index: dict[str, TensorInfo] | None = None
         self.ties: list[tuple[str, str]] = []
         self._originals: dict[int, Any] = {}
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Look at a device map, the one that "auto" becomes too; see `placement.refuse_disk`."""
+        from kbit.integrations.transformers.placement import refuse_disk
+
+        refuse_disk(device_map)
 
     # -- before loading --------------------------------------------------------------------------------------
 
@@ -120,7 +127,7 @@ class KbitHfQuantizer(HfQuantizer):
     # -- after loading ---------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from kbit.integrations.transformers import names, placement, report, saving
+        from kbit.integrations.transformers import inplace, names, placement, report, saving
 
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
@@ -141,6 +148,8 @@ class KbitHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self.quantization_config = names.stated_policy(model, policy)
             model.config.quantization_config = self.quantization_config
+        if inplace.forget_if_plain(model) and not self.pre_quantized:
+            logger.warning("%s", NOTHING_QUANTIZED)
         self.index, self._originals = None, {}  # only the load needed them
         return model
 

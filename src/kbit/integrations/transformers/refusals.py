@@ -13,7 +13,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.words import first_of
 from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
-from kbit.nn.replace import unsupported
+from kbit.nn.support import unsupported
 
 if TYPE_CHECKING:
     from kbit.integrations.transformers.plan import Plan

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from kbit.nn.experts import is_experts, unsupported_experts
+from kbit.nn.support import keep_hooks, left_alone
 from kbit.nvfp4.layers.experts import NVFP4Experts
 from kbit.nvfp4.layers.linear import NVFP4Linear
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
@@ -32,7 +33,7 @@ def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], 
     for module, known in names.items():
         if not all(name and choose(name) for name in known):
             continue
-        untied = type(module) is nn.Linear and owners[id(module.weight)] == 1
+        untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1
         if untied or (is_experts(module) and unsupported_experts(module) is None):
             yield known, module
 
@@ -55,7 +56,8 @@ def replace_layers(
         NonFiniteError: a weight holds NaN or Inf; layers before it are replaced already.
     """
     replaced = []
-    for (name, *others), module in replaceable(model, choose):
+    alone = {} if empty else left_alone(model)
+    for (name, *others), module in replaceable(model, lambda name: name not in alone and choose(name)):
         layer: NVFP4Module
         if isinstance(module, nn.Linear):
             make = NVFP4Linear.empty_like if empty else NVFP4Linear.from_linear
@@ -64,6 +66,7 @@ def replace_layers(
             make_experts = NVFP4Experts.empty_like if empty else NVFP4Experts.from_experts
             layer = make_experts(module, settings, name)
         layer.training = module.training
+        keep_hooks(module, layer)
         for each in (name, *others):
             model.set_submodule(each, layer)
         replaced.append(name)

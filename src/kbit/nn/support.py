@@ -1,0 +1,87 @@
+"""Which modules quantize_model and loading replace, and why others stay as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from kbit.nn.experts import is_experts, unsupported_experts
+
+# Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
+_READERS = (
+    (r"Mamba\w*Mixer$", "dt_proj"),  # Mamba, FalconMamba, Jamba, Zamba: dt_proj.weight @ time_step
+    (r"ActDense$|VisionMlp$", "wo|fc2"),  # T5 and its kin: x.to(wo.weight.dtype)
+    (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and its kin, likewise
+    (r"^(Falcon)?Mamba2?ForCausalLM$|^xLSTMForCausalLM$", "lm_head"),  # likewise
+)
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Why a module cannot be replaced by a quantized one, or None if it can.
+
+    Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
+    replaced.
+    """
+    if type(module) is nn.Linear:
+        return None if "weight" in module._parameters else "a hook computes its weight at every call"
+    if type(module) is nn.Embedding:
+        return "it has max_norm" if module.max_norm is not None else None
+    if is_experts(module):
+        return unsupported_experts(module)
+    return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give the module that replaces another its hooks on calls; handles of the old one's remove them."""
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
+
+
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """{module: why} of those that stay in 16 bits whatever the policy says, since others use their weights.
+
+    Modules that transformers keeps in float32 (`_keep_in_fp32_modules`), with all inside them, and those
+    whose weight is read by their parent, which would find codes.
+    """
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name in _kept_in_float32(module):
+            found[prefix + name] = "transformers keeps it in float32"
+        for name in _read_by(module):
+            found[prefix + name] = f"{type(module).__name__} reads its weight"
+    return found
+
+
+def _kept_in_float32(module: nn.Module) -> Iterator[str]:
+    """Names of the modules inside that a model of transformers, or a part of one, wants kept."""
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = [
+        re.escape(name).replace(r"\*", ".*") for key in lists for name in getattr(module, key, None) or ()
+    ]
+    if kept:
+        pattern = re.compile(rf"(^|\.)({'|'.join(kept)})(\.|$)")
+        names = (name for name, _ in module.named_modules(remove_duplicate=False))
+        yield from filter(pattern.search, names)
+
+
+def _read_by(module: nn.Module) -> Iterator[str]:
+    """Names of the children whose weight a module reads."""
+    if isinstance(module, nn.TransformerEncoderLayer):  # its fast path, in evaluation
+        yield from ("linear1", "linear2")
+    for parent, layer in _READERS:
+        if re.search(parent, type(module).__name__):
+            yield from (name for name, _ in module.named_children() if re.fullmatch(layer, name))

@@ -1,0 +1,70 @@
+"""quantize_model: what it leaves alone and says about it, and what a replaced layer keeps."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import kbit
+from kbit.nn import KbitLinear, quantize_model
+from kbit.nvfp4.layers import NVFP4Module, NVFP4Settings, replace_layers
+
+
+@pytest.mark.parametrize("tied_to", ["skipped", "unsupported"])
+def test_the_reason_names_who_holds_a_tied_weight(tied_to):
+    class Scaled(nn.Embedding):
+        pass
+
+    table = (nn.Embedding if tied_to == "skipped" else Scaled)(1000, 1000)
+    model = nn.ModuleDict({"embed_tokens": table, "lm_head": nn.Linear(1000, 1000)})
+    model.lm_head.weight = model.embed_tokens.weight
+    policy = kbit.QuantizationPolicy(embedding_bits=4, overrides={"embed_tokens": 4 * (tied_to != "skipped")})
+    told = {"skipped": "the policy leaves it out", "unsupported": "Scaled is not nn.Linear"}[tied_to]
+    with pytest.warns(UserWarning, match=f"lm_head.weight: it shares its weight with embed_tokens: {told}"):
+        quantize_model(model, policy)
+
+
+def test_layers_of_which_torch_reads_the_weight_stay():
+    block = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoder(block, 2)).eval()
+    quantize_model(model, kbit.QuantizationPolicy())
+    assert [n for n, m in model.named_modules() if isinstance(m, KbitLinear)] == ["0"]
+    with torch.no_grad():
+        assert model(torch.randn(2, 5, 32)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        lambda model: quantize_model(model, kbit.QuantizationPolicy()),
+        lambda model: replace_layers(model, NVFP4Settings(activations="16bit"), lambda name: True),
+    ],
+    ids=["k bits", "NVFP4"],
+)
+def test_hooks_on_calls_stay_and_can_be_removed(quantize):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    seen = []
+    handles = [
+        model[0].register_forward_pre_hook(lambda module, args: seen.append("before")),
+        model[0].register_forward_hook(
+            lambda module, args, kwargs, y: seen.append(type(module)), with_kwargs=True
+        ),
+        model[1].register_full_backward_hook(lambda module, grad_x, grad_y: seen.append("backward")),
+    ]
+    quantize(model)
+    x = torch.randn(3, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert seen == ["before", type(model[0]), "backward"]
+    assert isinstance(model[0], KbitLinear | NVFP4Module)
+    for handle in handles:
+        handle.remove()
+    model(x)
+    assert len(seen) == 3
+
+
+def test_a_layer_whose_weight_a_hook_computes_stays():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(1024, 1024))
+    prune.l1_unstructured(model[1], "weight", 0.5)
+    with pytest.warns(UserWarning, match=r"1\.weight_orig: a hook computes its weight at every call"):
+        quantize_model(model, kbit.QuantizationPolicy())
+    assert [type(layer) for layer in model] == [KbitLinear, nn.Linear]
