@@ -1,10 +1,12 @@
 """The format against golden values and against definitions written out a second time."""
 
+import dataclasses
 import json
 import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +194,14 @@ def test_parts_that_do_not_belong_together_are_refused():
         make(q.packed, q.absmax, q.codebook, q.scale, 4, (9, 64))
 
 
+@pytest.mark.parametrize("name", ["packed", "absmax", "codebook", "scale"])
+def test_parts_that_are_no_tensors_are_named(name):
+    q = kbit.quantize(torch.randn(8, 32))
+    for wrong in (None, np.zeros(16, np.float32), q):
+        with pytest.raises(TypeError, match=f"{name} must be .*, got {type(wrong).__name__}"):
+            dataclasses.replace(q, **{name: wrong})
+
+
 def test_moving_to_the_same_device_is_free():
     q = kbit.quantize(torch.randn(8, 64))
     assert q.to("cpu") is q
@@ -241,7 +251,7 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("modules_to_not_convert", 5, "must be a list of names, got 5"),
         ("modules_to_not_convert", [5], "must hold names only"),
         ("absmax_format", "fp8", "unknown absmax format 'fp8'"),
-        ("absmax_format", torch.uint8, "absmax_format must be a name"),
+        ("absmax_format", torch.uint8, "unknown absmax format 'torch.uint8'"),
         ("search", "no", "search must be True or False, got 'no'"),
         ("search", 1, "search must be True or False, got 1"),
         ("codebook", {"x": [1]}, r"no levels for 4 bits, only for \['x'\]"),

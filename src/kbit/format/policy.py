@@ -65,9 +65,7 @@ class QuantizationPolicy:
             get_codebook(self._codebook_entry(width), width)
         for pattern in self.overrides:
             patterns.check(pattern)
-        if not isinstance(self.absmax_format, str):
-            raise TypeError(f"absmax_format must be a name, got {self.absmax_format!r}.")
-        absmax_format(self.absmax_format)
+        absmax_format(str(self.absmax_format))  # a name, not the dtype
         if not isinstance(self.search, bool):
             raise TypeError(f"search must be True or False, got {self.search!r}.")
         skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
