@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -120,6 +121,91 @@ def test_damaged_models_are_errors_without_traceback(folders, tmp_path, damage):
     assert result.returncode == 1
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def altered(folders, tmp_path, which="original", **settings) -> Path:
+    """A copy of a model with other settings in its config."""
+    folder = shutil.copytree(folders[which], tmp_path / "altered")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"hidden_act": "foo"},
+            "altered: its model .* does not know the hidden_act 'foo' of its config.json",
+        ),
+        (
+            {"quantization_config": [1]},
+            "altered/config.json: quantization_config must be an object, got list",
+        ),
+        ({"quantization_config": {"quant_method": "foo"}, "num_hidden_layers": 3}, "no weights for 11 param"),
+        (
+            {"hidden_size": 64},
+            "altered: its model cannot be loaded: its config.json gives some weights other",
+        ),
+        (
+            {"model_type": "t5"},
+            "altered: its model cannot be loaded: Unrecognized configuration class [^\n]*$",
+        ),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}},
+            "altered: its (model|tokenizer) cannot be loaded: it needs code of its own",
+        ),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_one_line(folders, tmp_path, settings, message):
+    for command in (("generate", "hello"), ("eval",)):
+        folder = altered(folders, tmp_path / command[0], **settings)
+        assert re.search(message, refuse(command[0], folder, *command[1:]))
+
+
+def test_a_config_may_say_that_nothing_is_quantized(folders, tmp_path):
+    folder = altered(folders, tmp_path, quantization_config=None)
+    succeed("generate", folder, "hello", "--max-new-tokens", 2)
+
+
+@pytest.mark.parametrize("content", ['{"a":', "{}", "[]"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_one_line(folders, tmp_path, file, content):
+    if (file, content) == ("tokenizer_config.json", "{}"):
+        return  # legal
+    folder = altered(folders, tmp_path)
+    (folder / file).write_text(content)
+    message = refuse("generate", folder, "hello")
+    assert f"{folder}: its tokenizer cannot be loaded" in message
+    assert message.endswith("Fetch tokenizer.json and tokenizer_config.json again.")
+
+
+def test_a_damaged_chat_template_is_one_line(folders, tmp_path):
+    folder = altered(folders, tmp_path)
+    (folder / "chat_template.jinja").write_text("{% for")
+    assert "use --no-chat" in refuse("generate", folder, "hello")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+def test_pickled_weights_are_refused(folders, tmp_path, command):
+    folder = altered(folders, tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    extra = ["hello"] if command == "generate" else []
+    assert "pickled weights only (pytorch_model.bin)" in refuse(command, folder, *extra)
+
+
+@pytest.mark.parametrize("dtype", ["foo", "float64", "", "nn"])
+@pytest.mark.parametrize("command", ["generate", "profile"])
+def test_other_dtypes_are_refused(folders, command, dtype):
+    extra = ["hello"] if command == "generate" else []
+    message = refuse(command, folders["original"], *extra, "--dtype", dtype)
+    assert f"--dtype takes auto or float32 or float16 or bfloat16; got {dtype!r}" in message
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:x", "", "-1", "meta", "xpu"])
+def test_other_devices_are_refused(folders, device):
+    message = refuse("generate", folders["original"], "hello", "--device", device)
+    assert f"no device {device!r}. Use cpu, cuda or cuda:1." in message
 
 
 def test_debug_shows_the_traceback(tmp_path):
