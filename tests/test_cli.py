@@ -435,6 +435,25 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     assert "is quantized" in refuse("eval", tmp_path / "nvfp4", "--bits", "4", "--text", text)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--plain"], "Add --bits"),
+        (["--embedding-bits", 4], "Add --bits"),
+        (["--bits", 4, "--reference", "somewhere"], "Drop --reference"),
+    ],
+)
+def test_eval_refuses_options_that_would_do_nothing(folders, options, message):
+    assert message in refuse("eval", folders["original"], *options)
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", 4]])
+def test_eval_names_the_folder_it_is_in(folders, text, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(folders["original"])
+    rows = scored(tmp_path, ".", "--text", text, "--window", 64, "--max-tokens", 64, *options)
+    assert all(row["model"].startswith("original") for row in rows)
+
+
 def test_eval_uses_the_shipped_text(folders):
     assert "windows of 32" in succeed("eval", folders["quantized"], "--window", 32, "--max-tokens", 64)
 
