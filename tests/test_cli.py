@@ -107,6 +107,15 @@ def test_an_error_is_one_line_and_exit_code_1(tmp_path):
     assert "[missing]" in result.stderr
 
 
+def test_errors_of_the_system_name_the_file_and_a_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = shell("demo", "--folder", tmp_path / "file")
+    assert result.returncode == 1
+    assert "Errno" not in result.stderr
+    assert f"{tmp_path / 'file'}: " in result.stderr
+    assert "Is the path right" in result.stderr
+
+
 @pytest.mark.parametrize("damage", ["weights", "config"])
 def test_damaged_models_are_errors_without_traceback(folders, tmp_path, damage):
     model = tmp_path / "model"

@@ -35,15 +35,9 @@ def read_text(file: Path | None) -> str:
     """
     if file is None:
         return (resources.files("kbit") / "data" / SHIPPED_TEXT).read_text(encoding="utf-8")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text ({error}). Convert it first.") from None
-    except OSError as error:
-        raise OSError(
-            f"--text {file} cannot be read: {error.strerror}. Give a UTF-8 text file, or leave --text out: "
-            f"kbit ships one."
-        ) from None
+    from kbit.bench.result_files import read_text as read
+
+    return read(file, f"--text {file}", "Give a UTF-8 text file, or leave --text out: kbit ships one.")
 
 
 def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
