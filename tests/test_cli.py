@@ -107,13 +107,35 @@ def test_an_error_is_one_line_and_exit_code_1(tmp_path):
     assert "[missing]" in result.stderr
 
 
-def test_errors_of_the_system_name_the_file_and_a_remedy(tmp_path):
+def test_errors_of_the_system_name_the_file_and_a_remedy(folders, tmp_path):
     (tmp_path / "file").write_text("")
-    result = shell("demo", "--folder", tmp_path / "file")
+    result = shell("quantize", folders["original"], tmp_path / "file" / "out")
     assert result.returncode == 1
-    assert "Errno" not in result.stderr
-    assert f"{tmp_path / 'file'}: " in result.stderr
+    assert result.stderr.startswith(f"error: {tmp_path / 'file'}: ")
     assert "Is the path right" in result.stderr
+    assert "Errno" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["demo", "--folder", __file__], 2, "is a file. Name a folder."),
+        (["bench", "quantize", "llama-3-8b", "--folder", __file__], 2, "is a file. Name a folder."),
+        (["bench", "quantize", "llama-3-8b", "--device", ""], 1, "no device ''. Use cpu"),
+        (["bench", "quantize", "llama-3-8b", "--device", "x"], 1, "no device 'x'. Use cpu"),
+        (["bench", "cpu", "--threads", 100_000], 2, "1024"),
+        (["bench", "cpu", "-m", 0], 2, "greater than or equal to 1"),
+        (["bench", "cpu", "--bits", 6], 2, "less than or equal to 5"),
+        (["bench", "report", "--out", Path(__file__).parent], 2, "is a folder. Name a file in it."),
+        (["tune", "--out", Path(__file__).parent], 2, "is a folder. Name a file in it."),
+        (["generate", "somewhere", "hi", "--seed", 10**30], 2, "--seed"),
+        (["generate", "somewhere", "hi", "--temperature", 1e-300], 1, "Use 0, which decodes greedily"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(arguments, code, message):
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert message in f"{' '.join(result.output.split())} {result.exception}"
 
 
 @pytest.mark.parametrize("damage", ["weights", "config"])

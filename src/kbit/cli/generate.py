@@ -22,6 +22,7 @@ _MEANT = {
     "know this architecture?",
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
+LEAST_TEMPERATURE = 1e-3
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 
@@ -169,7 +170,7 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Use the chat template if there is one.")] = True,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For a temperature above 0.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
 ) -> None:
@@ -177,6 +178,11 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature {temperature:g} leaves nothing to sample. Use 0, which decodes greedily, or at "
+            f"least {LEAST_TEMPERATURE:g}."
+        )
     tokenizer = load_tokenizer(folder)
     with console.status("loading"):
         model = load_model(folder, dtype, device)
