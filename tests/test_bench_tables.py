@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kbit.bench import check, dequant, kernel_rows, kernel_tables, plots, targets
+from kbit.bench.workload import times
 from kbit.cli import app
 from made_up_rows import BANDWIDTH, made_up, problem, result_file
 
@@ -121,12 +123,57 @@ def test_json_of_rows_reads_back(tmp_path):
     assert (result["read_bandwidth_gb_s"], read) == (BANDWIDTH, rows)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"rows": [{"shape": "q"}]}', "[1]"])
-def test_a_file_that_is_no_result_is_named(tmp_path, text):
+WRONG_FILES = {
+    "": "is not JSON",
+    "{": "is not JSON",
+    "\x80": "is not UTF-8 text",
+    "{}": "is not a result of .*KeyError: 'rows'",
+    '{"rows": [{"shape": "q"}]}': "is not a result of",
+    '{"rows": 5}': "is not a result of",
+    '{"rows": [], "machine": "h200"}': "is not a result of",
+    "[1]": "is not a result of",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES.items())
+def test_a_file_that_is_no_result_is_named(tmp_path, text, message):
     file = tmp_path / "other.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is not a result of"):
-        kernel_rows.load(file)
+    file.write_bytes(text.encode("latin-1"))
+    for command, load in (("kernels", kernel_rows.load), ("moe", times.load_grouped)):
+        if command == "kernels" or "[{" not in text:
+            with pytest.raises(
+                ValueError, match=rf"other\.json {message}.* kbit bench {command} --json FILE$"
+            ):
+                load(file)
+
+
+@pytest.mark.parametrize("path", ["missing.json", "."])
+@pytest.mark.parametrize("command", [("check", "--from"), ("plot",), ("workload",)])
+def test_a_file_that_cannot_be_read_is_named_with_its_remedy(tmp_path, command, path):
+    message = refuse(*command, tmp_path / path)
+    assert re.search(rf"{tmp_path / path} cannot be read: \w.* Make one: kbit bench kernels --json", message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("us", "fast"), ("us", 0.0), ("us", None), ("us", float("nan")), ("bits", "4")]
+)
+def test_a_row_of_nonsense_is_named(tmp_path, field, value):
+    rows = [replace(row, **{field: value}) for row in problem("q", 1, 8.0, 4.0)]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": [vars(row) for row in rows]}))
+    assert f"a row's {field} is {value!r}" in refuse("check", "--from", file)
+
+
+def test_plots_need_a_bandwidth_and_a_folder(tmp_path):
+    file = result_file(tmp_path / "rows.json", problem("q", 1, 8.0, 4.0))
+    for folder in (file, file / "inside"):
+        result = run("plot", file, "--out", folder)
+        assert result.exit_code == 2
+        assert "is a file. Name a folder." in " ".join(result.output.split())
+    (tmp_path / "bare.json").write_text(json.dumps({"rows": json.loads(file.read_text())["rows"]}))
+    assert "read_bandwidth_gb_s of the file is None" in refuse(
+        "plot", tmp_path / "bare.json", "--out", tmp_path
+    )
 
 
 # -- targets -------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def without(name: str) -> dict[str, torch.Tensor]:
         (good_tensors(), {"overrides": {"down_proj": 0}}, {}, "leaves module"),
         (good_tensors(), {"modules_to_not_convert": ["model.layers.0.mlp.experts"]}, {}, "leaves module"),
         (good_tensors(), {"absmax_format": "float16"}, {}, "must be float16"),
-        (good_tensors(), {"version": 2}, {}, "version 2"),
+        *((good_tensors(), {"version": v}, {}, f"version {v!r}") for v in (2, 0, -5, 1.5, "1", True, None)),
         (good_tensors(), {"quant_method": "gptq"}, {}, "quant_method"),
         (good_tensors(), {"block_size": 64}, {}, "block_size"),
         (good_tensors(), {"bits": 7}, {}, "bits must be"),

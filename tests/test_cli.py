@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -106,6 +107,37 @@ def test_an_error_is_one_line_and_exit_code_1(tmp_path):
     assert "[missing]" in result.stderr
 
 
+def test_errors_of_the_system_name_the_file_and_a_remedy(folders, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = shell("quantize", folders["original"], tmp_path / "file" / "out")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {tmp_path / 'file'}: ")
+    assert "Is the path right" in result.stderr
+    assert "Errno" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["demo", "--folder", __file__], 2, "is a file. Name a folder."),
+        (["bench", "quantize", "llama-3-8b", "--folder", __file__], 2, "is a file. Name a folder."),
+        (["bench", "quantize", "llama-3-8b", "--device", ""], 1, "no device ''. Use cpu"),
+        (["bench", "quantize", "llama-3-8b", "--device", "x"], 1, "no device 'x'. Use cpu"),
+        (["bench", "cpu", "--threads", 100_000], 2, "1024"),
+        (["bench", "cpu", "-m", 0], 2, "greater than or equal to 1"),
+        (["bench", "cpu", "--bits", 6], 2, "less than or equal to 5"),
+        (["bench", "report", "--out", Path(__file__).parent], 2, "is a folder. Name a file in it."),
+        (["tune", "--out", Path(__file__).parent], 2, "is a folder. Name a file in it."),
+        (["generate", "somewhere", "hi", "--seed", 10**30], 2, "--seed"),
+        (["generate", "somewhere", "hi", "--temperature", 1e-300], 1, "Use 0, which decodes greedily"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(arguments, code, message):
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert message in f"{' '.join(result.output.split())} {result.exception}"
+
+
 @pytest.mark.parametrize("damage", ["weights", "config"])
 def test_damaged_models_are_errors_without_traceback(folders, tmp_path, damage):
     model = tmp_path / "model"
@@ -120,6 +152,91 @@ def test_damaged_models_are_errors_without_traceback(folders, tmp_path, damage):
     assert result.returncode == 1
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def altered(folders, tmp_path, which="original", **settings) -> Path:
+    """A copy of a model with other settings in its config."""
+    folder = shutil.copytree(folders[which], tmp_path / "altered")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"hidden_act": "foo"},
+            "altered: its model .* does not know the hidden_act 'foo' of its config.json",
+        ),
+        (
+            {"quantization_config": [1]},
+            "altered/config.json: quantization_config must be an object, got list",
+        ),
+        ({"quantization_config": {"quant_method": "foo"}, "num_hidden_layers": 3}, "no weights for 11 param"),
+        (
+            {"hidden_size": 64},
+            "altered: its model cannot be loaded: its config.json gives some weights other",
+        ),
+        (
+            {"model_type": "t5"},
+            "altered: its model cannot be loaded: Unrecognized configuration class [^\n]*$",
+        ),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}},
+            "altered: its (model|tokenizer) cannot be loaded: it needs code of its own",
+        ),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_one_line(folders, tmp_path, settings, message):
+    for command in (("generate", "hello"), ("eval",)):
+        folder = altered(folders, tmp_path / command[0], **settings)
+        assert re.search(message, refuse(command[0], folder, *command[1:]))
+
+
+def test_a_config_may_say_that_nothing_is_quantized(folders, tmp_path):
+    folder = altered(folders, tmp_path, quantization_config=None)
+    succeed("generate", folder, "hello", "--max-new-tokens", 2)
+
+
+@pytest.mark.parametrize("content", ['{"a":', "{}", "[]"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_one_line(folders, tmp_path, file, content):
+    if (file, content) == ("tokenizer_config.json", "{}"):
+        return  # legal
+    folder = altered(folders, tmp_path)
+    (folder / file).write_text(content)
+    message = refuse("generate", folder, "hello")
+    assert f"{folder}: its tokenizer cannot be loaded" in message
+    assert message.endswith("Fetch tokenizer.json and tokenizer_config.json again.")
+
+
+def test_a_damaged_chat_template_is_one_line(folders, tmp_path):
+    folder = altered(folders, tmp_path)
+    (folder / "chat_template.jinja").write_text("{% for")
+    assert "use --no-chat" in refuse("generate", folder, "hello")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+def test_pickled_weights_are_refused(folders, tmp_path, command):
+    folder = altered(folders, tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    extra = ["hello"] if command == "generate" else []
+    assert "pickled weights only (pytorch_model.bin)" in refuse(command, folder, *extra)
+
+
+@pytest.mark.parametrize("dtype", ["foo", "float64", "", "nn"])
+@pytest.mark.parametrize("command", ["generate", "profile"])
+def test_other_dtypes_are_refused(folders, command, dtype):
+    extra = ["hello"] if command == "generate" else []
+    message = refuse(command, folders["original"], *extra, "--dtype", dtype)
+    assert f"--dtype takes auto or float32 or float16 or bfloat16; got {dtype!r}" in message
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:x", "", "-1", "meta", "xpu"])
+def test_other_devices_are_refused(folders, device):
+    message = refuse("generate", folders["original"], "hello", "--device", device)
+    assert f"no device {device!r}. Use cpu, cuda or cuda:1." in message
 
 
 def test_debug_shows_the_traceback(tmp_path):
@@ -347,6 +464,25 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     assert row["perplexity"] == pytest.approx(base["perplexity"], rel=0.1)
     assert 0 < row["kl_divergence"] < 0.05
     assert "is quantized" in refuse("eval", tmp_path / "nvfp4", "--bits", "4", "--text", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--plain"], "Add --bits"),
+        (["--embedding-bits", 4], "Add --bits"),
+        (["--bits", 4, "--reference", "somewhere"], "Drop --reference"),
+    ],
+)
+def test_eval_refuses_options_that_would_do_nothing(folders, options, message):
+    assert message in refuse("eval", folders["original"], *options)
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", 4]])
+def test_eval_names_the_folder_it_is_in(folders, text, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(folders["original"])
+    rows = scored(tmp_path, ".", "--text", text, "--window", 64, "--max-tokens", 64, *options)
+    assert all(row["model"].startswith("original") for row in rows)
 
 
 def test_eval_uses_the_shipped_text(folders):

@@ -58,6 +58,13 @@ def test_the_summary_as_json(source, tmp_path):
     assert summary["policy"]["bits"] == 4
 
 
+def test_no_more_workers_than_shards(source, tmp_path):
+    out = tmp_path / "out.json"
+    assert run(source, tmp_path / "out", "--jobs", 10_000, "--json", out).exit_code == 0
+    summary = json.loads(out.read_text())
+    assert len(summary["workers"]) == summary["shards"]
+
+
 def test_progress_reaches_the_total_in_order(source, tmp_path):
     seen = []
     from kbit.format import QuantizationPolicy

@@ -1,9 +1,12 @@
 """The format against golden values and against definitions written out a second time."""
 
+import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,6 +194,14 @@ def test_parts_that_do_not_belong_together_are_refused():
         make(q.packed, q.absmax, q.codebook, q.scale, 4, (9, 64))
 
 
+@pytest.mark.parametrize("name", ["packed", "absmax", "codebook", "scale"])
+def test_parts_that_are_no_tensors_are_named(name):
+    q = kbit.quantize(torch.randn(8, 32))
+    for wrong in (None, np.zeros(16, np.float32), q):
+        with pytest.raises(TypeError, match=f"{name} must be .*, got {type(wrong).__name__}"):
+            dataclasses.replace(q, **{name: wrong})
+
+
 def test_moving_to_the_same_device_is_free():
     q = kbit.quantize(torch.randn(8, 64))
     assert q.to("cpu") is q
@@ -231,18 +242,61 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("overrides", {"mlp": 7}, r"overrides\['mlp'\] must be one of .* got 7"),
         ("overrides", {"(": 4}, "not a regular expression"),
         ("overrides", {3: 4}, "3 is not a regular expression"),
+        ("overrides", {"a{99999999999}": 4}, "not a regular expression: the repetition number"),
+        ("overrides", {"(" * 5000 + ")" * 5000: 4}, "not a regular expression"),
+        ("overrides", {"(?x) mlp": 4}, "has the flag x"),
         ("overrides", ["mlp"], "overrides must map"),
+        ("overrides", {"mlp": False}, r"overrides\['mlp'\] must be one of .* got False"),
         ("modules_to_not_convert", "lm_head", "must be a list of names, got 'lm_head'"),
         ("modules_to_not_convert", 5, "must be a list of names, got 5"),
         ("modules_to_not_convert", [5], "must hold names only"),
         ("absmax_format", "fp8", "unknown absmax format 'fp8'"),
+        ("absmax_format", torch.uint8, "unknown absmax format 'torch.uint8'"),
+        ("search", "no", "search must be True or False, got 'no'"),
+        ("search", 1, "search must be True or False, got 1"),
         ("codebook", {"x": [1]}, r"no levels for 4 bits, only for \['x'\]"),
         ("codebook", {"4": None}, "codebook must be a name of"),
+        ("codebook", {4: "nf"}, "4 bits need 16 numbers, got 'nf'"),
     ],
 )
 def test_bad_fields_of_a_policy_are_named(field, value, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kbit.QuantizationPolicy(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a|a)*$",
+        "(a*?b?)+?$",
+        "(?:(a{1,9})b){9}",
+        "(?=(a+)+$)",
+        r"([)](\)a)+)*",
+        "a*" * 9,
+        "a?" * 40,
+        "(a|a)" * 40,
+    ],
+)
+def test_an_override_that_could_be_searched_for_forever_is_refused(pattern):
+    with pytest.raises(ValueError, match="overrides: .* (repeats a group|has too many repeats)"):
+        kbit.QuantizationPolicy(overrides={pattern: 3}).bits_for("a" * 60 + "!")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        (r"^model\.layers\.(?:[0-9]|1\d|2[0-3])\.\w+\.(?:gate|up)_proj(?:\.weight)?$", True),
+        (r"(?i)MLP\..*PROJ", True),
+        (r"(?<!shared_)(?P<what>mlp)(?!\.experts).*(up|down)", True),
+        (r"(lay)*ers\.[0-9]{2}\.", True),
+        (r"[]()*+|]+(?# (a+ )|\(a+\)+", False),
+    ],
+)
+def test_overrides_are_found_as_re_does(pattern, found):
+    name = "model.layers.17.mlp.up_proj"
+    assert bool(re.search(pattern, name)) == found
+    assert kbit.QuantizationPolicy(overrides={pattern: 3}).bits_for(name) == (3 if found else 4)
 
 
 @pytest.mark.parametrize("names", [{"lm_head"}, ("lm_head",), iter(["lm_head"]), {"lm_head": 1}.keys()])

@@ -525,6 +525,8 @@ def test_quantize_model_names_what_is_wrong():
     model.block["up_proj"].weight.data[3] = torch.inf
     with pytest.raises(kbit.NonFiniteWeightError, match=r"block\.up_proj\.weight holds 40"):
         quantize_model(model, kbit.QuantizationPolicy())
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
+        quantize_model("folder", kbit.QuantizationPolicy())
     with pytest.raises(ValueError, match="from_linear"):
         quantize_model(nn.Linear(8, 8), kbit.QuantizationPolicy())
     with torch.device("meta"):

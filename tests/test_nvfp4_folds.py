@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from kbit.nvfp4 import (
     exact,
+    linear_nvfp4,
     quantize_nvfp4,
     rmsnorm,
     rmsnorm_quantize_nvfp4,
@@ -159,3 +161,19 @@ def test_errors_say_what_was_wrong(name: str) -> None:
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("wrong", [[[1.0] * 32], np.zeros((1, 32), np.float32), None], ids=type)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("x", quantize_nvfp4),
+        ("x", lambda value: linear_nvfp4(value, quantize_nvfp4(torch.zeros(8, 32)))),
+        ("x", lambda value: rmsnorm(value, torch.ones(32), 1e-6)),
+        ("weight", lambda value: rmsnorm(torch.ones(1, 32), value, 1e-6)),
+        ("gate_up", silu_mul),
+    ],
+)
+def test_what_is_no_tensor_is_named(name, call, wrong) -> None:
+    with pytest.raises(TypeError, match=rf"\w+: {name} must be a tensor, got {type(wrong).__name__}"):
+        call(wrong)

@@ -389,7 +389,10 @@ def test_modules_can_be_left_out(tmp_path: Path) -> None:
         ({"quant_method": "fp8"}, ValueError, "expected kbit_nvfp4"),
         ({"version": 2}, ValueError, "version 2"),
         ({"bits": 4}, ValueError, "unknown field 'bits'"),
-        ({"modules_to_not_convert": "lm_head"}, TypeError, "must be a list of names"),
+        ({"version": True}, ValueError, "version True"),
+        *(({"modules_to_not_convert": v}, TypeError, "must be a list of names") for v in ("lm_head", 5, [5])),
+        *(({name: "no"}, TypeError, f"{name} must be True") for name in ("search", "row_scale", "fold")),
+        ([1], TypeError, "quantization_config must be an object, got list"),
     ],
 )
 def test_configs_are_checked(values: dict, error: type, message: str) -> None:

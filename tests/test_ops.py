@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -281,11 +282,63 @@ def test_out_is_written_and_returned(dense):
         (kbit.linear, (torch.zeros(1, 64),), ()),
         (kbit.grouped_linear, (torch.zeros(1, 64),), (torch.tensor([0, 1], dtype=torch.int32),)),
         (kbit.embedding, (torch.tensor([3]),), (torch.float32,)),
+        (kbit.explain, ((1, 64),), ()),
     ],
 )
 def test_a_weight_that_is_not_quantized_is_refused(call, before, after):
     with pytest.raises(TypeError, match="must be a QuantizedTensor, got Tensor"):
         call(*before, torch.zeros(32, 64), *after)
+
+
+X, OFFSETS, IDS = torch.zeros(3, 72), torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize("wrong", [[1.0], np.zeros((3, 72), np.float32), None, True, X.to_sparse()], ids=type)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("w", lambda value, q, experts: kbit.quantize(value)),
+        ("x", lambda value, q, experts: kbit.linear(value, q)),
+        ("bias", lambda value, q, experts: kbit.linear(X, q, value)),
+        ("out", lambda value, q, experts: kbit.linear(X, q, out=value)),
+        ("out", lambda value, q, experts: kbit.dequantize(q, out=value)),
+        ("x", lambda value, q, experts: kbit.grouped_linear(value, experts, OFFSETS)),
+        ("expert_offsets", lambda value, q, experts: kbit.grouped_linear(X[:, :40], experts, value)),
+        ("ids", lambda value, q, experts: kbit.embedding(value, q, torch.float32)),
+    ],
+)
+def test_what_is_no_dense_tensor_is_named(dense, experts, name, call, wrong):
+    if wrong is None and name in ("bias", "out"):
+        return  # the default
+    got = "dense, got torch.sparse_coo" if isinstance(wrong, torch.Tensor) else f"got {type(wrong).__name__}"
+    with pytest.raises(TypeError, match=rf"\w+: {name} must be .*{got}"):
+        call(wrong, dense, experts)
+
+
+@pytest.mark.parametrize("wrong", [None, "float32", np.float32, torch.float64, 1.0], ids=str)
+def test_a_dtype_that_is_none_of_torch_s_is_named(dense, wrong):
+    for call in (
+        lambda: kbit.dequantize(dense, wrong),
+        lambda: kbit.embedding(IDS, dense, wrong),
+        lambda: kbit.explain((1, 72), dense, wrong),
+    ):
+        with pytest.raises(TypeError, match=r"dtype must be float32, float16 or bfloat16, .* Pass one of"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [X, np.zeros(2), 72, None, "72", (-1, 72), (1.0, 72), [float("nan"), 72]])
+def test_explain_refuses_what_is_no_shape(dense, wrong):
+    with pytest.raises(TypeError, match=r"explain: x_shape must be sizes such as \(1, 72\), got"):
+        kbit.explain(wrong, dense)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"search": "no"}, "search must be True or False"), ({"scale": torch.uint8}, "unknown absmax format")],
+)
+def test_bad_options_of_quantize_are_named(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kbit.quantize(torch.zeros(2, 32), **options)
 
 
 def test_bad_out_is_refused(dense):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kbit.bench.result_files import no_result, read_result
+
 # Who a row belongs to. Only "ours" competes for "best".
 BASELINE, OURS, PEER = "baseline", "ours", "peer"
 # The path that kbit.linear takes by itself.
 DISPATCHED = "kbit"
+# What JSON makes of a row's fields.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,18 @@ def load(path: Path) -> tuple[dict[str, Any], list[KernelRow]]:
     """A result file of `kbit bench kernels --json`, and its rows.
 
     Raises:
-        ValueError: the file is not one.
+        OSError: the file cannot be read.
+        ValueError: it is not one.
     """
+    command = "kbit bench kernels"
+    result = read_result(path, command)
     try:
-        result = json.loads(path.read_text())
-        return result, from_json(result["rows"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a result of `kbit bench kernels --json` ({type(error).__name__}: {error})."
-        ) from None
+        rows = from_json(result["rows"])
+    except (KeyError, TypeError) as error:
+        raise no_result(path, command, error) from None
+    for row in rows:
+        for field in fields(KernelRow):
+            value = getattr(row, field.name)
+            if type(value) not in _JSON_TYPES[str(field.type)] or (field.name == "us" and not value > 0):
+                raise no_result(path, command, f"a row's {field.name} is {value!r}")
+    return result, rows

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, KernelRow, compare, totals
+from kbit.bench.result_files import remedy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,13 +132,18 @@ def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> li
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there are no rows with a 16-bit baseline.
+        OSError: the folder cannot be written.
+        ValueError: there are no rows with a 16-bit baseline, or no bandwidth.
     """
     if not compare(rows):
         raise ValueError("bench plot: the file holds no kernel beside a 16-bit baseline; nothing to draw.")
+    bandwidth = result.get("read_bandwidth_gb_s")
+    if not isinstance(bandwidth, int | float) or not bandwidth > 0:
+        raise ValueError(
+            f"bench plot: read_bandwidth_gb_s of the file is {bandwidth!r}. {remedy('kbit bench kernels')}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    gpu = str(result["machine"].get("gpu", "unknown GPU"))
-    bandwidth = float(result["read_bandwidth_gb_s"])
+    gpu = str(result.get("machine", {}).get("gpu", "unknown GPU"))
     written = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         for model in dict.fromkeys(row.model for row in rows if row.dtype == dtype):

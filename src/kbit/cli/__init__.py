@@ -93,10 +93,14 @@ def _stop(number: int, _: object) -> None:
 
 
 def escape(error: Exception) -> str:
-    """An exception's message for rich, its brackets taken literally; a missing package with its remedy."""
+    """An exception's message for rich, its brackets taken literally; the system's own with a remedy."""
     from rich.markup import escape as escape_markup
 
     message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:  # the system's, which has no remedy either
+        message = (
+            f"{error.filename}: {error.strerror}. Is the path right, and is this user allowed to use it?"
+        )
     # Python's own sentence has no remedy; those of kbit have one, and no name.
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]

@@ -39,15 +39,17 @@ bench_quantize.register(app)
 bench_serve.register(app)
 console = Console()
 
-Threads = Annotated[int, typer.Option(min=1, help="Threads, for kbit and torch alike.")]
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit and torch alike.")]
 
 
 @app.command()
 def cpu(
     threads: Threads = 2,
     shape: Annotated[list[str] | None, typer.Option(help="Only these shapes; all by default.")] = None,
-    rows: Annotated[list[int] | None, typer.Option("--rows", "-m", help="Numbers of tokens M.")] = None,
-    bits: Annotated[list[int] | None, typer.Option(help="Widths; all by default.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option("--rows", "-m", min=1, help="Numbers of tokens M.")
+    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(min=2, max=5, help="Widths; all by default.")] = None,
     repeats: Annotated[int, typer.Option(min=7, help="Timed calls of each arm.")] = 9,
     quantizers: Annotated[bool, typer.Option(help="Also measure quantizing.")] = True,
     json_file: JsonFile = None,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers, words
 from kbit.cli.tables import show
 
@@ -263,7 +263,7 @@ def dequant(
 
 def plot(
     file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`.")],
-    out: Annotated[Path, typer.Option(help="Folder for the PNGs.")] = Path(),
+    out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
     """Draw a result of `bench kernels`. Speed-up against M by model, and a roofline; needs matplotlib."""
     from kbit.bench import kernel_rows, plots

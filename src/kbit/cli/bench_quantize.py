@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.generate import check_device
+from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers, words
 from kbit.cli.tables import show
 
@@ -49,7 +50,10 @@ def quantize(
     jobs: Annotated[str, typer.Option(help="Shards in work at a time; one run each.")] = "1,2,4",
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cuda",
     folder: Annotated[
-        Path | None, typer.Option(help="On the disk to measure, with room for the model; default: temporary.")
+        Path | None,
+        typer.Option(
+            callback=check_folder, help="On the disk to measure, with room for the model; default: temporary."
+        ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -62,6 +66,8 @@ def quantize(
     on_gpu = any(one.startswith("cuda") for one in devices)
     if on_gpu:
         gpu_timing.require_gpu("kbit bench quantize")
+    for one in devices or [device]:
+        check_device(one)
     about = gpu_timing.describe() if on_gpu else machine.describe()
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kbit.cli.json_file import check
+
 console = Console()
 
 
@@ -15,7 +17,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder of the files that --json options wrote.")] = Path(
         "benchmarks/results"
     ),
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(callback=check, help="The page.")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page of all results. Kernels, models, traffic, quality, provenance."""
     from kbit.bench.report import page

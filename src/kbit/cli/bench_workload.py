@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.json_file import JsonFile, check, write_json
 from kbit.cli.options import numbers, words
 from kbit.cli.tables import show
 
@@ -35,7 +35,9 @@ def workload(
     budget: Annotated[int, typer.Option(min=1, help="Tokens of an iteration at most.")] = 2048,
     turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw speed-up against users here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=check, help="Also draw speed-up against users here.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """What a kernel table means for one user and for many.

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class Row:
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where downloads and models are kept.")] = Path("demo"),
+    folder: Annotated[
+        Path, typer.Option(callback=check_folder, help="Where downloads and models are kept.")
+    ] = Path("demo"),
     bits: Annotated[str, typer.Option(help="Widths of the linear layers.")] = "4,3,2",
     embedding_bits: Annotated[int, typer.Option(help="Width of the embedding, also the head.")] = 5,
     prompt: Annotated[str, typer.Option(help="What to ask each model.")] = PROMPT,

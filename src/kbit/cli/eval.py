@@ -35,15 +35,9 @@ def read_text(file: Path | None) -> str:
     """
     if file is None:
         return (resources.files("kbit") / "data" / SHIPPED_TEXT).read_text(encoding="utf-8")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text ({error}). Convert it first.") from None
-    except OSError as error:
-        raise OSError(
-            f"--text {file} cannot be read: {error.strerror}. Give a UTF-8 text file, or leave --text out: "
-            f"kbit ships one."
-        ) from None
+    from kbit.bench.result_files import read_text as read
+
+    return read(file, f"--text {file}", "Give a UTF-8 text file, or leave --text out: kbit ships one.")
 
 
 def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
@@ -69,6 +63,10 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence on a text. Teacher forced, computed in float32."""
+    if bits is None and (plain or embedding_bits is not None):
+        raise ValueError("--plain and --embedding-bits say how to quantize in memory. Add --bits, such as 4.")
+    if bits is not None and reference is not None:
+        raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
@@ -89,8 +87,8 @@ def _saved(
     base = None
     if reference is not None:
         remedy = "Give --reference the folder of the unquantized model, or leave it out."
-        base = models[f"{reference.name} (reference)"] = _load_unquantized(reference, remedy)
-    models[folder.name] = load_model(folder, "float32")
+        base = models[f"{reference.resolve().name} (reference)"] = _load_unquantized(reference, remedy)
+    models[folder.resolve().name] = load_model(folder, "float32")
     sizes = {each.config.get_text_config().vocab_size for each in models.values()}
     if len(sizes) > 1:
         raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
@@ -118,11 +116,12 @@ def _in_memory(
     ]
     ids = encode_windows(folder, read_text(text), window, max_tokens)
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.")
-    models = {folder.name: base}
-    rows: dict[str, dict[str, Any]] = {folder.name: {"bits": None, "method": "unquantized"}}
+    own = folder.resolve().name
+    models = {own: base}
+    rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
     for policy in policies:
         method = "search" if policy.search else "plain"
-        name = f"{folder.name} k={policy.bits} {method}"
+        name = f"{own} k={policy.bits} {method}"
         model = models[name] = quantize_model(_sharing_copy(base), policy)
         rows[name] = {"bits": policy.bits, "method": method} | _sizes(model, base)
     return _score(models, rows, ids, base)

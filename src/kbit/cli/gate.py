@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kbit.cli.generate import check_device
 from kbit.cli.json_file import check, write_json
+from kbit.cli.options import numbers, one_of
 
 console = Console(soft_wrap=True)
 
@@ -31,7 +32,7 @@ def gate(
     from kbit.nvfp4.gate import TOGGLES, make_reference, run_gate
     from kbit.nvfp4.gemm import CONTRACT_VERSION
 
-    batches = _batches(tokens)
+    batches = numbers("--tokens", tokens)
     if write_reference is not None:
         write_json(write_reference, make_reference(batches))
         return
@@ -56,17 +57,11 @@ def gate(
         raise typer.Exit(1)
 
 
-def _batches(tokens: str) -> list[int]:
-    try:
-        return [int(part) for part in tokens.split(",")]
-    except ValueError:
-        raise ValueError(f"--tokens takes batch sizes such as 1,32,128, got {tokens!r}.") from None
-
-
 def _toggles(toggle: str, accum: str, device: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """The levers to pull; "all" leaves tiles out where a contract has no choice of them."""
     from kbit.nvfp4 import tiles_nvfp4
 
+    one_of("--toggle", toggle, ("all", *known))
     if toggle != "all":
         return (toggle,)
     return tuple(name for name in known if name != "tile" or tiles_nvfp4(accum, device))

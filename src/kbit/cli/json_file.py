@@ -25,6 +25,18 @@ def check(file: Path | None) -> Path | None:
     return file
 
 
+def check_folder(folder: Path | None) -> Path | None:
+    """Refuse a folder that cannot be made, or written in, in the same way."""
+    if folder is None:
+        return None
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is a file. Name a folder.")
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{there} cannot be written. Name another place.")
+    return folder
+
+
 JsonFile = Annotated[Path | None, typer.Option("--json", callback=check, help="Also write the results here.")]
 
 

@@ -16,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+from kbit.cli.generate import check_model_folder
+
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
@@ -55,11 +57,11 @@ def command(
 
 
 def _check_model(name: str) -> None:
-    """Raises OSError for what is no model's folder and no name on a hub, which has one slash at most."""
+    """Raises OSError or ValueError for no model's folder and no name on a hub (one slash at most)."""
     folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name} has no config.json; is it a model's folder?")
-    if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+    if folder.exists():
+        check_model_folder(folder)
+    elif name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )

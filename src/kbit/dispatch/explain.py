@@ -12,7 +12,7 @@ from kbit.backends.cuda import driver, grouped_preference, preference, tables
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks, forms
+from kbit.ops import checks, forms, kinds
 
 
 def explain(
@@ -33,7 +33,7 @@ def explain(
         A few lines: the backend and what keeps earlier ones away, then its kernels likewise.
 
     Raises:
-        TypeError: dtype is not float32, float16 or bfloat16.
+        TypeError: q is not quantized, x_shape no sizes, or dtype not float32, float16 or bfloat16.
         ValueError: the shape or activation does not fit the weight, or KBIT_BACKEND or KBIT_KERNEL force what
             cannot be.
 
@@ -41,7 +41,12 @@ def explain(
     1 token of 256 -> 64, 4 bits, bfloat16 on cpu
     ...
     """
+    kinds.quantized("explain", q)
     n, k = q.shape[-2:]
+    sized = isinstance(x_shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in x_shape)
+    if not sized:
+        what = repr(x_shape) if isinstance(x_shape, Sequence) else type(x_shape).__name__
+        raise TypeError(f"explain: x_shape must be sizes such as (1, {k}), got {what}. Pass x.shape.")
     if not x_shape or x_shape[-1] != k:
         raise ValueError(f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features.")
     checks.float_dtype("explain", "dtype", dtype)

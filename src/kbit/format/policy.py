@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kbit.format import patterns
 from kbit.format.codebook import BLOCK_SIZE, check_bits, get_codebook
 from kbit.format.scales import absmax_format
 
@@ -32,7 +33,7 @@ class QuantizationPolicy:
         absmax_format: block scale format, "e4m4" (one byte), "float16" or "float32".
         search: search block scales (default) or take the rounded absmax (plain).
         overrides: {regular expression: bits}; the first that `re.search` finds in a name of the module wins.
-            0 leaves the module unquantized.
+            0 leaves the module unquantized. A repeated group may hold no other repeat, and no alternatives.
         modules_to_not_convert: names; a module is skipped if one of them is a name of it or of its parents.
         embedding_bits: width of input embeddings and the output head; None leaves them unquantized.
 
@@ -63,11 +64,10 @@ class QuantizationPolicy:
         for width in self.widths():
             get_codebook(self._codebook_entry(width), width)
         for pattern in self.overrides:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from None
-        absmax_format(self.absmax_format)
+            patterns.check(pattern)
+        absmax_format(str(self.absmax_format))  # a name, not the dtype
+        if not isinstance(self.search, bool):
+            raise TypeError(f"search must be True or False, got {self.search!r}.")
         skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
         if isinstance(skipped, str) or not isinstance(skipped, Iterable):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
@@ -86,7 +86,8 @@ class QuantizationPolicy:
         used = {check_bits(self.bits)}
         if self.embedding_bits is not None:
             used.add(check_bits(self.embedding_bits, "embedding_bits"))
-        used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in self.overrides.items() if bits != 0)
+        wide = {p: bits for p, bits in self.overrides.items() if type(bits) is not int or bits != 0}
+        used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in wide.items())
         return sorted(used)
 
     def bits_for(self, *names: str) -> int | None:
@@ -100,11 +101,11 @@ class QuantizationPolicy:
         if any(is_inside(name, skipped) for skipped in self.modules_to_not_convert or () for name in names):
             return None
         for pattern, bits in self.overrides.items():
-            if _found(re.compile(pattern), names):
+            if any(patterns.is_found(pattern, name) for name in names):
                 return bits or None
-        if _found(_ROUTERS, names):
+        if any(_ROUTERS.search(name) for name in names):
             return None
-        if _found(_EMBEDDINGS, names):
+        if any(_EMBEDDINGS.search(name) for name in names):
             return self.embedding_bits
         return self.bits
 
@@ -165,7 +166,13 @@ class QuantizationPolicy:
             by_width = {str(width): levels for width, levels in self.codebook.items()}
             if str(bits) not in by_width:
                 raise ValueError(f"codebook: no levels for {bits} bits, only for {sorted(by_width)}.")
-            return by_width[str(bits)]
+            levels = by_width[str(bits)]
+            if isinstance(levels, str):
+                raise TypeError(
+                    f"codebook: {bits} bits need {2**bits} numbers, got {levels!r}. A name is that of every "
+                    f"width: codebook={levels!r}."
+                )
+            return levels
         return self.codebook
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,10 +214,6 @@ def _skips_any(skipped: str, names: Iterable[str]) -> bool:
     return any(is_inside(name, skipped) for name in names)
 
 
-def _found(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
-    return any(pattern.search(name) for name in names)
-
-
 def _of_every_layer(name: str) -> str:
     """A regular expression for a module's name whatever the layers' numbers."""
     parts = (r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
@@ -221,7 +224,7 @@ def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor arguments in a `quantization_config`, after checking what is not a field.
 
     Raises:
-        ValueError: another method, a newer version, another block size, an unknown key.
+        ValueError: another method or version, another block size, an unknown key.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"quantization_config must be an object, got {type(config).__name__}.")
@@ -230,10 +233,10 @@ def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if method != QUANT_METHOD:
         raise ValueError(f"quantization_config: quant_method is {method!r}, kbit reads {QUANT_METHOD!r}.")
     version = values.pop("version", FORMAT_VERSION)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"quantization_config: format version {version!r}, this kbit reads up to {FORMAT_VERSION}. "
-            f"Upgrade kbit."
+            f"quantization_config: format version {version!r}, this kbit reads whole numbers from 1 to "
+            f"{FORMAT_VERSION}. Upgrade kbit if it is higher; else fetch or quantize the model again."
         )
     block_size = values.pop("block_size", BLOCK_SIZE)
     if block_size != BLOCK_SIZE:

@@ -47,6 +47,7 @@ class QuantizedTensor:
     stays_canonical = False
 
     def __post_init__(self) -> None:
+        check_bits(self.bits)
         check_parts(self.packed, self.absmax, self.codebook, self.scale, self.shape[-1], bits=self.bits)
         if tuple(self.absmax.shape[:-1]) != tuple(self.shape[:-1]):
             raise ValueError(
@@ -275,11 +276,11 @@ def check_tiles(
 def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
     """Check each part's dtype, and that all are where the first is."""
     first = next(iter(parts))
-    device = parts[first][0].device
     for name, (part, dtypes) in parts.items():
-        if part.dtype not in dtypes:
-            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {part.dtype}.")
-        if part.device != device:
+        got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
+        if got not in dtypes:
+            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {got}.")
+        if part.device != (device := parts[first][0].device):
             raise ValueError(
                 f"quantized weight: {name} is on {part.device}, {first} on {device}. Move them together."
             )

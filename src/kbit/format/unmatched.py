@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from difflib import SequenceMatcher
 
+from kbit.format import patterns
 from kbit.format.policy import QuantizationPolicy, is_inside
 
 # A name is near a pattern from this likeness on, of 1.
@@ -28,8 +29,8 @@ def unmatched(
     missed = []
     for pattern, bits in policy.overrides.items():
         known = quantizable if bits else everything
-        if not any(re.search(pattern, name) for name in known):
-            found = [name for name in others if re.search(pattern, name)] if bits else []
+        if not any(patterns.is_found(pattern, name) for name in known):
+            found = [name for name in others if patterns.is_found(pattern, name)] if bits else []
             missed.append(f"override '{pattern}'{_no_layer(found) or _nearest(pattern, known)}")
     for skipped in policy.modules_to_not_convert or ():
         if not any(is_inside(name, skipped) for name in everything):

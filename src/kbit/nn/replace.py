@@ -69,7 +69,7 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
-        TypeError: the policy is none.
+        TypeError: the model or the policy is none.
         ValueError: the model itself is a layer, or holds weights on the meta device; or it has quantized
             layers already, with another codebook for a width or another format of block scales.
 
@@ -79,6 +79,11 @@ def quantize_model(
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"quantize_model: model must be an nn.Module, got {type(model).__name__}. kbit.quantize "
+            f"takes single tensors; the command kbit quantize takes folders."
+        )
     if not isinstance(policy, QuantizationPolicy):
         raise TypeError(
             f"quantize_model: policy must be a KbitConfig or QuantizationPolicy, got "

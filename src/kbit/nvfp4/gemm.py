@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import FLOATS, dequantize_nvfp4
+from kbit.ops import kinds
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -84,6 +85,7 @@ def linear_nvfp4(
     >>> linear_nvfp4(torch.randn(2, 64), quantize_nvfp4(torch.randn(8, 64))).shape
     torch.Size([2, 8])
     """
+    kinds.tensor("linear_nvfp4", "x", x, where)
     tail = f" ({where})" if where else ""
     if x.dtype not in FLOATS:
         raise TypeError(f"linear_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")

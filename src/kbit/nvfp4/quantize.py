@@ -8,6 +8,7 @@ import torch
 
 from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, e2m1, layouts, ue4m3
 from kbit.nvfp4.kernels import kernels_for
+from kbit.ops import kinds
 
 TIES = ("zero", "even")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,6 +75,7 @@ def check_input(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    kinds.tensor("quantize_nvfp4", "x", x, where)
     tail = f" ({where})" if where else ""
     if x.dtype not in FLOATS:
         raise TypeError(f"quantize_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")

@@ -11,16 +11,7 @@ import torch.nn.functional as F
 from kbit.format.codebook import check_bits, get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks, forms, grad_checks
-
-
-def _require_quantized(op: str, q: object, where: str = "") -> None:
-    if not isinstance(q, QuantizedTensor):
-        of = f" of {where}" if where else ""
-        raise TypeError(
-            f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. Make one: "
-            f"kbit.quantize(weight, bits=4)."
-        )
+from kbit.ops import checks, forms, grad_checks, kinds
 
 
 def quantize(
@@ -54,6 +45,9 @@ def quantize(
     >>> q.bits_per_weight
     4.25
     """
+    kinds.tensor("quantize", "w", w, where)
+    if not isinstance(search, bool):
+        raise TypeError(f"quantize: search must be True or False, got {search!r}.")
     levels = get_codebook(codebook, check_bits(bits)).to(w.device)
     w = w.detach()  # else torch takes float results for differentiable ones
     checks.quantize(w, levels, bits, scale, where)
@@ -83,7 +77,8 @@ def dequantize(
     >>> kbit.dequantize(q, torch.bfloat16).shape
     torch.Size([64, 256])
     """
-    _require_quantized("dequantize", q)
+    kinds.quantized("dequantize", q)
+    checks.float_dtype("dequantize", "dtype", dtype)
     if q.tiled is None:
         op: Any = torch.ops.kbit.dequantize
         arguments: tuple[Any, ...] = (*_parts(q), q.shape[-1], dtype)
@@ -91,6 +86,7 @@ def dequantize(
         op = torch.ops.kbit.dequantize_tiled
         arguments = (q.tiled, q.codebook, q.scale, *q.shape[-2:], dtype)
     if out is not None:
+        kinds.tensor("dequantize", "out", out)
         op.out(*arguments, out=out)
         return out
     return op(*arguments)
@@ -131,7 +127,7 @@ def linear(
     >>> kbit.linear(torch.randn(3, 256), q).shape
     torch.Size([3, 64])
     """
-    _require_quantized("linear", q, where)
+    kinds.quantized("linear", q, where)
     fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     grad_checks.no_tangent("linear", where, x, bias)
@@ -169,7 +165,7 @@ def grouped_linear(
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
-    _require_quantized("grouped_linear", q, where)
+    kinds.quantized("grouped_linear", q, where)
     fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     grad_checks.no_tangent("grouped_linear", where, x)
@@ -189,6 +185,8 @@ def _multiply(
     needs_grad: bool,
 ) -> torch.Tensor:
     """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
+    if out is not None:
+        kinds.tensor(name, "out", out)
     if needs_grad and out is not None:
         raise ValueError(
             f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
@@ -238,7 +236,9 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
         IndexError: an id is out of range (on the CPU).
         TypeError, ValueError: q is not quantized; dtypes, shapes or devices do not fit.
     """
-    _require_quantized("embedding", q)
+    kinds.quantized("embedding", q)
+    kinds.tensor("embedding", "ids", ids)
+    checks.float_dtype("embedding", "dtype", dtype)
     return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
 
 

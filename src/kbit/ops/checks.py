@@ -11,6 +11,7 @@ import torch
 from kbit.format.codebook import check_bits
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import check_parts
+from kbit.ops import kinds
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,8 +23,9 @@ def _tail(where: str) -> str:
 def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:
     """Raise TypeError unless `dtype`, which argument `name` has, is one that ops compute in."""
     if dtype not in FLOAT_DTYPES:
+        remedy = "Pass one of torch's." if name == "dtype" else "Cast it first."
         raise TypeError(
-            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{_tail(where)}. Cast it first."
+            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{_tail(where)}. {remedy}"
         )
 
 
@@ -37,7 +39,7 @@ def quantize(
         ValueError: w is not [N, K] or [E, N, K] with K >= 1, or codebook, bits, format are illegal.
     """
     check_bits(bits)
-    absmax_format(absmax_format_name)
+    absmax_format(str(absmax_format_name))  # a name, not the dtype
     float_dtype("quantize", "w", w.dtype, where)
     if w.dim() not in (2, 3) or w.shape[-1] < 1:
         raise ValueError(
@@ -79,6 +81,7 @@ def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device,
         TypeError: x is not float32, float16 or bfloat16.
         ValueError: x is a scalar, has other features than the weight, or is on another device.
     """
+    kinds.tensor(op, "x", x, where)
     float_dtype(op, "x", x.dtype, where)
     if x.dim() < 1 or x.shape[-1] != in_features:
         features = x.shape[-1] if x.dim() else "no"
@@ -131,6 +134,7 @@ def linear_inputs(
         gate_and_up("linear", shape[0], where)
     if bias is None:
         return
+    kinds.tensor("linear", "bias", bias, where)
     if bias.shape != shape[:1]:
         raise ValueError(
             f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{_tail(where)}. "
@@ -217,6 +221,7 @@ def offsets(
     op: str, expert_offsets: torch.Tensor, experts: int, device: torch.device, where: str = ""
 ) -> None:
     """Raise TypeError or ValueError unless offsets are int32 [experts + 1] on `device`."""
+    kinds.tensor(op, "expert_offsets", expert_offsets, where)
     if expert_offsets.dtype != torch.int32:
         raise TypeError(
             f"{op}: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. Use .int()."

@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kbit.bench.result_files import read_text
+
 PROMPT_KEY, ANSWER_KEY = "input_tokens_per_turn", "generated_tokens_per_turn"
 LOG_KEYS = ("input_tokens", "generated_tokens")
 LOG_SUFFIX = ".jsonl"
@@ -75,7 +77,7 @@ def load(path: Path | None = None) -> Traffic:
     if path is None:
         shipped = resources.files("kbit") / "data" / "token_distributions.json"
         return _distribution(json.loads(shipped.read_text(encoding="utf-8")), "the shipped distribution")
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, f"workload: {path}", _FORMAT)
     if path.suffix == LOG_SUFFIX:
         return from_log(list(_log_turns(text, path)), str(path))
     try:

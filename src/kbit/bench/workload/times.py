@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from kbit.backends.cuda import driver, preference, tables
 from kbit.bench import gpu_timing
 from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
 from kbit.bench.kernels import DEQUANTIZE, DTYPES
+from kbit.bench.result_files import no_result, read_result
 from kbit.bench.shapes import LayerShape
 from kbit.bench.workload.model_layers import ModelLayers, active_experts
 from kbit.format.errors import KbitError
@@ -206,8 +206,9 @@ def load_grouped(path: Path) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
         ValueError: it is not one.
     """
+    command = "kbit bench moe"
+    result = read_result(path, command)
     try:
-        result = json.loads(path.read_text())
         return [
             {
                 "shape": f"moe_{match['shape']}",
@@ -219,10 +220,8 @@ def load_grouped(path: Path) -> list[dict[str, Any]]:
             for row in result["rows"]
             if (match := _GROUPED_PROBLEM.match(row["problem"]))
         ]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"workload: {path} is not a result of `kbit bench moe --json` ({type(error).__name__}: {error})."
-        ) from None
+    except (KeyError, TypeError) as error:
+        raise no_result(path, command, error) from None
 
 
 def _arch(machine: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,8 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
     def __post_init__(self) -> None:
         super().__post_init__()
         skipped = self.modules_to_not_convert
-        if isinstance(skipped, str) or not all(isinstance(name, str) for name in skipped or ()):
+        names = skipped if isinstance(skipped, list | tuple | set) else [None]
+        if skipped is not None and not all(isinstance(name, str) for name in names):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
 
     def settings(self) -> NVFP4Settings:
@@ -65,9 +66,11 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
         Raises:
             TypeError, ValueError: another method, a newer version, an unknown field, a value out of range.
         """
+        if not isinstance(config, Mapping):
+            raise TypeError(f"quantization_config must be an object, got {type(config).__name__}.")
         values = dict(config)
         method, version = values.pop("quant_method", QUANT_METHOD), values.pop("version", FORMAT_VERSION)
-        if method != QUANT_METHOD or version != FORMAT_VERSION:
+        if method != QUANT_METHOD or type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
                 f"quantization_config: expected {QUANT_METHOD} of version {FORMAT_VERSION}, got {method!r} "
                 f"of version {version!r}. Update kbit, or load with the library that wrote it."

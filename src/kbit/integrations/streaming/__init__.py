@@ -139,6 +139,7 @@ def _write_shards(
     progress: Progress | None,
     where: Sequence[torch.device],
 ) -> Report:
+    where = where[: max(1, len(shards))]  # the others would only take threads
     report = Report(shards=list(shards), workers=[str(device) for device in where])
     total = sum(job.info.nbytes for jobs in shards.values() for job in jobs)
     lock = threading.Lock()

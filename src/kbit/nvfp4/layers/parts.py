@@ -35,7 +35,7 @@ class NVFP4Settings:
             row_scale off.
 
     Raises:
-        ValueError: a field is out of range; the message names it.
+        TypeError, ValueError: a field is out of range; the message names it.
     """
 
     activations: str = "nvfp4"
@@ -50,6 +50,9 @@ class NVFP4Settings:
         for name, known in (("activations", ACTIVATIONS), ("ties", TIES), ("dedup", DEDUP)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        for name in ("search", "row_scale", "fold"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_accumulation(self.accum, "NVFP4 settings")
         if self.row_scale and (self.fold or self.dedup == "scatter"):
             raise ValueError(

@@ -1,0 +1,49 @@
+"""Files that users name: read with one line that says what is wrong with them and where to get another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: Path, name: str, remedy: str) -> str:
+    """The text of a file; `name` is what messages call it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error}). {remedy}") from None
+    except OSError as error:
+        raise OSError(f"{name} cannot be read: {error.strerror}. {remedy}") from None
+
+
+def read_result(path: Path, command: str) -> dict[str, Any]:
+    """What the `--json` option of a command wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no JSON object, or says what machine in no object.
+    """
+    try:
+        result = json.loads(read_text(path, str(path), remedy(command)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}). {remedy(command)}") from None
+    if not isinstance(result, dict) or not isinstance(result.get("machine", {}), dict):
+        raise no_result(path, command, "it or its machine is no object")
+    return result
+
+
+def no_result(path: Path, command: str, why: object) -> ValueError:
+    """The error of a file that another command wrote, or nobody."""
+    what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+    return ValueError(f"{path} is not a result of `{command} --json` ({what}). {remedy(command)}")
+
+
+def remedy(command: str) -> str:
+    """How to get such a file."""
+    return f"Make one: {command} --json FILE"

@@ -1,0 +1,81 @@
+"""Regular expressions of overrides, searched in bounded time, for they may come from a stranger's config.
+
+Python's matcher tries every way to split a name among the repeats of a pattern. For repeats one after another
+these are polynomially many; for a repeat inside another, or a choice inside a repeat, exponentially many.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+
+# Ways to match that are worth trying, at about 10 ns each.
+MOST_WAYS = 20_000_000
+_TOKEN = re.compile(
+    r"""(?P<literal> \\. | \[\^?\]?(?:\\.|[^\]\\])*\] | \(\?\#[^)]*\) )
+    | (?P<verbose> \(\?[aiLmsu-]*x )
+    | (?P<open> \(\?? ) | (?P<close> \) ) | (?P<bar> \| )
+    | (?P<quantifier> (?: [*+?] | \{ (?: \d+(?:,\d*)? | ,\d* ) \} ) [?+]? )
+    | (?P<other> . )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def check(pattern: str) -> None:
+    """Check that a pattern can be searched for.
+
+    Raises:
+        ValueError: it is no regular expression, repeats what holds a choice, or uses the verbose syntax.
+    """
+    if not isinstance(pattern, str):
+        raise ValueError(f"overrides: {pattern!r} is not a regular expression: it is no string.")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"overrides: {pattern[:80]!r} is not a regular expression: {error}.") from None
+    _choices(pattern)
+
+
+def is_found(pattern: str, name: str) -> bool:
+    """What `re.search` finds; `pattern` has passed `check`.
+
+    Raises:
+        ValueError: there may be too many ways to match a name so long.
+    """
+    repeats, ways = _choices(pattern)
+    if math.comb(len(name) + repeats + 1, repeats + 1) * ways > MOST_WAYS:
+        raise ValueError(
+            f"overrides: {pattern[:80]!r} has too many repeats or alternatives to look for it in "
+            f"{name[:80]!r}. Write names out, or make several overrides of it."
+        )
+    return re.search(pattern, name) is not None
+
+
+@lru_cache(maxsize=512)
+def _choices(pattern: str) -> tuple[int, int]:
+    """Of a legal pattern: its repeats, more than 64 counted as 64, and the product of its alternatives."""
+    repeats, ways = 0, 1
+    alternatives, chooses = [1], [False]  # of each open group, the whole pattern first
+    closed = False  # just now, a group with a choice in it
+    for token in _TOKEN.finditer(pattern):
+        kind, text = token.lastgroup, token.group()
+        if kind == "verbose" or (closed and kind == "quantifier" and text[0] != "?"):
+            what = "has the flag x" if kind == "verbose" else "repeats a group that has a repeat or | in it"
+            raise ValueError(
+                f"overrides: {pattern[:80]!r} {what}; looking for it could take forever. Write it without."
+            )
+        closed = kind == "close" and chooses[-1]
+        if kind == "open":
+            alternatives.append(1)
+            chooses.append(False)
+        elif kind == "close":
+            ways *= alternatives.pop()
+            chooses[-2:] = [chooses[-2] or closed]
+        elif kind == "bar":
+            alternatives[-1] += 1
+            chooses[-1] = True
+        elif kind == "quantifier" and not re.match(r"\{\d+\}", text):
+            chooses[-1] = True
+            repeats, ways = (repeats, 2 * ways) if text[0] == "?" else (repeats + 1, ways)
+    return min(repeats, 64), ways * alternatives[0]

@@ -1,0 +1,29 @@
+"""What an argument is at all: a tensor, a quantized weight. Ops' schemas say the same, less clearly."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.format.tensor import QuantizedTensor
+
+
+def tensor(op: str, name: str, value: object, where: str = "") -> None:
+    """Raise TypeError unless the argument `name` is a dense tensor."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return
+    of = f" ({where})" if where else ""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be dense, got {value.layout}{of}. Use .to_dense().")
+    raise TypeError(
+        f"{op}: {name} must be a tensor, got {type(value).__name__}{of}. Make one of it: torch.as_tensor."
+    )
+
+
+def quantized(op: str, q: object, where: str = "") -> None:
+    """Raise TypeError unless the weight is quantized."""
+    if not isinstance(q, QuantizedTensor):
+        of = f" of {where}" if where else ""
+        raise TypeError(
+            f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. Make one: "
+            f"kbit.quantize(weight, bits=4)."
+        )
