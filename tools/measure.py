@@ -54,6 +54,12 @@ JOBS = (
     Job("tune", "tune --fresh --bits 4,5 --out {tables}/nvidia-{gpu}.json"),
     Job("tests", "python -m pytest -q -m gpu tests"),
     Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
+    # Where there are any, which may take minutes to compile.
+    Job(
+        "peers",
+        f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-peers.json",
+        after=("tune",),
+    ),
     Job(
         "kernels",
         f"bench kernels --no-peers --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} "
@@ -79,12 +85,6 @@ JOBS = (
         "30b-compiled",
         "bench model qwen3-30b-a3b --compile --batch 1 --prefill 0 "
         "--json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
-        after=("tune",),
-    ),
-    # Where there are any, which may take minutes to compile.
-    Job(
-        "peers",
-        f"bench kernels --bits 4 --dtype fp16,bf16 {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-peers.json",
         after=("tune",),
     ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
