@@ -11,6 +11,7 @@ CSV columns change between ncu's versions.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -23,9 +24,8 @@ from typing import Any
 
 import torch
 
-from kbit.bench import kernel_rows
 from kbit.bench.gpu_timing import Arm, GpuTiming, Key, check_repeats, environment, summarize, warm_up
-from kbit.bench.kernel_rows import KernelRow
+from kbit.bench.kernel_rows import KernelRow, from_json
 
 METRIC = "gpu__time_duration.sum"
 # torch.cuda._sleep's kernel.
@@ -137,5 +137,6 @@ def run(arguments: Sequence[str], repeats: int) -> tuple[dict[str, Any], list[Ke
         if done.returncode or not file.is_file():
             tail = [line for line in said.splitlines() if line and not line.startswith('"')][-5:]
             raise ValueError(f"--timer ncu: {ncu} ended with code {done.returncode}: {' / '.join(tail)}")
-        result, rows = kernel_rows.load(file)
+        result = json.loads(file.read_text())  # its rows have no times yet
+        rows = from_json(result["rows"])
         return result, fill(rows, parse(log.read_text().splitlines()), repeats)
