@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -91,7 +92,11 @@ def test_models_are_built_quantized_and_finite(config_file):
     config = model_build.load_config(config_file)
     seen = []
     policy = QuantizationPolicy(bits=3, embedding_bits=5, search=False)
-    built = model_build.build(config, CPU, policy=policy, progress=lambda done, of, name: seen.append(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        built = model_build.build(
+            config, CPU, policy=policy, progress=lambda done, of, name: seen.append(name)
+        )
     assert seen == ["model.embed_tokens", "model.layers.0", "model.layers.1", *seen[3:]]
     tensors = [*built.model.parameters(), *built.model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}

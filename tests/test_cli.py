@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import kbit
 import tiny_models
+from kbit import cli
 from kbit.cli import app, doctor
 from kbit.integrations.streaming import quantize_checkpoint, reader
 
@@ -111,9 +112,13 @@ def test_errors_of_the_system_name_the_file_and_a_remedy(folders, tmp_path):
     (tmp_path / "file").write_text("")
     result = shell("quantize", folders["original"], tmp_path / "file" / "out")
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {tmp_path / 'file'}: ")
-    assert "Is the path right" in result.stderr
-    assert "Errno" not in result.stderr
+    assert result.stderr.startswith(f"error: {tmp_path / 'file'} cannot be written to: ")
+    assert result.stderr.endswith("Write elsewhere.\n")
+    with pytest.raises(OSError, match="Errno") as caught:
+        (tmp_path / "file" / "out").mkdir()
+    assert cli.escape(caught.value).startswith(f"{tmp_path / 'file' / 'out'}: ")
+    assert "Errno" not in cli.escape(caught.value)
+    assert "Is the path right" in cli.escape(caught.value)
 
 
 @pytest.mark.parametrize(

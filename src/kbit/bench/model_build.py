@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -211,5 +212,7 @@ def quantize_block(block: nn.Module, name: str, policy: QuantizationPolicy) -> n
         owner.add_module(part, nn.Module())
         owner = owner.get_submodule(part)
     owner.add_module(last, block)
-    quantize_model(root, policy)
+    with warnings.catch_warnings():  # about what a part alone lacks
+        warnings.filterwarnings("ignore", "kbit (quantized no layer|found no module)", UserWarning)
+        quantize_model(root, policy)
     return owner.get_submodule(last)

@@ -97,10 +97,10 @@ def escape(error: Exception) -> str:
     from rich.markup import escape as escape_markup
 
     message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.filename is not None:  # the system's, which has no remedy either
-        message = (
-            f"{error.filename}: {error.strerror}. Is the path right, and is this user allowed to use it?"
-        )
+    if isinstance(error, OSError) and error.strerror:  # without the number
+        message = error.strerror
+        if error.filename is not None:  # the system's, which has no remedy
+            message = f"{error.filename}: {message}. Is the path right, and is this user allowed to use it?"
     # Python's own sentence has no remedy; those of kbit have one, and no name.
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]

@@ -46,7 +46,7 @@ def exclusive(partial: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             error.errno or errno.EIO,
-            f"{partial.parent} cannot be written to: {error.strerror or error}. Write elsewhere",
+            f"{partial.parent} cannot be written to: {error.strerror or error}. Write elsewhere.",
         ) from error
     try:
         yield
@@ -139,7 +139,7 @@ def _check_space(folder: Path, needed: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"{folder} has {free / 1e6:.0f} MB free, the output needs {needed / 1e6:.0f} MB. "
-            f"Make room, or write elsewhere",
+            f"Make room, or write elsewhere.",
         )
 
 
@@ -180,7 +180,7 @@ def publish(partial: Path, target: Path) -> None:
         raise OSError(
             error.errno or errno.EIO,
             f"{partial} is complete but cannot be renamed to {target}: {error.strerror}. Rename it, or fix "
-            f"the cause and run the same command again",
+            f"the cause and run the same command again.",
         ) from error
     (target / JOURNAL).unlink()
     if exists and old.is_symlink():
@@ -208,11 +208,11 @@ def explained(source: Path, partial: Path) -> Iterator[None]:
         if shards:
             left = (
                 f"{partial} keeps {counted(len(shards), 'finished shard')} of {sum(shards) / 1e6:.0f} MB: "
-                f"fix the cause and run the same command again to go on from there, or delete that folder"
+                f"fix the cause and run the same command again to go on from there, or delete that folder."
             )
         else:
             shutil.rmtree(partial, ignore_errors=True)
-            left = "Nothing is left behind: fix the cause and run the same command again"
+            left = "Nothing is left behind: fix the cause and run the same command again."
         raise OSError(
             error.errno or errno.EIO,
             f"{_attempt(error, source, partial)} failed: {error.strerror or error} "
