@@ -50,14 +50,85 @@ def test_plain_is_what_nothing_listens_to():
     assert torch.compile(lambda one: one + direct._plain(one), backend="eager")(x).sum() == 0
 
 
-def test_nothing_on_a_cpu_goes_past_the_dispatcher():
-    layer = KbitLinear.from_linear(torch.nn.Linear(64, 32), bits=4)
-    with torch.no_grad(), Listening() as listening:
-        layer(torch.zeros(1, 64))
-    assert any("kbit" in name for name in listening.names)
-    tiled = kbit.quantize(torch.zeros(32, 64)).tile().tiled
-    parts = (layer.codebook, layer.weight_scale, None, 32, 64)
-    assert direct.linear(torch.zeros(1, 64, dtype=torch.float16), tiled, *parts) is None
+def counting(monkeypatch, device):
+    """The calls that go past the dispatcher from now on."""
+    calls, way = [], direct._ways[device]
+
+    def multiply(*arguments):
+        calls.append(1)
+        return way.multiply(*arguments)
+
+    monkeypatch.setitem(direct._ways, device, way._replace(multiply=multiply))
+    return calls
+
+
+def on_cpu(dtype=torch.float32, bias=True, absmax="e4m4"):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 40, bias=bias, dtype=dtype)
+    return KbitLinear.from_linear(linear, bits=4, absmax_format=absmax).eval()
+
+
+@pytest.mark.parametrize("absmax", ["e4m4", "float16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (3, 5, 96), (0, 96), (300, 96)])
+def test_the_same_bits_as_the_op_on_a_cpu(dtype, shape, absmax, monkeypatch):
+    calls = counting(monkeypatch, "cpu")
+    for layer in (on_cpu(dtype, absmax=absmax), on_cpu(dtype, bias=False, absmax=absmax)):
+        x = torch.randn(shape, dtype=dtype)
+        with torch.no_grad():
+            y = layer(x)
+            with Listening() as listening:
+                expected = layer(x)
+        assert "kbit.linear.default" in listening.names
+        assert y.shape == expected.shape
+        assert torch.equal(y, expected)
+    assert calls == [1, 1]
+
+
+def test_strided_operands_on_a_cpu(monkeypatch):
+    calls = counting(monkeypatch, "cpu")
+    layer = on_cpu()
+    layer.bias = torch.nn.Parameter(torch.randn(3 * 40)[::3])
+    x = torch.randn(96, 5).t()
+    with torch.no_grad():
+        for rows in (x, x[1::2]):
+            y = layer(rows)
+            with Listening():
+                assert torch.equal(y, layer(rows))
+    assert len(calls) == 2
+
+
+def test_what_the_op_has_to_do_more_for_goes_to_it_on_a_cpu(monkeypatch):
+    calls = counting(monkeypatch, "cpu")
+    layer = on_cpu()
+    x = torch.randn(2, 96)
+    layer(x.clone().requires_grad_()).sum().backward()
+    with torch.no_grad():
+        layer(x.half())  # a bias of another dtype
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(x)
+        with torch.profiler.profile():
+            layer(x)
+        for wrong in (x[:, :64], x.long(), x.double()):
+            with pytest.raises((TypeError, ValueError)):
+                layer(wrong)
+        layer.bias = torch.nn.Parameter(layer.bias[:7])
+        with pytest.raises(ValueError, match="bias"):
+            layer(x)
+        layer.bias = None
+        layer.weight_packed = Subclass(layer.weight_packed, requires_grad=False)
+        layer(x)
+    assert calls == []
+
+
+class Subclass(torch.nn.Parameter):
+    pass
+
+
+def test_tiles_on_a_cpu_go_to_the_op():
+    q = kbit.quantize(torch.zeros(32, 64)).tile()
+    x = torch.zeros(1, 64, dtype=torch.float16)
+    assert direct.linear(x, (q.tiled, q.codebook, q.scale), None, 32, 64) is None
 
 
 def on_gpu(dtype=torch.bfloat16, bias=True):
@@ -72,10 +143,7 @@ def on_gpu(dtype=torch.bfloat16, bias=True):
 def test_the_same_bits_as_the_op(dtype, shape, monkeypatch):
     layer = on_gpu(dtype)
     x = torch.randn(shape, device="cuda", dtype=dtype)
-    calls = []
-    monkeypatch.setattr(
-        direct, "_multiply", lambda *args, run=direct._multiply: calls.append(1) or run(*args)
-    )
+    calls = counting(monkeypatch, "cuda")
     with torch.no_grad():
         y = layer(x)
         assert calls == [1]
@@ -89,8 +157,7 @@ def test_the_same_bits_as_the_op(dtype, shape, monkeypatch):
 
 @pytest.mark.gpu
 def test_strided_and_empty_operands(monkeypatch):
-    calls, run = [], direct._multiply
-    monkeypatch.setattr(direct, "_multiply", lambda *args: calls.append(1) or run(*args))
+    calls = counting(monkeypatch, "cuda")
     layer = on_gpu()
     layer.bias = torch.nn.Parameter(torch.randn(3 * 384, device="cuda", dtype=torch.bfloat16)[::3])
     x = torch.randn(512, 5, device="cuda", dtype=torch.bfloat16).t()
@@ -104,7 +171,7 @@ def test_strided_and_empty_operands(monkeypatch):
 
 @pytest.mark.gpu
 def test_what_the_op_has_to_do_more_for_goes_to_it(monkeypatch):
-    monkeypatch.setattr(direct, "_multiply", lambda *args: pytest.fail("went past the op"))
+    calls = counting(monkeypatch, "cuda")
     layer = on_gpu()
     x = torch.randn(2, 512, device="cuda", dtype=torch.bfloat16)
     layer(x.clone().requires_grad_()).sum().backward()
@@ -121,3 +188,4 @@ def test_what_the_op_has_to_do_more_for_goes_to_it(monkeypatch):
         layer.bias = torch.nn.Parameter(layer.bias[:100])
         with pytest.raises(ValueError, match="bias"):
             layer(x)
+    assert calls == []

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
 from kbit.format.codebook import midpoints
 from kbit.format.scales import absmax_format
-from kbit.ops import checks, grad_checks, schemas
+from kbit.ops import checks, direct, grad_checks, schemas
 from kbit.quantizers.scale_search import WINDOWS
 
 
@@ -85,6 +87,14 @@ def _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out):
         weight = contiguous(packed, absmax, codebook, scale)
         run(rows, *weight, bias, in_features, out.view(rows.shape[0], -1))
     return out
+
+
+def _linear_directly(x, packed, absmax, codebook, scale, bias, out_features, in_features):
+    out = x.new_empty((*x.shape[:-1], out_features))
+    return _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
+
+
+direct.set_multiply("cpu", 4, (torch.float32, torch.float16, torch.bfloat16), _linear_directly)
 
 
 @implement("grouped_linear")

@@ -97,7 +97,7 @@ def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features)
     return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, False, out)
 
 
-direct.set_multiply(_linear_directly)
+direct.set_multiply("cuda", 3, (torch.float16, torch.bfloat16), _linear_directly)
 
 
 @implement("experts_one_token")

@@ -128,23 +128,24 @@ class KbitLinear(QuantizedModule, nn.Linear):
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
+        parts: tuple[torch.Tensor, ...]
+        if tiled is None:
+            parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
+        else:
+            parts = (tiled, self.codebook, self.weight_scale)
         if needs_grad:
             grad_checks.no_transform("linear", self.layer_name)
-        elif tiled is not None:
-            y = direct.linear(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
-            if y is not None:
-                return y
+        elif (y := direct.linear(x, parts, bias, *sizes)) is not None:
+            return y
         x = autocast(x)
-        device = (self.weight_packed if tiled is None else tiled).device
-        checks.activation("linear", x, self.in_features, device, self.layer_name)
+        checks.activation("linear", x, self.in_features, parts[0].device, self.layer_name)
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if tiled is not None:
             op = torch.ops.kbit.linear_tiled_train if needs_grad else torch.ops.kbit.linear_tiled
-            return op(x, tiled, self.codebook, self.weight_scale, bias, *sizes)
+            return op(x, *parts, bias, *sizes)
         op = torch.ops.kbit.linear_train if needs_grad else torch.ops.kbit.linear
-        parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         return op(x, *parts, bias, self.in_features)
 
     def extra_repr(self) -> str:

@@ -11,22 +11,35 @@ or unless the op would refuse, or compute in another dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-# multiply(x [..., K], tiled, codebook, scale, bias, N, K) -> [..., N]; see `kbit::linear_tiled`.
-Multiply = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, int], torch.Tensor
-]
-_DTYPES = (torch.float16, torch.bfloat16)
+_OWN = (torch.Tensor, torch.nn.Parameter)  # and nobody's subclass, such as a DTensor
 
-_multiply: Multiply | None = None
+# multiply(x [..., K], *parts, bias, N, K) -> [..., N]
+Multiply = Callable[..., torch.Tensor]
 
 
-def set_multiply(multiply: Multiply) -> None:
-    """Set who multiplies by tiles on a GPU."""
-    global _multiply
-    _multiply = multiply
+class _Way(NamedTuple):
+    multiply: Multiply
+    parts: int
+    dtypes: tuple[torch.dtype, ...]
+
+
+_ways: dict[str, _Way] = {}
+
+
+def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multiply: Multiply) -> None:
+    """Set who multiplies on devices of a type.
+
+    Args:
+        device: "cpu", "cuda".
+        parts: how many the weight has: 3 in tiles, as `kbit::linear_tiled` takes it, 4 as `kbit::linear`.
+        dtypes: of activations.
+        multiply: (x, *parts, bias, out_features, in_features) to the product.
+    """
+    _ways[device] = _Way(multiply, parts, dtypes)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -39,35 +52,34 @@ def _plain(tensor: torch.Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled(tensor.device.type)
     )
 
 
 def linear(
     x: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
     out_features: int,
     in_features: int,
 ) -> torch.Tensor | None:
-    """`kbit::linear_tiled` of a layer's own parts, without gradient; None: call the op.
+    """`kbit::linear` or `kbit::linear_tiled` of a layer's own parts, without gradient; None: call the op.
 
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
-        ValueError: KBIT_KERNEL is wrong.
+        ValueError: KBIT_KERNEL or KBIT_BACKEND is wrong.
     """
-    if _multiply is None or not x.is_cuda or not _plain(x) or x.dtype not in _DTYPES:
+    if not _plain(x) or (way := _ways.get(x.device.type)) is None or x.dtype not in way.dtypes:
         return None
-    parts = (tiled, codebook, scale)
-    if x.shape[-1:] != (in_features,) or any(part.device != x.device for part in parts):
+    if x.shape[-1:] != (in_features,) or len(parts) != way.parts:
+        return None
+    if any(part.device != x.device or type(part) not in _OWN for part in parts):
         return None
     if bias is not None and not (
-        type(bias) in (torch.Tensor, torch.nn.Parameter)
+        type(bias) in _OWN
         and bias.shape == (out_features,)
         and bias.dtype == x.dtype
         and bias.device == x.device
     ):
         return None
-    return _multiply(x, tiled, codebook, scale, bias, out_features, in_features)
+    return way.multiply(x, *parts, bias, out_features, in_features)
