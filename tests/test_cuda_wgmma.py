@@ -56,11 +56,11 @@ def operands(m, bits, dtype):
 
 def launches(tokens, bits):
     """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
-    dense = [(bits, tokens, teams, False, False) for teams in (1, 2)]
-    for block, cluster in itertools.product(wgmma_config.configs(), CLUSTERS):
-        if block in dense and (cluster == 1 or block.splits(K, cluster)):
+    dense = [one for one in wgmma_config.configs() if one[:2] == (bits, tokens) and not one.grouped]
+    for block, cluster in itertools.product(dense, CLUSTERS):
+        if not block.nvfp4 and (cluster == 1 or block.splits(K, cluster)):
             for clusters in (1, 2, 7):
-                yield wgmma.Plan(tokens, clusters * cluster, cluster, block.teams)
+                yield wgmma.Plan(tokens, clusters * cluster, cluster, block.teams, block.rows)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

@@ -87,7 +87,7 @@ def test_a_row_serves_its_tokens_and_down_to_half() -> None:
         assert choice == preference.decide(m, torch.float16, *SIZE, known)
         plans[m] = choice.row.m if choice.row else None
         if choice.row and choice.row.m == m:
-            assert choice.tiles == wgmma.plan_of(choice.row.tokens, choice.row.cluster, m, *SIZE)
+            assert choice.tiles == wgmma.plan_of(choice.row.tokens, choice.row.cluster, 128, m, *SIZE)
         else:
             costs = wgmma.candidates(m, *SIZE)
             assert costs[choice.tiles] <= (1.1 if choice.row else 1.0) * min(costs.values())
@@ -98,7 +98,7 @@ def test_a_row_serves_its_tokens_and_down_to_half() -> None:
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
     known = (table(item(512, tokens=128, cluster=1)),)
     few, many = (preference.decide(m, torch.float16, *SIZE, known).tiles for m in (500, 512))
-    assert few == many == wgmma.plan_of(128, 1, 512, *SIZE)
+    assert few == many == wgmma.plan_of(128, 1, 128, 512, *SIZE)
     # Three tiles of 128 tokens, one of them for a single token.
     assert preference.decide(257, torch.float16, *SIZE, known).tiles == wgmma.plan(257, *SIZE)
 
@@ -149,7 +149,7 @@ def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KBIT_KERNEL", "wgmma")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert choice.forced
-    assert choice.tiles == wgmma.plan_of(64, 1, 64, *SIZE)
+    assert choice.tiles == wgmma.plan_of(64, 1, 128, 64, *SIZE)
     monkeypatch.setenv("KBIT_KERNEL", "cublas")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert (choice.kernel, choice.row, choice.why) == ("cublas", None, "forced by KBIT_KERNEL")
@@ -350,7 +350,8 @@ def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits
             assert "cublas" in kernels
             plans = [choice.tiles for choice in found.values() if choice.tiles]
             assert len(plans) <= tune.MOST_PLANS
-            assert all(wgmma.plan_of(plan.tokens, plan.cluster, m, *size) == plan for plan in plans)
+            launches = [(plan.tokens, plan.cluster, plan.rows) for plan in plans]
+            assert [wgmma.plan_of(*launch, m, *size) for launch in launches] == plans
             assert not plans or wgmma.plan(m, *size) in plans
 
 

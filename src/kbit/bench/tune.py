@@ -62,7 +62,10 @@ def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[st
     found = {name: Choice(name) for name in ("stream", "cublas") if refusals[name] is None}
     if refusals["wgmma"] is None:
         for plan in likely_plans(m, problem, device):
-            found[f"wgmma {plan.tokens}x{plan.cluster}"] = Choice("wgmma", plan)
+            label = f"wgmma {plan.tokens}x{plan.cluster}"
+            found[label if plan.rows == wgmma_config.ROWS else f"{label} of {plan.rows} rows"] = Choice(
+                "wgmma", plan
+            )
     return found
 
 
@@ -87,7 +90,8 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 for plan in (stream.plan(min(m, count), *size) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.tiles is not None:
-                block = wgmma_config.Config(problem.bits, choice.tiles.tokens, choice.tiles.teams)
+                tiles = choice.tiles
+                block = wgmma_config.Config(problem.bits, tiles.tokens, tiles.teams, rows=tiles.rows)
                 found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
 
@@ -122,6 +126,7 @@ def winner(m: int, found: Mapping[str, Choice], us: Mapping[str, float]) -> Row:
         kernel=best.kernel,
         tokens=tiles.tokens if tiles else 0,
         cluster=tiles.cluster if tiles else 0,
+        block_rows=tiles.rows if tiles else 0,
         us=round(us[order[0]], 3),
         runner_up=second,
         runner_up_us=None if second is None else round(us[second], 3),

@@ -110,7 +110,7 @@ def _near(
 
     256 tokens a tile suit 1024 of them, and waste a quarter of the work for 576.
     """
-    tiles = wgmma.plan_of(row.tokens, row.cluster, m, *shape)
+    tiles = wgmma.plan_of(row.tokens, row.cluster, row.block_rows, m, *shape)
     if m == row.m or tiles is None:
         return tiles
     costs, estimated = wgmma.candidates(m, *shape), wgmma.plan(m, *shape)
@@ -178,7 +178,8 @@ def reasons(
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
     elif choice.tiles is not None:
         tiles = choice.tiles
-        words["wgmma"] += f": {tiles.grid} blocks of {tiles.tokens} tokens in clusters of {tiles.cluster}"
+        words["wgmma"] += f": {tiles.grid} blocks of {tiles.rows} rows by {tiles.tokens} tokens"
+        words["wgmma"] += f" in clusters of {tiles.cluster}"
         words["wgmma"] += ", two teams each" if tiles.teams == 2 else ""
     return words
 

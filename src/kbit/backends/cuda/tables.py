@@ -30,6 +30,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KERNELS = ("stream", "wgmma", "cublas")
 # A row also serves fewer tokens, down to half: the plan for 8192 tokens says nothing of 65.
 _REACH = 2
+_BLOCK_ROWS = 128  # of wgmma's plans that do not name them
 _MOST_BYTES = 16 * 2**20
 _LARGEST = 2**31 - 1
 
@@ -53,7 +54,8 @@ class Problem:
 class Row:
     """The fastest of the kernels that were measured on a problem with `m` tokens.
 
-    `tokens` and `cluster` are of wgmma's plan, 0 for other kernels. Times are medians in microseconds.
+    `tokens`, `cluster` and `block_rows` are of wgmma's plan, 0 for other kernels. Times are medians in
+    microseconds.
     `runner_up` is None if no other kernel may take the problem.
     """
 
@@ -61,6 +63,7 @@ class Row:
     kernel: str
     tokens: int
     cluster: int
+    block_rows: int
     us: float
     runner_up: str | None
     runner_up_us: float | None
@@ -192,19 +195,21 @@ def read_row(item: object) -> tuple[Problem, Row]:
             raise TableError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
     if not isinstance(gated, bool):
         raise TableError(f"gated must be true or false, got {gated!r}")
-    plan = _object(item.get("plan"), "plan")
-    tokens, cluster = (_integer(plan, name) if kernel == "wgmma" else 0 for name in ("tokens", "cluster"))
+    plan = {"rows": _BLOCK_ROWS} | _object(item.get("plan"), "plan")
+    names = ("tokens", "cluster", "rows")
+    tokens, cluster, rows = (_integer(plan, name) if kernel == "wgmma" else 0 for name in names)
     us, runner_up, runner_up_us = _microseconds(item, "us"), None, None
     if item.get("runner_up") is not None:
         runner_up, runner_up_us = _text(item, "runner_up"), _microseconds(item, "runner_up_us")
         if us > runner_up_us:
             raise TableError(f"{kernel} with {us} us is slower than its runner-up with {runner_up_us}")
     problem = Problem(_integer(item, "out_features"), _integer(item, "in_features"), bits, gated, dtype)
-    return problem, Row(_integer(item, "m"), kernel, tokens, cluster, us, runner_up, runner_up_us)
+    return problem, Row(_integer(item, "m"), kernel, tokens, cluster, rows, us, runner_up, runner_up_us)
 
 
 def write_row(problem: Problem, row: Row) -> dict[str, Any]:
     """The object that `read_row` reads."""
+    plan = {"tokens": row.tokens, "cluster": row.cluster, "rows": row.block_rows}
     return {
         "out_features": problem.out_features,
         "in_features": problem.in_features,
@@ -213,7 +218,7 @@ def write_row(problem: Problem, row: Row) -> dict[str, Any]:
         "dtype": problem.dtype,
         "m": row.m,
         "kernel": row.kernel,
-        "plan": {"tokens": row.tokens, "cluster": row.cluster} if row.kernel == "wgmma" else {},
+        "plan": plan if row.kernel == "wgmma" else {},
         "us": row.us,
         "runner_up": row.runner_up,
         "runner_up_us": row.runner_up_us,

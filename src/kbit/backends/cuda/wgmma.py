@@ -17,7 +17,6 @@ from kbit.backends.cuda.tensor_map import activation_map, weight_map
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
-_BLOCK_ROWS = 128
 # What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
 # lacking, are no multiple of most: an H200 takes 39 clusters of 3 and 17 of 6.
 _CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
@@ -28,12 +27,13 @@ _NEAR_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: tokens of a block, blocks, blocks of a cluster, which split K, and teams of a block."""
+    """A launch: blocks, of a cluster, which splits K, and in all; tokens, teams and rows of W of a block."""
 
     tokens: int
     grid: int
     cluster: int
     teams: int = 1
+    rows: int = config.ROWS
 
 
 def arch_refusal(arch: str) -> str | None:
@@ -54,24 +54,24 @@ def candidates(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> dict[Plan, float]:
     """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
-    row_blocks, plans = _row_blocks(out_features, gated), {}
-    for tokens in config.TOKENS:
-        tiles = row_blocks * -(-m // tokens)
-        for cluster in _CLUSTERS:
-            block = config.Config(bits, tokens, config.best_teams(bits, tokens, in_features, cluster))
+    plans = {}
+    for cluster in _CLUSTERS:
+        for block in config.blocks(bits, in_features, cluster):
+            tiles = _row_blocks(out_features, gated, block.rows) * -(-m // block.tokens)
             grid = _grid(tiles, cluster, device.multiprocessors)
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
                 continue
             cost = _clocks(tiles, in_features, block, cluster, grid)
-            plans[Plan(tokens, grid, cluster, block.teams)] = cost
+            plans[Plan(block.tokens, grid, cluster, block.teams, block.rows)] = cost
     return plans
 
 
 def plan_of(
     tokens: int,
     cluster: int,
+    rows: int,
     m: int,
     out_features: int,
     in_features: int,
@@ -79,9 +79,9 @@ def plan_of(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch with so many tokens a block and blocks a cluster; None if it may not take the problem."""
-    found = candidates(m, out_features, in_features, bits, gated, device)
-    return next((plan for plan in found if (plan.tokens, plan.cluster) == (tokens, cluster)), None)
+    """The launch with so many tokens and rows a block and blocks a cluster; None if it may not take it."""
+    found, wanted = candidates(m, out_features, in_features, bits, gated, device), (tokens, cluster, rows)
+    return next((plan for plan in found if (plan.tokens, plan.cluster, plan.rows) == wanted), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,7 +95,7 @@ def grouped_plan(
     device: driver.DeviceLimits,
 ) -> Plan:
     """The launch for several weights, as if m rows were dealt to them evenly."""
-    row_blocks, each = _row_blocks(out_features, gated), -(-m // experts)
+    row_blocks, each = _row_blocks(out_features, gated, config.ROWS), -(-m // experts)
     costs = {}
     for tokens in config.GROUPED_TOKENS:
         tiles = experts * row_blocks * -(-each // tokens)
@@ -108,9 +108,9 @@ def grouped_plan(
     return min(costs, key=lambda plan: costs[plan])
 
 
-def _row_blocks(out_features: int, gated: bool) -> int:
-    rows, block_rows = (out_features // 2, _BLOCK_ROWS // 2) if gated else (out_features, _BLOCK_ROWS)
-    return -(-rows // block_rows)
+def _row_blocks(out_features: int, gated: bool, rows: int) -> int:
+    halves = 2 if gated else 1
+    return -(-(out_features // halves) // (rows // halves))
 
 
 def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
@@ -134,7 +134,9 @@ def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, gr
     """
     tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
     steps = block.steps_of(in_features)
-    if teams == 1 and width == 1:
+    if block.rows == config.HALF_ROWS:  # both teams' take two turns
+        step = width * max(200 + 3.56 * tokens, 100 + 6 * tokens) / 2
+    elif teams == 1 and width == 1:
         step = 200 + 3.56 * tokens
     else:
         step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
@@ -206,15 +208,16 @@ def _launch(
     out: torch.Tensor,
 ) -> None:
     index = x.device.index
-    block = config.of_plan(bits, chosen.tokens, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
+    rows, nvfp4 = chosen.rows, layout.is_nvfp4(tiled)
+    block = config.of_plan(bits, chosen.tokens, chosen.teams, rows, experts > 0, nvfp4)
     out_features, in_features, m = sizes
     x = operands.aligned(x)
-    row_blocks, token_blocks = _row_blocks(out_features, gated), -(-m // chosen.tokens)
+    row_blocks, token_blocks = _row_blocks(out_features, gated, rows), -(-m // chosen.tokens)
     alone = _alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * chosen.tokens)))
     arguments = (
         *pointers,
-        weight_map(tiled, config.ROW_TILES // 2 if gated else config.ROW_TILES),
+        weight_map(tiled, rows // config.TILE_ROWS // (2 if gated else 1)),
         activation_map(x, chosen.tokens),
         out_features,
         m,

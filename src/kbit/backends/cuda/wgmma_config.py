@@ -13,10 +13,13 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 224, 256)  # a block's, at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
+# With 64 rows of W, by two teams of one warpgroup; teams need a multiple of 32, but for 16.
+HALF_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256)
 # That two teams take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us on an H200, by one
 # team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
-TILE_COLUMNS, ROW_TILES = 64, 8
+TILE_COLUMNS, TILE_ROWS = 64, 16
+ROWS, HALF_ROWS = 128, 64  # of W, a block's
 # Up to so many columns of a block two teams lose more at the end, in adding up, than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
 _SHARED_BYTES = 227 * 1024
@@ -26,29 +29,38 @@ _HOLE_BYTES = operands.TABLE_BYTES // 2
 # Where the sums of a cluster have a place of their own, which saves it a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
-_STAGING_BYTES = 512  # of y: two buffers of each of a team's warpgroups with 128 bytes a token
+_STAGING_BYTES = 256  # of y: two buffers of a warpgroup with 128 bytes a token
 _BARRIER_BYTES = 32
 _SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
 class Config(NamedTuple):
-    """A block: tokens that it takes, teams of two warpgroups, kind of weights; `nvfp4`: NVFP4's tiles."""
+    """A block: tokens and rows of W that it takes, teams, kind of weights; `nvfp4`: NVFP4's tiles.
+
+    A team has a warpgroup for 64 rows.
+    """
 
     bits: int
     tokens: int
     teams: int = 1
     grouped: bool = False
     nvfp4: bool = False
+    rows: int = ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return self.teams * self.rows // HALF_ROWS
 
     @property
     def threads(self) -> int:
         """A warpgroup copies, the others multiply."""
-        return 128 + 256 * self.teams
+        return 128 * (1 + self.warpgroups)
 
     @property
     def columns(self) -> int:
         """Of a step: two tiles, where the latencies of decoding are more than the products take."""
-        few = self.tokens <= (64 if self.teams == 1 else 32)
+        few = self.tokens <= (64 if self.warpgroups == 2 else 32)
         return 2 * TILE_COLUMNS if few else TILE_COLUMNS
 
     def steps_of(self, in_features: int) -> int:
@@ -59,15 +71,21 @@ class Config(NamedTuple):
         """Whether every block of a cluster has steps, and the sums that it is sent have room."""
         if self.steps_of(in_features) < cluster * self.teams:
             return False
-        units = -(-(self.tokens // 4) // cluster)
+        units = -(-(self.tokens // 16 * (self.rows // 32)) // cluster)
         activations = stages(self) * self.tokens * self.columns * 2
         return cluster * units * _UNIT_BYTES <= _SUMS_BYTES.get(self.tokens, activations)
 
 
-def of_plan(bits: int, tokens: int, teams: int, grouped: bool, nvfp4: bool) -> Config:
-    """The block of a plan, which knows nothing of NVFP4: two teams have no registers for 96 tokens of its."""
-    most = 1 if nvfp4 and tokens == TEAM_TOKENS[-1] else 2
-    return Config(bits, tokens, min(teams, most), grouped, nvfp4)
+def of_plan(bits: int, tokens: int, teams: int, rows: int, grouped: bool, nvfp4: bool) -> Config:
+    """The block of a plan, which knows nothing of NVFP4; four warpgroups have no registers for 96 of it."""
+    most = 1 if nvfp4 and rows == ROWS and tokens == TEAM_TOKENS[-1] else 2
+    return Config(bits, tokens, min(teams, most), grouped, nvfp4, rows)
+
+
+def blocks(bits: int, in_features: int, cluster: int) -> list[Config]:
+    """What a block may be if so many of a cluster split K."""
+    whole = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
+    return whole + [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
 
 
 def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
@@ -93,12 +111,12 @@ def _fixed_bytes(config: Config) -> int:
     outside = _SUMS_BYTES.get(config.tokens, 0) + (_LIST_BYTES if config.grouped else 0)
     if config.bits in (3, 4):
         outside = max(0, outside - _HOLE_BYTES)
-    staging = config.teams * _round(config) * _STAGING_BYTES
+    staging = config.warpgroups * _round(config) * _STAGING_BYTES
     return operands.TABLE_BYTES + outside + staging + (_SCRATCH_BYTES if config.grouped else 0)
 
 
 def _stage_bytes(config: Config) -> int:
-    weights = ROW_TILES * 4 * layout.words_of(config.bits, config.nvfp4)
+    weights = config.rows // TILE_ROWS * 4 * layout.words_of(config.bits, config.nvfp4)
     tile = config.tokens * TILE_COLUMNS * 2 + weights
     return config.columns // TILE_COLUMNS * tile + _BARRIER_BYTES
 
@@ -124,6 +142,7 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         bits=config.bits,
         bf16=dtype == torch.bfloat16,
         tokens=config.tokens,
+        rows=config.rows,
         teams=config.teams,
         columns=config.columns,
         stages=stages(config),
@@ -140,12 +159,18 @@ def configs() -> list[Config]:
     """Every configuration that plans of kbit.backends.cuda.wgmma may choose."""
     kinds = [(bits, grouped, False) for bits in SUPPORTED_BITS for grouped in (False, True)]
     found = {
-        of_plan(bits, tokens, teams, grouped, nvfp4): None
+        of_plan(bits, tokens, teams, ROWS, grouped, nvfp4): None
         for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
         for tokens in (GROUPED_TOKENS if grouped else TOKENS)
         for teams in ((1, 2) if _has_teams(bits, tokens) and not grouped else (1,))
     }
-    return list(found)
+    half = [
+        of_plan(bits, tokens, 2, HALF_ROWS, False, nvfp4)
+        for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
+        for tokens in HALF_TOKENS
+        if not grouped
+    ]
+    return [*found, *half]
 
 
 def specs() -> list[KernelSpec]:

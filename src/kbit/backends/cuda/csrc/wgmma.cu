@@ -7,18 +7,22 @@
 // Grouped: one W for every expert, and rows of x sorted by expert, as many as there are (groups.cuh).
 //
 //   weight_map  tensor map of the tiles (layout.py), 32-bit [experts * ceil(N/16), ceil(K/64) * words]: boxes
-//               of one tile by 8 tiles, or by 4 if gated
+//               of one tile by Config::rows / 16 tiles, or by half of them if gated
 //   codebook    float32 [2^bits]; scale float32 [experts]: the matrices' factors
 //   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
 //   row_scale   NVFP4's tiles: float32 [M] or null, factors of the rows of y before the bias
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //   offsets     grouped: int32 [experts + 1]
 //
-// A block computes tiles of 128 rows of W (gated: 64 gates and their 64 ups) by Config::tokens tokens in
-// steps of Config::columns. A producer warpgroup keeps kStages steps of packed weights and activations in
-// flight; each of eight consumer warps decodes 16 rows a step into registers, scales them (so that the
-// operand is the 16-bit weight that dequantize gives), and two warpgroups multiply: wgmma with A in registers
-// and B, the activations, in shared memory. The next step is decoded while the tensor cores work on this one.
+// A block computes tiles of Config::rows rows of W, 64 or 128 (gated: half of them gates, half their ups), by
+// Config::tokens tokens in steps of Config::columns. A producer warpgroup keeps kStages steps of packed
+// weights and activations in flight. Of the others each has 64 rows: a warp decodes 16 rows a step into
+// registers, scales them (so that the operand is the 16-bit weight that dequantize gives), and the warpgroup
+// multiplies: wgmma with A in registers and B, the activations, in shared memory. The next step is decoded
+// while the tensor cores work on this one.
+//
+// Tiles of 64 rows are for weights of few rows: two warpgroups take turns at the steps of one, as teams do,
+// and no cluster is needed to fill the machine.
 //
 // With few tokens the latencies of decoding are more than the products take. Two tiles a step hide a part,
 // 290 clocks a tile at 16 tokens, not 460; two teams of eight warps that take turns at the steps hide more.
@@ -283,10 +287,10 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         const int width = p.width();
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
         const Output out{scale, bias, row_scale, y, width, wide};
-        const int group = uniform(warp / 4) - 1, team = group / 2;
+        const int group = uniform(warp / 4) - 1, team = group / kGroups;
         ring.slot = team;
         consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
-                thread % kTeamThreads ^ 128);
+                (thread - 128) % kTeamThreads);
         if constexpr (kGrouped) {
             clear_other_rows(y, offsets, experts, m, p.width(), thread - 128, kConsumers);
         }

@@ -14,7 +14,8 @@ constexpr int kTokens = Config::tokens;
 constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
 static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
 constexpr int kStages = Config::stages;
-constexpr int kRowTiles = 8;
+constexpr int kGroups = Config::rows / 64;  // warpgroups of a team, each with 64 rows of W
+constexpr int kRowTiles = 4 * kGroups;
 constexpr int kTileColumns = 64;
 constexpr int kTilesOfStep = Config::columns / kTileColumns;
 constexpr int kBoxBytes = kTokens * kTileColumns * 2;  // activations
@@ -22,25 +23,26 @@ constexpr int kTilesBytes = kRowTiles * D::kTileBytes;
 constexpr int kActivationBytes = kTilesOfStep * kBoxBytes;  // of a step
 constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
-// Teams of two consumer warpgroups take turns at the steps of a tile. In the end each has the sums of kKept
-// tokens, or team 0 of all.
+// Teams of one or two consumer warpgroups take turns at the steps of a tile. In the end each has the sums of
+// kKept tokens, or team 0 of all.
 constexpr int kTeams = Config::teams;
-constexpr int kTeamThreads = 256;
+constexpr int kTeamThreads = 128 * kGroups;
 constexpr int kConsumers = kTeams * kTeamThreads;
 constexpr int kKept = kTokens > 16 ? kTokens / kTeams : kTokens;
 static_assert(kStages % kTeams == 0);
-// Together those that all threads start with: 168 each, or 96 of two teams' blocks.
-constexpr int kProducerRegisters = kTeams == 1 ? 40 : 32, kConsumerRegisters = kTeams == 1 ? 232 : 112;
+// Together those that all threads start with: 168 each, or 96 with four consumer warpgroups.
+constexpr bool kFour = kConsumers == 512;
+constexpr int kProducerRegisters = kFour ? 32 : 40, kConsumerRegisters = kFour ? 112 : 232;
 // Packed words of the next step are loaded in front of a step's products, and the compiler spreads these over
 // the look-ups: a product waits for the one before, and look-ups behind all of them come late. 4096 x 14336
-// by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Two teams at 5 bits
+// by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Four warpgroups at 5 bits
 // decode for so long that the last products come late instead: 96 tokens take 31.2 us, and 26.1.
-constexpr bool kSpread = kTeams == 1 || Config::bits < 5;
+constexpr bool kSpread = !kFour || Config::bits < 5;
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
 constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
 constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
-constexpr int kWeightsAt = kStagingAt + 2 * kTeams * kStagingBytes;
+constexpr int kWeightsAt = kStagingAt + kTeams * kGroups * kStagingBytes;
 constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 constexpr int kScratchBytes = 256;
@@ -96,9 +98,9 @@ struct Problem {
         return {g.expert, i - piece * row_blocks, g.first + (piece - g.before) * kTokens, g.end};
     }
     DEVICE int width() const { return gated ? n / 2 : n; }
-    // Where the row tile of consumer warp `i` is among the eight of a step. Gates come first, and each
-    // warpgroup has two of them and their ups.
-    DEVICE int slot(int i) const { return gated ? i / 4 * 2 + i % 2 + i / 2 % 2 * 4 : i; }
+    // Where the row tile of a team's warp `i` is among those of a step. Gates come first, and each warpgroup
+    // has two of them and their ups.
+    DEVICE int slot(int i) const { return gated ? i / 4 * 2 + i % 2 + i / 2 % 2 * (kRowTiles / 2) : i; }
     // Which row tile of W that is, in a block of rows; it may be beyond the last.
     DEVICE int row_tile(int block, int i) const {
         const int at = slot(i), half = kRowTiles / 2;

@@ -70,7 +70,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
     const Tile& tile = with.tile;
     const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
     const int begin = tile.token + team * kKept;
-    const int first_column = (tile.block * 2 + group) * (p.gated ? 32 : 64);
+    const int first_column = (tile.block * kGroups + group) * (p.gated ? 32 : 64);
     // 16-byte chunks of a token are turned by it, so that neither way meets a bank twice.
     const auto staged = [](int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); };
     const u32 mine = staged(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);
@@ -86,7 +86,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
             with.round(v, &acc[(first + i) / 2], begin + first + i, out.row_scale);
             store_matrices_transposed(buffer + i * 128 + mine, v);
         }
-        warpgroup_sync(2 * team + group);  // staged, and the other buffer has been read
+        warpgroup_sync(kGroups * team + group);  // staged, and the other buffer has been read
         if (p.gated) {
 #pragma unroll 1
             for (int token = inside / 4; token < tokens; token += 32) {
@@ -145,7 +145,7 @@ DEVICE void add_up_teams(float (&kept)[kKept / 2], const float (&acc)[kTokens / 
     if (kTeams == 1) {
         return;
     }
-    const u32 mine = staging + inside * 16, other = mine + (team ? -2 : 2) * kStagingBytes;
+    const u32 mine = staging + inside * 16, other = mine + (team ? -kGroups : kGroups) * kStagingBytes;
 #pragma unroll
     for (int first = 0; first < kKept; first += kAtOnce) {
         teams_sync(group);  // staging is free
@@ -213,8 +213,8 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
                               const Addends& with, const Work& work, u32 base, u32 staging, u32 phase,
                               int team, int thread) {
     const Tile& tile = with.tile;
-    constexpr int kFinishers = kTokens / kKept;  // teams
-    constexpr int kUnits = kTokens / 4;
+    constexpr int kFinishers = kTokens / kKept;                          // teams
+    constexpr int kPairs = 2 * kGroups, kUnits = kTokens / 16 * kPairs;  // of a team
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
     const int begin = rank * each, end = min(begin + each, kUnits);
@@ -230,7 +230,7 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
     }
 #pragma unroll
     for (int i = 0; i < kKept / 16; ++i) {
-        const int unit = 4 * (team * (kKept / 16) + i) + pair, owner = by_each(unit);
+        const int unit = kPairs * (team * (kKept / 16) + i) + pair, owner = by_each(unit);
         const int at = begin + unit - owner * each;
         const uint4 v[2] = {words_of(&acc[8 * i]), words_of(&acc[8 * i + 4])};
         const u32 to = place.first(at), next = place.next(at), there = cluster_address(to, owner);
@@ -250,9 +250,10 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
     const int row_tile = p.row_tile(tile.block, warp);
     constexpr int kTokenBytes = 32;
     const u32 to = staging + warp % 4 * 16 * kTokenBytes;
-    const auto sync = [&] { p.gated ? pair_sync(4 * team + pair) : __syncwarp(); };
+    const auto sync = [&] { p.gated ? pair_sync(kPairs * team + pair) : __syncwarp(); };
 #pragma unroll 1
-    for (int unit = (begin + 3 - pair) / 4 * 4 + pair + 4 * team; unit < end; unit += 4 * kFinishers) {
+    for (int unit = (begin + kPairs - 1 - pair) / kPairs * kPairs + pair + kPairs * team; unit < end;
+         unit += kPairs * kFinishers) {
         float sum[8] = {};
 #pragma unroll 4
         for (int block = 0; block < blocks; ++block) {
@@ -261,10 +262,10 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
             add_shared(sum + 4, place.first(from) + place.next(from));
         }
         u32 v[4];
-        with.round(v, sum, tile.token + unit / 4 * 16, out.row_scale);
+        with.round(v, sum, tile.token + unit / kPairs * 16, out.row_scale);
         store_matrices_transposed(to + (lane % 8 + lane / 16 * 8) * kTokenBytes + lane / 8 % 2 * 16, v);
         sync();
-        const int row = tile.token + unit / 4 * 16 + lane / 2;
+        const int row = tile.token + unit / kPairs * 16 + lane / 2;
         if (row < tile.end && !(p.gated && warp & 2)) {
             const u32 at = to + lane / 2 * kTokenBytes + lane % 2 * 16;
             uint4 y = load_shared4(at);
