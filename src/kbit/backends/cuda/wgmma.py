@@ -56,7 +56,7 @@ def candidates(
     """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
     plans = {}
     for cluster in _CLUSTERS:
-        for block in config.blocks(bits, in_features, cluster):
+        for block in config.blocks(bits, in_features, cluster, gated):
             tiles = _row_blocks(out_features, gated, block.rows) * -(-m // block.tokens)
             grid = _grid(tiles, cluster, device.multiprocessors)
             if cluster > 1 and (

@@ -82,10 +82,14 @@ def of_plan(bits: int, tokens: int, teams: int, rows: int, grouped: bool, nvfp4:
     return Config(bits, tokens, min(teams, most), grouped, nvfp4, rows)
 
 
-def blocks(bits: int, in_features: int, cluster: int) -> list[Config]:
-    """What a block may be if so many of a cluster split K."""
+def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Config]:
+    """What a block may be if so many of a cluster split K.
+
+    Gated ones have 128 rows: the copy engine wants multiples of 128 bytes, which two row tiles are not.
+    """
     whole = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
-    return whole + [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
+    half = [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
+    return whole if gated else [*whole, *half]
 
 
 def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:

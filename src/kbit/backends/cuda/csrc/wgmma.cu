@@ -7,14 +7,14 @@
 // Grouped: one W for every expert, and rows of x sorted by expert, as many as there are (groups.cuh).
 //
 //   weight_map  tensor map of the tiles (layout.py), 32-bit [experts * ceil(N/16), ceil(K/64) * words]: boxes
-//               of one tile by Config::rows / 16 tiles, or by half of them if gated
+//               of one tile by Config::rows / 16 tiles, or by 4 if gated
 //   codebook    float32 [2^bits]; scale float32 [experts]: the matrices' factors
 //   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
 //   row_scale   NVFP4's tiles: float32 [M] or null, factors of the rows of y before the bias
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //   offsets     grouped: int32 [experts + 1]
 //
-// A block computes tiles of Config::rows rows of W, 64 or 128 (gated: half of them gates, half their ups), by
+// A block computes tiles of Config::rows rows of W, 64 or 128 (gated: 64 gates and their 64 ups), by
 // Config::tokens tokens in steps of Config::columns. A producer warpgroup keeps kStages steps of packed
 // weights and activations in flight. Of the others each has 64 rows: a warp decodes 16 rows a step into
 // registers, scales them (so that the operand is the 16-bit weight that dequantize gives), and the warpgroup

@@ -100,7 +100,7 @@ struct Problem {
     DEVICE int width() const { return gated ? n / 2 : n; }
     // Where the row tile of a team's warp `i` is among those of a step. Gates come first, and each warpgroup
     // has two of them and their ups.
-    DEVICE int slot(int i) const { return gated ? i / 4 * 2 + i % 2 + i / 2 % 2 * (kRowTiles / 2) : i; }
+    DEVICE int slot(int i) const { return gated ? i / 4 * 2 + i % 2 + i / 2 % 2 * 4 : i; }
     // Which row tile of W that is, in a block of rows; it may be beyond the last.
     DEVICE int row_tile(int block, int i) const {
         const int at = slot(i), half = kRowTiles / 2;
