@@ -1,4 +1,4 @@
-"""Counts and lists in sentences."""
+"""Counts, lists and places in sentences."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def first_of(names: Iterable[str], shown: int = 3) -> str:
     found = sorted(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
+
+
+def at(where: str) -> str:
+    """The layer that a message is about, to follow what it got: " (layers.3.mlp)"; nothing if unknown."""
+    return f" ({where})" if where else ""
