@@ -137,7 +137,7 @@ def decode(
 
     from kbit.bench import machine
     from kbit.bench.decode import DecodeSpeed, tokens_per_second
-    from kbit.cli.generate import check_model_folder, load_model
+    from kbit.cli.model_folder import check_model_folder, load_model
 
     torch.set_num_threads(threads)
     for folder in models:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.generate import check_device
 from kbit.cli.json_file import check, write_json
+from kbit.cli.model_folder import check_device
 from kbit.cli.options import numbers, one_of
 
 console = Console(soft_wrap=True)
