@@ -21,8 +21,8 @@ from kbit.cli import (
     bench_train,
     bench_workload,
 )
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import labels
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

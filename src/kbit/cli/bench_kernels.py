@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers, words
+from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

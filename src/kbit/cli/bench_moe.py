@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

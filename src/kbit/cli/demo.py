@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
-from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers
+from kbit.cli.outputs import JsonFile, check_folder, write_json
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
