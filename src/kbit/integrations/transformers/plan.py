@@ -21,6 +21,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
 from kbit.integrations.transformers.refusals import refuse_missing, refuse_mixed, refuse_unlike
+from kbit.nn.experts import WEIGHTS
 from kbit.nn.support import left_alone, unsupported
 
 
@@ -225,7 +226,7 @@ def _gap(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightCon
         counts = {pattern: len(names) for pattern, names in planned.sources.items()}
         if set(counts.values()) != {module.num_experts}:
             return f"it has {module.num_experts} experts and the checkpoint {counts}"
-    for name in ("gate_up_proj", "down_proj"):
+    for name in WEIGHTS:
         if f"{path}.{name}" not in plan:
             return f"{path}.{name} is not quantized"
     return None
