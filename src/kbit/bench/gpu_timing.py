@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -228,6 +228,17 @@ def read_bandwidth(repeats: int = DEFAULT_REPEATS) -> Bandwidth:
     return Bandwidth(
         data.nbytes / result.us / 1e3, f"torch {name} over {data.nbytes / 2**30:.1f} GiB, read only"
     )
+
+
+def result_header(repeats: int) -> dict[str, Any]:
+    """What a result file says ahead of its rows: machine, bandwidth, which is measured now, and repeats."""
+    bandwidth = read_bandwidth()
+    return {
+        "machine": describe(),
+        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
+        "read_bandwidth_method": bandwidth.method,
+        "repeats": repeats,
+    }
 
 
 def describe() -> dict[str, object]:
