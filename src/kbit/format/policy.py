@@ -86,8 +86,9 @@ class QuantizationPolicy:
         used = {check_bits(self.bits)}
         if self.embedding_bits is not None:
             used.add(check_bits(self.embedding_bits, "embedding_bits"))
-        wide = {p: bits for p, bits in self.overrides.items() if type(bits) is not int or bits != 0}
-        used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in wide.items())
+        for pattern, bits in self.overrides.items():
+            if type(bits) is not int or bits != 0:  # False is no 0
+                used.add(check_bits(bits, f"overrides[{pattern!r}]"))
         return sorted(used)
 
     def bits_for(self, *names: str) -> int | None:
@@ -97,6 +98,9 @@ class QuantizationPolicy:
             names: dotted names of one linear, embedding or experts module, without ".weight": the one in a
                 checkpoint's files and, where the model calls it otherwise, that one too. What is found in any
                 of them counts, and their order does not.
+
+        Raises:
+            ValueError: an override may take forever to look for in a name so long.
         """
         if any(is_inside(name, skipped) for skipped in self.modules_to_not_convert or () for name in names):
             return None
@@ -140,9 +144,10 @@ class QuantizationPolicy:
         changes: dict[str, Any] = {}
         if said:
             changes["overrides"] = said | {p: bits for p, bits in self.overrides.items() if p not in said}
-        skipped = [one for one in self.modules_to_not_convert or () if not _skips_any(one, widths)]
-        if len(skipped) < len(self.modules_to_not_convert or ()):
-            changes["modules_to_not_convert"] = skipped
+        skips = self.modules_to_not_convert or []
+        needed = [skip for skip in skips if not any(is_inside(name, skip) for name in widths)]
+        if len(needed) < len(skips):
+            changes["modules_to_not_convert"] = needed
         if any(self._levels(bits) != list(used) for bits, used in (levels or {}).items()):
             changes["codebook"] = {bits: self._levels(bits) for bits in self.widths()} | dict(levels or {})
         if absmax_format not in (None, self.absmax_format):
@@ -208,10 +213,6 @@ class QuantizationPolicy:
 def is_inside(module_name: str, skipped: str) -> bool:
     """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
     return module_name == skipped or module_name.startswith(skipped + ".")
-
-
-def _skips_any(skipped: str, names: Iterable[str]) -> bool:
-    return any(is_inside(name, skipped) for name in names)
 
 
 def _of_every_layer(name: str) -> str:
