@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 
 def counted(count: int, noun: str) -> str:
     """A number and what it counts, such as "1 shard" or "2 shards"."""
@@ -15,6 +17,11 @@ def first_of(names: Iterable[str], shown: int = 3) -> str:
     found = sorted(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype without "torch." in front."""
+    return str(dtype).removeprefix("torch.")
 
 
 def at(where: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kbit.format.errors import KbitError
-from kbit.format.words import at, counted
+from kbit.format.words import at, counted, dtype_name
 from kbit.nvfp4.formats import layouts
 
 
@@ -169,7 +169,7 @@ def _check_part(
     name: str, part: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     if part.dtype != dtype:
-        raise TypeError(f"NVFP4 tensor: {name} must be {str(dtype)[6:]}, got {str(part.dtype)[6:]}.")
+        raise TypeError(f"NVFP4 tensor: {name} must be {dtype_name(dtype)}, got {dtype_name(part.dtype)}.")
     if tuple(part.shape) != tuple(shape):
         raise ValueError(
             f"NVFP4 tensor: {name} must have shape {tuple(shape)}, got {tuple(part.shape)}. Is it that of "
