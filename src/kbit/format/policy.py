@@ -68,14 +68,7 @@ class QuantizationPolicy:
         absmax_format(str(self.absmax_format))  # a name, not the dtype
         if not isinstance(self.search, bool):
             raise TypeError(f"search must be True or False, got {self.search!r}.")
-        skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
-        if isinstance(skipped, str) or not isinstance(skipped, Iterable):
-            raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
-        skipped = list(skipped)  # an iterator could be read once only, and JSON has no sets
-        if not all(isinstance(name, str) for name in skipped):
-            raise TypeError(f"modules_to_not_convert must hold names only, got {skipped!r}.")
-        if self.modules_to_not_convert is not None:
-            self.modules_to_not_convert = skipped
+        self.modules_to_not_convert = names_to_skip(self.modules_to_not_convert)
 
     def widths(self) -> list[int]:
         """Every width this policy can assign, ascending.
@@ -208,6 +201,22 @@ class QuantizationPolicy:
             TypeError, ValueError: not a kbit config, a newer version, an unknown block size or field.
         """
         return cls(**policy_fields(config))
+
+
+def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
+    """`modules_to_not_convert` as a list: an iterator could be read once only, and JSON has no sets.
+
+    Raises:
+        TypeError: it holds something else than names, or is one.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"modules_to_not_convert must be a list of names, got {names!r}.")
+    found = list(names)
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError(f"modules_to_not_convert must be a list of names only, got {found!r}.")
+    return found
 
 
 def is_inside(module_name: str, skipped: str) -> bool:
