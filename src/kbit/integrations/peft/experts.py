@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from kbit.nn.experts import KbitExperts
-from kbit.ops import api, checks, moe_checks
+from kbit.ops import api, checks, grad_checks, moe_checks
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -145,9 +145,11 @@ class LoraExperts(nn.Module, LoraLayer):
         """Run every token through its experts and their adapters; see KbitExperts.
 
         Raises:
+            NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         base = self.get_base_layer()
+        grad_checks.no_tangent("experts", base.layer_name, hidden_states, top_k_weights)
         if self.disable_adapters or not any(adapter in self.lora_A for adapter in self.active_adapters):
             return base(hidden_states, top_k_index, top_k_weights)
         checks.activation("experts", hidden_states, base.hidden_dim, base.codebook.device, base.layer_name)
