@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -308,6 +309,16 @@ def test_a_quantized_model_compiles_whole(sources):
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_accelerate_offloads_quantized_tables(architecture, sources):
+    model = load(sources[architecture], kbit.KbitConfig(embedding_bits=4))
+    expected = model(IDS).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.get_input_embeddings().weight.is_meta
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_gradients_reach_the_input_embeddings(sources):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,14 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """Fill what no checkpoint holds; see `QuantizedModule.reset_constants`."""
         super().reset_constants(codebook)
         self._set_dtype(self.dtype_probe.dtype, self.weight_packed.device)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Without `dtype_probe`: what offloads this layer looks each of them up in a state dict.
+
+        Asked of the model, they include it.
+        """
+        found = super().named_parameters(*args, **kwargs)
+        return (pair for pair in found if pair[1] is not self.dtype_probe)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
