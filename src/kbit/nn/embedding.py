@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.ops import api, checks
 
 
@@ -74,8 +74,10 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
         Raises:
             NonFiniteWeightError: the table holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`; also an embedding with max_norm.
+            TypeError, ValueError: see `kbit.quantize`; also what is no embedding, quantized already, or
+                has max_norm.
         """
+        refuse_others("KbitEmbedding.from_embedding", embedding, nn.Embedding, name)
         if embedding.max_norm is not None:
             raise ValueError(
                 f"embedding {name!r} has max_norm={embedding.max_norm}, which rewrites the table in use. "
