@@ -293,7 +293,14 @@ def test_a_weight_that_is_not_quantized_is_refused(call, before, after):
 X, OFFSETS, IDS = torch.zeros(3, 72), torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([1, 2])
 
 
-NO_TENSORS = ([1.0], np.zeros((3, 72), np.float32), None, True, X.to_sparse())
+NOT_DENSE = {
+    "a nested tensor": torch.nested.as_nested_tensor([X[:2], X[:1]]),
+    "torch.sparse_coo": X.to_sparse(),
+    "list": [1.0],
+    "ndarray": np.zeros((3, 72), np.float32),
+    "NoneType": None,
+    "bool": True,
+}
 TAKING_TENSORS = (
     ("w", lambda value, q, experts: kbit.quantize(value)),
     ("x", lambda value, q, experts: kbit.linear(value, q)),
@@ -311,14 +318,13 @@ TAKING_TENSORS = (
     [
         (name, call, wrong)
         for name, call in TAKING_TENSORS
-        for wrong in NO_TENSORS
-        if wrong is not None or name not in ("bias", "out")  # None is their default
+        for wrong in NOT_DENSE
+        if wrong != "NoneType" or name not in ("bias", "out")  # None is their default
     ],
 )
 def test_what_is_no_dense_tensor_is_named(dense, experts, name, call, wrong):
-    got = "dense, got torch.sparse_coo" if isinstance(wrong, torch.Tensor) else f"got {type(wrong).__name__}"
-    with pytest.raises(TypeError, match=rf"\w+: {name} must be .*{got}"):
-        call(wrong, dense, experts)
+    with pytest.raises(TypeError, match=rf"\w+: {name} must be .*, got {wrong}"):
+        call(NOT_DENSE[wrong], dense, experts)
 
 
 @pytest.mark.parametrize("wrong", [None, "float32", np.float32, torch.float64, 1.0], ids=str)

@@ -177,10 +177,10 @@ class KbitExperts(QuantizedModule):
             NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
+        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         grad_checks.no_tangent("experts", self.layer_name, hidden_states, top_k_weights)
         device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
-        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         ops: Any = torch.ops.kbit
         one = hidden_states.shape[0] == 1
         tiles = self._one_token_tiles(hidden_states, top_k_weights) if one else None

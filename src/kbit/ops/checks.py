@@ -263,9 +263,10 @@ def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> N
     """Check the ids looked up in a table on `device`.
 
     Raises:
-        TypeError: they are not integers.
+        TypeError: they are no tensor of integers.
         ValueError: they are on another device.
     """
+    kinds.tensor("embedding", "ids", ids, where)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}{at(where)}. Use .long().")
     if ids.device != device:

@@ -10,8 +10,12 @@ from kbit.format.words import at
 
 def tensor(op: str, name: str, value: object, where: str = "") -> None:
     """Raise TypeError unless the argument `name` is a dense tensor."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         return
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise TypeError(
+            f"{op}: {name} must be dense, got a nested tensor{at(where)}. Use .to_padded_tensor(0.0)."
+        )
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be dense, got {value.layout}{at(where)}. Use .to_dense().")
     raise TypeError(
