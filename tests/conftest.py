@@ -31,6 +31,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def small_shards(monkeypatch) -> None:
+    """`kbit quantize` writes a tiny model in many shards."""
+    from kbit.integrations.streaming import jobs
+    from quantize_runs import SMALL_SHARD
+
+    monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
+
+
 def pytest_report_header() -> str | None:
     if INDUCTOR_BUILDS:
         return None

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from kbit.cli import app
 from kbit.integrations.streaming import folder as work_folder
 
+# Bytes at which a shard is full, so that a tiny model has many.
+SMALL_SHARD = 5_000
+
 
 def run(*arguments: object):
     return CliRunner().invoke(app, ["quantize", *map(str, arguments)])

@@ -12,7 +12,18 @@ import torch
 from typer.testing import CliRunner
 
 import kbit
-from kbit.bench import dequant, gpu_timing, kernel_rows, kernels, ncu, peers, row_kernels, shapes, targets
+from kbit.bench import (
+    dequant,
+    gpu_timing,
+    kernel_rows,
+    kernels,
+    ncu,
+    peers,
+    row_kernels,
+    shapes,
+    targets,
+    timing,
+)
 from kbit.bench.kernel_rows import BASELINE, OURS, PEER
 from kbit.cli import app
 from kbit.format import SUPPORTED_BITS
@@ -87,7 +98,7 @@ def test_median_and_spread_of_microseconds():
     result = gpu_timing.summarize([4.0, 1.0, 2.0, 9.0, 3.0])
     assert (result.us, result.spread) == (3.0, pytest.approx(8 / 3))
     with pytest.raises(ValueError, match="at least 7"):
-        gpu_timing.check_repeats(6)
+        timing.check_repeats(6)
 
 
 def test_variables_are_set_for_a_while(monkeypatch):

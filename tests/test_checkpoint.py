@@ -20,6 +20,7 @@ from kbit.format.checkpoint import (
     read_index,
     validate_checkpoint,
 )
+from kbit.format.model_files import checkpoint_files
 from kbit.format.safetensors_header import MAX_HEADER_BYTES
 from kbit.format.tensor import QuantizedTensor
 from kbit.quantizers import quantize
@@ -301,6 +302,13 @@ def test_an_index_that_lies(tmp_path, change, message):
     write_map(tmp_path, shard(tmp_path, one={"a": torch.ones(2)}, two={"b": torch.ones(3)}) | change)
     with pytest.raises(ValueError, match=message):
         read_index(tmp_path)
+
+
+def test_one_file_goes_before_an_index(tmp_path):
+    write_map(tmp_path, {"a": "gone.safetensors"})  # of an older model
+    shard(tmp_path, model={"b": torch.ones(3)})
+    assert list(read_index(tmp_path)) == ["b"]
+    assert checkpoint_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_a_tensor_in_two_shards(tmp_path):

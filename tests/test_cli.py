@@ -204,11 +204,17 @@ def test_a_config_may_say_that_nothing_is_quantized(folders, tmp_path):
     succeed("generate", folder, "hello", "--max-new-tokens", 2)
 
 
-@pytest.mark.parametrize("content", ['{"a":', "{}", "[]"])
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"a":'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", '{"a":'),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
 def test_a_damaged_tokenizer_is_one_line(folders, tmp_path, file, content):
-    if (file, content) == ("tokenizer_config.json", "{}"):
-        return  # legal
     folder = altered(folders, tmp_path)
     (folder / file).write_text(content)
     message = refuse("generate", folder, "hello")

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from kbit.bench import child, model_build
 from kbit.cli import app
-from kbit.cli.json_file import write_json
 from kbit.cli.options import labels
+from kbit.cli.outputs import write_json
 from kbit.cli.tables import show
 from parallel_models import PARALLEL
 
@@ -112,8 +112,9 @@ def test_results_replace_files_whole(tmp_path, monkeypatch):
 @posix
 def test_results_can_go_to_the_standard_output(tmp_path):
     code = (
-        "from pathlib import Path\nfrom kbit.cli.json_file import check, write_json\n"
-        "print('before'); write_json(check(Path('/dev/stdout')), {'a': 1}); print('after')"
+        "from pathlib import Path\nfrom kbit.cli.outputs import check_file, write_json\n"
+        "print('before'); write_json(check_file(Path('/dev/stdout')), {'a': 1})\n"
+        "print('after')"
     )
     for out in (tmp_path / "file", None):
         with open(out or os.devnull, "w") as stream:

@@ -25,9 +25,7 @@ from kbit.format.checkpoint import parts_to_save, read_header, read_index, valid
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs
-from quantize_runs import altered, content, fail_at, refuse, run
-
-SMALL_SHARD = 5_000
+from quantize_runs import SMALL_SHARD, altered, content, fail_at, refuse, run
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +40,6 @@ def source(tmp_path_factory) -> Path:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     (folder / "tf_model.h5").write_bytes(b"\x89HDF")
     return folder
-
-
-@pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
 
 
 @pytest.mark.parametrize("architecture", sorted(tiny_models.ARCHITECTURES))

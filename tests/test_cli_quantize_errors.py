@@ -18,7 +18,6 @@ import tiny_models
 from kbit.format.checkpoint import validate_checkpoint
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
-from kbit.integrations.streaming import jobs
 from quantize_runs import altered, content, fail_at, refuse, run
 
 
@@ -29,11 +28,6 @@ def source(tmp_path_factory) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     return folder
-
-
-@pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(jobs, "SHARD_BYTES", 5_000)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["from the system", "from the library"])

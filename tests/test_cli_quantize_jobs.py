@@ -16,7 +16,6 @@ import tiny_models
 from kbit.format.checkpoint import read_header
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
-from kbit.integrations.streaming import jobs
 from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.streaming.workers import places, run_all
 from quantize_runs import content, run
@@ -32,8 +31,7 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch):
-    monkeypatch.setattr(jobs, "SHARD_BYTES", 5_000)
+def without_syncing(small_shards, monkeypatch):
     # Dozens of shards a run: on a disk that is busy otherwise, syncing each takes most of a second.
     monkeypatch.setattr(work_folder.os, "fsync", lambda descriptor: None)
 

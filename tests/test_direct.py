@@ -109,7 +109,11 @@ def test_what_the_op_has_to_do_more_for_goes_to_it_on_a_cpu(monkeypatch):
             layer(x)
         with torch.profiler.profile():
             layer(x)
-        for wrong in (x[:, :64], x.long(), x.double()):
+        assert torch.equal(layer(torch._neg_view(x)), layer(torch._neg_view(x).resolve_neg()))
+        assert torch.equal(layer(torch._efficientzerotensor(2, 96)), layer(torch.zeros(2, 96)))
+        assert len(calls) == 2
+        calls.clear()
+        for wrong in (x[:, :64], x.long(), x.double(), x.to_sparse(), x.to_mkldnn(), NESTED):
             with pytest.raises((TypeError, ValueError)):
                 layer(wrong)
         layer.bias = torch.nn.Parameter(layer.bias[:7])
@@ -119,6 +123,9 @@ def test_what_the_op_has_to_do_more_for_goes_to_it_on_a_cpu(monkeypatch):
         layer.weight_packed = Subclass(layer.weight_packed, requires_grad=False)
         layer(x)
     assert calls == []
+
+
+NESTED = torch.nested.as_nested_tensor([torch.zeros(2, 96), torch.zeros(1, 96)])
 
 
 class Subclass(torch.nn.Parameter):

@@ -249,7 +249,7 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("overrides", {"mlp": False}, r"overrides\['mlp'\] must be one of .* got False"),
         ("modules_to_not_convert", "lm_head", "must be a list of names, got 'lm_head'"),
         ("modules_to_not_convert", 5, "must be a list of names, got 5"),
-        ("modules_to_not_convert", [5], "must hold names only"),
+        ("modules_to_not_convert", [5], "must be a list of names only"),
         ("absmax_format", "fp8", "unknown absmax format 'fp8'"),
         ("absmax_format", torch.uint8, "unknown absmax format 'torch.uint8'"),
         ("search", "no", "search must be True or False, got 'no'"),
@@ -273,6 +273,10 @@ def test_bad_fields_of_a_policy_are_named(field, value, message):
         "(?:(a{1,9})b){9}",
         "(?=(a+)+$)",
         r"([)](\)a)+)*",
+        "(a+)(?#c)+$",
+        "((){5000}){5000}",
+        r"()\1{100000000}",
+        "(){100000000,}",
         "a*" * 9,
         "a?" * 40,
         "(a|a)" * 40,
@@ -291,6 +295,7 @@ def test_an_override_that_could_be_searched_for_forever_is_refused(pattern):
         (r"(?<!shared_)(?P<what>mlp)(?!\.experts).*(up|down)", True),
         (r"(lay)*ers\.[0-9]{2}\.", True),
         (r"[]()*+|]+(?# (a+ )|\(a+\)+", False),
+        (r"(\.\w{3}){1}(?# once )\.up_(proj)?$", True),
     ],
 )
 def test_overrides_are_found_as_re_does(pattern, found):

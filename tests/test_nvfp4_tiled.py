@@ -112,7 +112,7 @@ def test_weight_only_products_have_gradients_and_checks() -> None:
     assert torch.equal(bias.grad, torch.full((20,), 3.0))
     with pytest.raises(ValueError, match=r"x must be \[..., 48\].*\(up\)"):
         linear_nvfp4(torch.zeros(2, 32), w, where="up")
-    with pytest.raises(TypeError, match="x must be float16, bfloat16 or float32, got torch.int64"):
+    with pytest.raises(TypeError, match="x must be float32, float16 or bfloat16, got torch.int64"):
         linear_nvfp4(torch.zeros(2, 48, dtype=torch.int64), w)
     for wrong in (bias.bfloat16(), bias[:19]):
         with pytest.raises(ValueError, match=r"bias must be torch.float32 \[20\].*\(up\)"):

@@ -293,26 +293,38 @@ def test_a_weight_that_is_not_quantized_is_refused(call, before, after):
 X, OFFSETS, IDS = torch.zeros(3, 72), torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([1, 2])
 
 
-@pytest.mark.parametrize("wrong", [[1.0], np.zeros((3, 72), np.float32), None, True, X.to_sparse()], ids=type)
+NOT_DENSE = {
+    "a nested tensor": torch.nested.as_nested_tensor([X[:2], X[:1]]),
+    "torch.sparse_coo": X.to_sparse(),
+    "list": [1.0],
+    "ndarray": np.zeros((3, 72), np.float32),
+    "NoneType": None,
+    "bool": True,
+}
+TAKING_TENSORS = (
+    ("w", lambda value, q, experts: kbit.quantize(value)),
+    ("x", lambda value, q, experts: kbit.linear(value, q)),
+    ("bias", lambda value, q, experts: kbit.linear(X, q, value)),
+    ("out", lambda value, q, experts: kbit.linear(X, q, out=value)),
+    ("out", lambda value, q, experts: kbit.dequantize(q, out=value)),
+    ("x", lambda value, q, experts: kbit.grouped_linear(value, experts, OFFSETS)),
+    ("expert_offsets", lambda value, q, experts: kbit.grouped_linear(X[:, :40], experts, value)),
+    ("ids", lambda value, q, experts: kbit.embedding(value, q, torch.float32)),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("name", "call", "wrong"),
     [
-        ("w", lambda value, q, experts: kbit.quantize(value)),
-        ("x", lambda value, q, experts: kbit.linear(value, q)),
-        ("bias", lambda value, q, experts: kbit.linear(X, q, value)),
-        ("out", lambda value, q, experts: kbit.linear(X, q, out=value)),
-        ("out", lambda value, q, experts: kbit.dequantize(q, out=value)),
-        ("x", lambda value, q, experts: kbit.grouped_linear(value, experts, OFFSETS)),
-        ("expert_offsets", lambda value, q, experts: kbit.grouped_linear(X[:, :40], experts, value)),
-        ("ids", lambda value, q, experts: kbit.embedding(value, q, torch.float32)),
+        (name, call, wrong)
+        for name, call in TAKING_TENSORS
+        for wrong in NOT_DENSE
+        if wrong != "NoneType" or name not in ("bias", "out")  # None is their default
     ],
 )
 def test_what_is_no_dense_tensor_is_named(dense, experts, name, call, wrong):
-    if wrong is None and name in ("bias", "out"):
-        return  # the default
-    got = "dense, got torch.sparse_coo" if isinstance(wrong, torch.Tensor) else f"got {type(wrong).__name__}"
-    with pytest.raises(TypeError, match=rf"\w+: {name} must be .*{got}"):
-        call(wrong, dense, experts)
+    with pytest.raises(TypeError, match=rf"\w+: {name} must be .*, got {wrong}"):
+        call(NOT_DENSE[wrong], dense, experts)
 
 
 @pytest.mark.parametrize("wrong", [None, "float32", np.float32, torch.float64, 1.0], ids=str)

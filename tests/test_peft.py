@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, PeftModel, get_peft_model
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -85,6 +86,17 @@ def test_experts_refuse_choices_of_other_tokens():
     where = re.escape(name.removeprefix("base_model.model."))
     with pytest.raises(ValueError, match=rf"got \(3, 48\), \(4, 2\) and \(4, 2\) \({where}\)"):
         lora(x, chosen, torch.rand(4, 2))
+
+
+def test_experts_refuse_forward_mode():
+    lora = next(
+        m for m in lora_layers(adapted(quantized())).values() if isinstance(m.base_layer, KbitExperts)
+    )
+    x = torch.randn(1, lora.base_layer.hidden_dim)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="experts: has no forward-mode derivative"):
+            lora(dual, torch.zeros(1, 2, dtype=torch.int64), torch.rand(1, 2))
 
 
 def lora_delta(lora, name):

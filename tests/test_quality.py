@@ -15,7 +15,7 @@ import torch
 import kbit
 from kbit.bench.quality import compare, log_probabilities, windows
 from kbit.cli.eval import encode_windows, read_text
-from kbit.cli.generate import load_model
+from kbit.cli.model_folder import load_model
 from kbit.format import SUPPORTED_BITS, QuantizationPolicy
 
 needs_model = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import kbit
-from kbit.nn import KbitLinear, quantize_model
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, quantize_model
 from kbit.nvfp4.layers import NVFP4Module, NVFP4Settings, replace_layers
 
 
@@ -68,3 +68,36 @@ def test_a_layer_whose_weight_a_hook_computes_stays():
     with pytest.warns(UserWarning, match=r"1\.weight_orig: a hook computes its weight at every call"):
         quantize_model(model, kbit.QuantizationPolicy())
     assert [type(layer) for layer in model] == [KbitLinear, nn.Linear]
+
+
+class Subclassed(nn.Linear):
+    pass
+
+
+def test_layers_are_made_of_unquantized_ones_of_their_kind():
+    quantized = KbitLinear.from_linear(Subclassed(64, 8))
+    for wrong in (quantized, nn.Embedding(8, 64), torch.ones(8, 64)):
+        with pytest.raises(TypeError, match=rf"nn.Linear, got {type(wrong).__name__} \(layers\.0\)"):
+            KbitLinear.from_linear(wrong, name="layers.0")
+    table = KbitEmbedding.from_embedding(nn.Embedding(8, 64))
+    for wrong in (table, nn.Linear(64, 8)):
+        with pytest.raises(TypeError, match=rf"nn.Embedding, got {type(wrong).__name__}\."):
+            KbitEmbedding.from_embedding(wrong)
+    for sizes in ((0, 8), (-1, 8), (8, -1)):
+        with pytest.raises(ValueError, match=r"KbitLinear: sizes must be at least 1, got .* \(layers\.0\)"):
+            KbitLinear(*sizes, name="layers.0")
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0]])
+def test_layers_name_what_is_no_tensor(wrong):
+    linear = KbitLinear(64, 8, name="layers.0")
+    with pytest.raises(TypeError, match=r"linear: x must be a tensor, got .* \(layers\.0\)"):
+        linear(wrong)
+    table = KbitEmbedding(8, 64, name="layers.0")
+    with pytest.raises(TypeError, match=r"embedding: ids must be a tensor, got .* \(layers\.0\)"):
+        table(wrong)
+    experts = KbitExperts(2, 64, 32, nn.SiLU(), name="layers.0")
+    x = torch.ones(1, 64)
+    for arguments, name in (((wrong, x, x), "hidden_states"), ((x, wrong, x), "top_k_index")):
+        with pytest.raises(TypeError, match=rf"experts: {name} must be a tensor, got .* \(layers\.0\)"):
+            experts(*arguments)

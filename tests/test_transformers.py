@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -308,6 +309,37 @@ def test_a_quantized_model_compiles_whole(sources):
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_accelerate_offloads_quantized_tables(architecture, sources):
+    model = load(sources[architecture], kbit.KbitConfig(embedding_bits=4))
+    expected = model(IDS).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.get_input_embeddings().weight.is_meta
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("config", [{"embedding_bits": 4}, {"overrides": {"lm_head": 4}}], ids=str)
+def test_quantized_tables_and_heads_keep_their_size(config, sources):
+    model = load(sources["qwen3"], kbit.KbitConfig(**config))
+    model.lm_head.prepare(force=True)
+    expected, table = model(IDS).logits, model.get_input_embeddings()
+    assert model.resize_token_embeddings(72) is model.resize_token_embeddings(70, 8) is table
+    for wanted in ((80,), (72, 64)):
+        with pytest.raises(
+            ValueError, match=rf"has 72 rows, got {128 if wanted[1:] else 80}.*Resize the unq"
+        ):
+            model.resize_token_embeddings(*wanted)
+    assert torch.equal(model(IDS).logits, expected)
+
+
+def test_unquantized_tables_are_resized(sources, tmp_path):
+    model = load(sources["llama"], kbit.KbitConfig())
+    model.resize_token_embeddings(80, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(IDS).logits, model(IDS).logits)
 
 
 def test_gradients_reach_the_input_embeddings(sources):

@@ -26,12 +26,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kbit.bench import machine
-from kbit.bench.timing import MIN_REPEATS
+from kbit.bench.timing import check_repeats
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -169,13 +169,13 @@ def measure(arms: Mapping[Key, Arm], repeats: int = DEFAULT_REPEATS) -> dict[Key
 
     Args:
         arms: name -> Arm.
-        repeats: timed replays of each, after one that warms; at least `MIN_REPEATS`.
+        repeats: timed replays of each, after one that warms; at least `timing.MIN_REPEATS`.
 
     Returns:
         name -> GpuTiming, names in the order given.
 
     Raises:
-        ValueError: fewer than `MIN_REPEATS` repeats.
+        ValueError: fewer than `timing.MIN_REPEATS` repeats.
     """
     check_repeats(repeats)
     graphs = {key: _prepare(arm) for key, arm in arms.items()}
@@ -186,12 +186,6 @@ def measure(arms: Mapping[Key, Arm], repeats: int = DEFAULT_REPEATS) -> dict[Key
             graph, calls = graphs[key]
             samples[key].append(1e3 * _replay_ms(graph) / calls)
     return {key: summarize(values) for key, values in samples.items()}
-
-
-def check_repeats(repeats: int) -> None:
-    """Raises ValueError where `repeats` are too few for a median."""
-    if repeats < MIN_REPEATS:
-        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {repeats}.")
 
 
 def summarize(microseconds: Sequence[float]) -> GpuTiming:
@@ -228,6 +222,17 @@ def read_bandwidth(repeats: int = DEFAULT_REPEATS) -> Bandwidth:
     return Bandwidth(
         data.nbytes / result.us / 1e3, f"torch {name} over {data.nbytes / 2**30:.1f} GiB, read only"
     )
+
+
+def result_header(repeats: int) -> dict[str, Any]:
+    """What a result file says ahead of its rows: machine, bandwidth, which is measured now, and repeats."""
+    bandwidth = read_bandwidth()
+    return {
+        "machine": describe(),
+        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
+        "read_bandwidth_method": bandwidth.method,
+        "repeats": repeats,
+    }
 
 
 def describe() -> dict[str, object]:

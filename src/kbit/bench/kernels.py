@@ -104,7 +104,7 @@ def _dequantize_call(x: torch.Tensor, q: QuantizedTensor) -> Callable[[], torch.
 
 
 def variant_name(settings: dict[str, str]) -> str:
-    """ "kbit PDL=0" for {"KBIT_PDL": "0"}."""
+    """ "kbit KERNEL=stream" for {"KBIT_KERNEL": "stream"}."""
     return " ".join(
         [DISPATCHED, *(f"{name.removeprefix('KBIT_')}={value}" for name, value in settings.items())]
     )

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from kbit.bench import model_build, model_decode, model_profile
+from kbit.bench.moe_layer import recordable
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.experts import is_experts
 
 BASELINE = "bf16"
 # In the names of arms whose GPUs add up in another way than by NCCL.
 ALL_REDUCE = ", all-reduce "
-# Beyond, copying the weights of every token's experts, as batched_mm does, is not what anybody would run.
-BATCHED_MM_TOKENS = 4
 # Of a device's memory, for weights: the rest is for caches, activations and graphs.
 _FILL = 0.92
 
@@ -174,8 +173,7 @@ def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, s
     """(arm, implementation of 16-bit experts): one of each that can be recorded; just the arm without any."""
     if not any(is_experts(module) for module in model.modules()):
         return [(name, None)]
-    ways = ["grouped_mm", *(["batched_mm"] if batch <= BATCHED_MM_TOKENS else [])]
-    return [(f"{name} {way}", way) for way in ways]
+    return [(f"{name} {way}", way) for way in recordable(batch)]
 
 
 def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> DecodeRow:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.bench.result_files import read_text
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import quantize_model
-
-Progress = Callable[[int, int, str], None]
+from kbit.nn.replace import Progress
 
 
 def config_names() -> list[str]:
@@ -62,7 +62,7 @@ def _folder() -> Any:
 
 def _read(name: str) -> dict[str, Any]:
     if name.endswith(".json"):
-        text = Path(name).read_text()
+        text = read_text(Path(name), name, "Name a model's config.json.")
     elif name in config_names():
         text = _folder().joinpath(f"{name}.json").read_text()
     else:

@@ -100,6 +100,11 @@ def route(routing: str, tokens: int, size: LayerSize, device: torch.device) -> R
     return Routed(x.to(device, torch.bfloat16), ids.to(device), weights.to(device, torch.bfloat16))
 
 
+def recordable(tokens: int) -> list[str]:
+    """transformers' implementations of experts that a CUDA graph can record and that suit so many tokens."""
+    return [GROUPED, BATCHED] if tokens <= BATCHED_MM_TOKENS else [GROUPED]
+
+
 def layer_arms(layers: Layers, routed: Routed) -> dict[Label, Arm]:
     """The arms of one batch."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -108,9 +113,8 @@ def layer_arms(layers: Layers, routed: Routed) -> dict[Label, Arm]:
     used = routed.ids.unique().numel()
     source = layers.dense[0]
     read = used * sum(parameter.nbytes for parameter in source.parameters()) // source.num_experts
-    ways = [GROUPED, *([BATCHED] if len(routed.x) <= BATCHED_MM_TOKENS else [])]
     arms: dict[Label, Arm] = {}
-    for way in ways:
+    for way in recordable(len(routed.x)):
         forward: Callable[..., torch.Tensor] = ALL_EXPERTS_FUNCTIONS[way]
         calls = [functools.partial(forward, experts, *arguments) for experts in layers.dense]
         arms[way, None, BASELINE, read] = Arm(calls)

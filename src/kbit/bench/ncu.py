@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from kbit.bench.gpu_timing import Arm, GpuTiming, Key, check_repeats, environment, summarize, warm_up
+from kbit.bench.gpu_timing import Arm, GpuTiming, Key, environment, summarize, warm_up
 from kbit.bench.kernel_rows import KernelRow, from_json
+from kbit.bench.timing import check_repeats
 
 METRIC = "gpu__time_duration.sum"
 # torch.cuda._sleep's kernel.

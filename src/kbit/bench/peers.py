@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kbit.format.words import dtype_name
+
 GROUP = 32
 
 
@@ -56,7 +58,7 @@ def _torch_int4_reason(bits: int, dtype: torch.dtype) -> str | None:
     if bits != 4:
         return "has 4 bits only"
     if dtype != torch.bfloat16:
-        return f"takes bfloat16 only, not {str(dtype).removeprefix('torch.')}"
+        return f"takes bfloat16 only, not {dtype_name(dtype)}"
     return None
 
 

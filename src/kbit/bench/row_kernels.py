@@ -6,7 +6,6 @@ The second table of `kbit bench dequant`. GB/s count what is read and written, o
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -98,7 +97,7 @@ def _waiting(arm: Arm, repeats: int) -> GpuTiming:
         for call in arm.calls:
             call()
         samples.append(1e6 * (time.perf_counter() - start) / len(arm.calls))
-    return GpuTiming(statistics.median(samples), (max(samples) - min(samples)) / statistics.median(samples))
+    return gpu_timing.summarize(samples)
 
 
 def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[RowKernelRow]:

@@ -27,6 +27,12 @@ MIN_REPEATS = 7
 CACHE_FACTOR = 3
 
 
+def check_repeats(repeats: int) -> None:
+    """Raises ValueError where `repeats` are too few for a median."""
+    if repeats < MIN_REPEATS:
+        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {repeats}.")
+
+
 @dataclass(frozen=True)
 class Timing:
     """Median and spread of repeated calls, in milliseconds."""
@@ -62,8 +68,7 @@ def measure(
     Raises:
         ValueError: fewer than `MIN_REPEATS` repeats.
     """
-    if repeats < MIN_REPEATS:
-        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {repeats}.")
+    check_repeats(repeats)
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(0)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from kbit.bench import model_build
+from kbit.bench.timing import MIN_REPEATS, check_repeats
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.experts import is_experts
 
 BASELINE = "bf16"
-MIN_REPEATS = 7
 ATTENTION = "q_proj|k_proj|v_proj|o_proj"
 DENSE = "gate_proj|up_proj|down_proj"
 
@@ -87,8 +87,7 @@ def measure(
         ValueError: fewer repeats than a median needs.
         ImportError: peft is not installed.
     """
-    if plan.repeats < MIN_REPEATS:
-        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {plan.repeats}.")
+    check_repeats(plan.repeats)
     try:
         import peft  # noqa: F401
     except ImportError:

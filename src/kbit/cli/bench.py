@@ -21,8 +21,8 @@ from kbit.cli import (
     bench_train,
     bench_workload,
 )
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import labels
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def decode(
 
     from kbit.bench import machine
     from kbit.bench.decode import DecodeSpeed, tokens_per_second
-    from kbit.cli.generate import check_model_folder, load_model
+    from kbit.cli.model_folder import check_model_folder, load_model
 
     torch.set_num_threads(threads)
     for folder in models:

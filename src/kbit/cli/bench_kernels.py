@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kbit.cli.json_file import JsonFile, check_folder, write_json
-from kbit.cli.options import numbers, words
+from kbit.cli.options import names, numbers, words
+from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ def choose(
     from kbit.bench import kernels, shapes
     from kbit.format.codebook import check_bits
 
-    dtypes = tuple(words(dtype))
-    if not dtypes or not set(dtypes) <= set(kernels.DTYPES):
-        raise ValueError(f"--dtype takes {', '.join(kernels.DTYPES)} or both; got {dtype!r}.")
+    dtypes = tuple(names("--dtype", dtype, list(kernels.DTYPES)))
     plan = kernels.Plan(
         rows=numbers("--rows", rows),
         bits=[check_bits(width) for width in numbers("--bits", bits)],
@@ -117,15 +115,8 @@ def _header(timer: TimerName, choice: Choice) -> dict[str, Any]:
     """The result file without its rows: machine, bandwidth, protocol."""
     from kbit.bench import gpu_timing
 
-    bandwidth = gpu_timing.read_bandwidth()
-    return {
-        "machine": gpu_timing.describe(),
-        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
-        "read_bandwidth_method": bandwidth.method,
-        "timer": timer.value,
-        "repeats": choice.plan.repeats,
-        "cold_copies_over_l2": gpu_timing.CACHE_FACTOR,
-    }
+    protocol = {"timer": timer.value, "cold_copies_over_l2": gpu_timing.CACHE_FACTOR}
+    return gpu_timing.result_header(choice.plan.repeats) | protocol
 
 
 def _measure(

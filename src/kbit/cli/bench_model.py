@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.cli import bench_moe
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers, one_of
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -77,14 +77,7 @@ def moe(
     widths, counts = numbers("--bits", bits), numbers("--rows", rows)
     sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
     gpu_timing.require_gpu("kbit bench moe")
-    bandwidth = gpu_timing.read_bandwidth()
-    result: dict[str, Any] = {
-        "machine": gpu_timing.describe(),
-        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
-        "read_bandwidth_method": bandwidth.method,
-        "repeats": repeats,
-        "dtype": "bf16",
-    }
+    result = gpu_timing.result_header(repeats) | {"dtype": "bf16"}
     measured: list[MoeRow] = []
     runs = []
     if part is not Part.layer:
@@ -100,7 +93,7 @@ def moe(
             write_json(json_file, result | {"rows": bench.as_json(measured)})
     for problem in dict.fromkeys(row.problem for row in measured):
         chosen = [row for row in measured if row.problem == problem]
-        show(_table(problem, chosen, bandwidth.gb_s))
+        show(_table(problem, chosen, result["read_bandwidth_gb_s"]))
 
 
 def register(app: typer.Typer) -> None:

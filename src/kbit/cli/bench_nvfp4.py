@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.json_file import JsonFile, write_json
 from kbit.cli.options import names, numbers
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -95,14 +95,7 @@ def _run(runs: Sequence[Iterator[NVFP4Row]], repeats: int, file: Path | None) ->
     from kbit.bench import gpu_timing
     from kbit.bench import nvfp4 as bench
 
-    bandwidth = gpu_timing.read_bandwidth()
-    result: dict[str, Any] = {
-        "machine": gpu_timing.describe(),
-        "read_bandwidth_gb_s": round(bandwidth.gb_s, 1),
-        "read_bandwidth_method": bandwidth.method,
-        "repeats": repeats,
-        "dtype": "bf16",
-    }
+    result = gpu_timing.result_header(repeats) | {"dtype": "bf16"}
     measured: list[NVFP4Row] = []
     for run in runs:
         for row in run:
@@ -112,7 +105,7 @@ def _run(runs: Sequence[Iterator[NVFP4Row]], repeats: int, file: Path | None) ->
             write_json(file, result | {"rows": bench.as_json(measured)})
     for key in dict.fromkeys((row.part, row.problem) for row in measured):
         chosen = [row for row in measured if (row.part, row.problem) == key]
-        show(_table(": ".join(key), chosen, bandwidth.gb_s))
+        show(_table(": ".join(key), chosen, result["read_bandwidth_gb_s"]))
 
 
 def register(app: typer.Typer) -> None:

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.generate import check_device
-from kbit.cli.json_file import JsonFile, check_folder, write_json
+from kbit.cli.model_folder import check_device
 from kbit.cli.options import numbers, words
+from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.json_file import check
+from kbit.cli.outputs import check_file
 
 console = Console()
 
@@ -17,7 +17,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder of the files that --json options wrote.")] = Path(
         "benchmarks/results"
     ),
-    out: Annotated[Path, typer.Option(callback=check, help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(callback=check_file, help="The page.")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page of all results. Kernels, models, traffic, quality, provenance."""
     from kbit.bench.report import page

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kbit.cli.generate import load_tokenizer
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.model_folder import load_tokenizer
 from kbit.cli.options import labels, numbers
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.format.words import counted
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.json_file import JsonFile, check, write_json
 from kbit.cli.options import numbers, words
+from kbit.cli.outputs import JsonFile, check_file, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def workload(
     turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(callback=check, help="Also draw speed-up against users here.")
+        Path | None, typer.Option(callback=check_file, help="Also draw speed-up against users here.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
-from kbit.cli.json_file import JsonFile, check_folder, write_json
 from kbit.cli.options import numbers
+from kbit.cli.outputs import JsonFile, check_folder, write_json
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -65,7 +65,7 @@ def demo(
     """Quantize a small model and talk to it. SmolLM2-135M, compared with bfloat16 in one table."""
     from kbit.bench import machine
     from kbit.cli.eval import encode_windows, read_text
-    from kbit.cli.generate import load_model
+    from kbit.cli.model_folder import load_model
     from kbit.format import QuantizationPolicy
 
     start = time.perf_counter()
@@ -169,7 +169,8 @@ def _talk(path: Path, model: Any, prompt: str, answer_tokens: int) -> str:
     import torch
     from transformers import TextStreamer
 
-    from kbit.cli.generate import encode_prompt, load_tokenizer
+    from kbit.cli.generate import encode_prompt
+    from kbit.cli.model_folder import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     input_ids = encode_prompt(tokenizer, prompt)

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from kbit.cli.generate import load_model, load_tokenizer
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.model_folder import load_model, load_tokenizer
 from kbit.cli.options import numbers
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.generate import check_device
-from kbit.cli.json_file import check, write_json
+from kbit.cli.model_folder import check_device
 from kbit.cli.options import numbers, one_of
+from kbit.cli.outputs import check_file, write_json
 
 console = Console(soft_wrap=True)
 
@@ -21,11 +21,13 @@ def gate(
     accum: Annotated[str, typer.Option(help="Accumulation contract: exact, seq16 or tc.")] = "exact",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json_file: Annotated[
-        Path | None, typer.Option("--json", callback=check, help="Also write the verdicts here.")
+        Path | None, typer.Option("--json", callback=check_file, help="Also write the verdicts here.")
     ] = None,
     write_reference: Annotated[
         Path | None,
-        typer.Option(callback=check, help="Write the reference for these batch sizes here, and run nothing."),
+        typer.Option(
+            callback=check_file, help="Write the reference for these batch sizes here, and run nothing."
+        ),
     ] = None,
 ) -> None:
     """Check that NVFP4's levers change no byte. A small MoE model with and without; exit 1 if one does."""

@@ -2,141 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kbit.cli.options import one_of
-from kbit.format.words import counted
+from kbit.cli.model_folder import load_model, load_tokenizer
 
 console = Console(stderr=True)
-# What transformers means by recommending an option that kbit's commands do not have.
-_MEANT = {
-    "trust_remote_code": "it needs code of its own (auto_map), and kbit runs none. Does a newer transformers "
-    "know this architecture?",
-    "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
-}
 LEAST_TEMPERATURE = 1e-3
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
-
-
-def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
-    """Load a causal language model, quantized by kbit or not, in evaluation mode.
-
-    Args:
-        folder: a local model folder.
-        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16".
-        device: where to put it.
-
-    Raises:
-        ValueError, OSError: not a model folder, or a damaged one; no such dtype or device.
-    """
-    from transformers import AutoModelForCausalLM
-
-    one_of("--dtype", dtype, DTYPES)
-    check_device(device)
-    config = check_model_folder(folder)
-    with _explained(
-        folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
-    ):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"{folder} has no weights for {counted(len(missing), 'parameter')} of the model, such as "
-            f"{missing[0]}. Is config.json that of this model, and its quantization_config known? Else fetch "
-            f"the folder again."
-        )
-    return model.to(device).eval()
-
-
-def check_model_folder(folder: Path) -> dict[str, Any]:
-    """Say what is wrong with a folder before transformers takes it for a name on a hub.
-
-    Returns:
-        The content of its config.json.
-
-    Raises:
-        FileNotFoundError: no folder, or no config.json in it.
-        ValueError: the config is no JSON object, or there are no safetensors files.
-    """
-    from kbit.format.checkpoint import checkpoint_files, read_config, read_policy
-    from kbit.format.policy import QUANT_METHOD
-
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(f"{folder} {what}. Give the local folder of a transformers model.")
-    config = read_config(folder)
-    section = config.get("quantization_config") or {}
-    if not isinstance(section, Mapping) or section.get("quant_method") == QUANT_METHOD:
-        read_policy(config, str(folder / "config.json"))
-    checkpoint_files(folder)
-    return config
-
-
-def check_device(name: str) -> None:
-    """Say that there is no such device before a model is loaded for it; raises ValueError."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")  # which nothing runs on
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"no device {name!r}. Use cpu, cuda or cuda:1.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"no device {name!r}: torch sees {torch.cuda.device_count()} GPUs. Use another, or cpu."
-        )
-
-
-@contextmanager
-def _explained(folder: Path, what: str, remedy: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what transformers raises for a folder it cannot read into one line: ValueError."""
-    try:
-        yield
-    except Exception as error:
-        message, more, _ = str(error).partition("\n")
-        clear = isinstance(error, ValueError | OSError | ImportError | RuntimeError)
-        meant = next((text for option, text in _MEANT.items() if option in str(error)), None)
-        if clear and not (more or meant or isinstance(error, json.JSONDecodeError)):
-            raise
-        keys = [key for key, value in config.items() if error.args and value == error.args[0]]
-        if keys and isinstance(error, KeyError):
-            message = f"transformers does not know the {keys[0]} {message} of its config.json"
-        elif not clear:
-            message = f"{type(error).__name__}: {message}"
-        raise ValueError(
-            f"{folder}: its {what} cannot be loaded: {(meant or message).rstrip('.')}. {remedy}"
-        ) from error
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder.
-
-    Raises:
-        FileNotFoundError: it is no model folder, or has no tokenizer.
-        ValueError: the tokenizer is damaged.
-    """
-    from transformers import AutoTokenizer
-
-    config = check_model_folder(folder)
-    # Without any, transformers makes some classes of tokenizers with an empty vocabulary.
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer. Copy the model's tokenizer.json and tokenizer_config.json into it."
-        )
-    remedy = "Fetch tokenizer.json and tokenizer_config.json again."
-    with _explained(folder, "tokenizer", remedy, config):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: bool = True) -> Any:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kbit.cli.generate import load_model
-from kbit.cli.json_file import JsonFile, write_json
+from kbit.cli.model_folder import load_model
+from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
-from kbit.cli.json_file import check, write_json
+from kbit.cli.outputs import check_file, write_json
 from kbit.format.words import counted
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def quantize(
     ] = None,
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cpu",
     json_file: Annotated[
-        Path | None, typer.Option("--json", callback=check, help="Also write the summary here.")
+        Path | None, typer.Option("--json", callback=check_file, help="Also write the summary here.")
     ] = None,
 ) -> None:
     """Quantize a model, shard by shard. Run it again to go on after an interruption."""

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from kbit.cli.generate import check_model_folder
+from kbit.cli.model_folder import check_model_folder
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kbit.cli.bench_kernels import Bits, Dtypes, Models, Names, Rows, choose
-from kbit.cli.json_file import check
+from kbit.cli.outputs import check_file
 
 if TYPE_CHECKING:
     from kbit.backends.cuda.tables import Problem
@@ -34,7 +34,7 @@ def tune(
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each candidate.")] = 7,
     fresh: Annotated[bool, typer.Option(help="Forget what the table holds.")] = False,
     out: Annotated[
-        Path | None, typer.Option(callback=check, help="Table; this GPU's in the cache by default.")
+        Path | None, typer.Option(callback=check_file, help="Table; this GPU's in the cache by default.")
     ] = None,
 ) -> None:
     """Find the fastest CUDA kernels on this GPU. Measures layers of models, and keeps a table of them."""

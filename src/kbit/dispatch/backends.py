@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -30,31 +31,23 @@ class Backend:
     legal: Callable[[str, torch.device, torch.dtype], str | None]
 
 
-def _cpu_legal(op: str, device: torch.device, absmax_dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"the CPU kernels need CPU tensors, got {device}"
-    reason = cpu.unavailable_reason()
+def _refusal(
+    module: ModuleType, kind: str, op: str, device: torch.device, absmax_dtype: torch.dtype
+) -> str | None:
+    """Why a backend of kernels, for devices of a kind ("CPU" or "CUDA"), may not take a problem, or None."""
+    if device.type != kind.lower():
+        return f"the {kind} kernels need {kind} tensors, got {device}"
+    reason = module.unavailable_reason()
     if reason is not None:
         return reason
-    if not hasattr(cpu, op):
-        return f"the CPU kernels have no {op}"
+    if not hasattr(module, op):
+        return f"the {kind} kernels have no {op}"
     if op == "quantize" and absmax_dtype != torch.uint8:
-        return f"the CPU kernels quantize with E4M4 scales only, got {absmax_dtype}"
+        return f"the {kind} kernels quantize with E4M4 scales only, got {absmax_dtype}"
     return None
 
 
-def _cuda_legal(op: str, device: torch.device, absmax_dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"the CUDA kernels need CUDA tensors, got {device}"
-    reason = cuda.unavailable_reason()
-    if reason is not None:
-        return reason
-    if not hasattr(cuda, op):
-        return f"the CUDA kernels have no {op}"
-    if op == "quantize" and absmax_dtype != torch.uint8:
-        return f"the CUDA kernels quantize with E4M4 scales only, got {absmax_dtype}"
-    return None
-
+_cuda_legal, _cpu_legal = partial(_refusal, cuda, "CUDA"), partial(_refusal, cpu, "CPU")
 
 backends: tuple[Backend, ...] = (
     Backend("cuda", cuda, _cuda_legal),

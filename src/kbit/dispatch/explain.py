@@ -12,6 +12,7 @@ from kbit.backends.cuda import driver, grouped_preference, preference, tables
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
+from kbit.format.words import counted, dtype_name
 from kbit.ops import checks, forms, kinds
 
 
@@ -61,8 +62,8 @@ def explain(
     tiled = q.tiled is not None or (not q.stays_canonical and forms.tiles_pay(op, q.device, stored))
     op += "_tiled" * tiled
     chosen = backend_for(op, q.device, stored)
-    name, each = str(dtype).removeprefix("torch."), f" in each of {q.shape[0]} experts" * experts
-    lines = [f"{m} token{'s' * (m != 1)} of {k} -> {n}{each}, {q.bits} bits, {name} on {q.device}"]
+    name, each = dtype_name(dtype), f" in each of {q.shape[0]} experts" * experts
+    lines = [f"{counted(m, 'token')} of {k} -> {n}{each}, {q.bits} bits, {name} on {q.device}"]
     for backend in backends:
         if backend is chosen:
             lines.append(f"backend {backend.name}: taken")

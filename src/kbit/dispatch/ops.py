@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
 from kbit.format.codebook import midpoints
@@ -94,7 +92,7 @@ def _linear_directly(x, packed, absmax, codebook, scale, bias, out_features, in_
     return _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
 
 
-direct.set_multiply("cpu", 4, (torch.float32, torch.float16, torch.bfloat16), _linear_directly)
+direct.set_multiply("cpu", 4, checks.FLOAT_DTYPES, _linear_directly)
 
 
 @implement("grouped_linear")

@@ -21,7 +21,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
-from kbit.format.words import first_of
+from kbit.format.words import dtype_name, first_of
 
 __all__ = [
     "ABSMAX",
@@ -150,12 +150,12 @@ def _check_parameter(name: str, tensors: Mapping[str, TensorInfo], policy: Quant
             f"weights are of different models."
         )
     if packed.dtype != torch.int32:
-        raise ValueError(f"{where} must be int32, got {_dtype(packed)}.")
+        raise ValueError(f"{where} must be int32, got {dtype_name(packed.dtype)}.")
     expected = absmax_format(policy.absmax_format)
     if absmax.dtype != expected.dtype:
         raise ValueError(
-            f"{absmax.file}: tensor {name + ABSMAX!r} must be {str(expected.dtype).removeprefix('torch.')} "
-            f"for absmax_format {expected.name!r}, got {_dtype(absmax)}."
+            f"{absmax.file}: tensor {name + ABSMAX!r} must be {dtype_name(expected.dtype)} "
+            f"for absmax_format {expected.name!r}, got {dtype_name(absmax.dtype)}."
         )
     if len(packed.shape) not in (2, 3) or 0 in packed.shape:
         raise ValueError(f"{where} must be [N, words] or [E, N, words], none 0, got {packed.shape}.")
@@ -169,12 +169,8 @@ def _check_parameter(name: str, tensors: Mapping[str, TensorInfo], policy: Quant
     if scale and (scale.dtype != torch.float32 or scale.shape != packed.shape[:-2]):
         raise ValueError(
             f"{scale.file}: tensor {name + SCALE!r} must be float32 of shape {packed.shape[:-2]}, got "
-            f"{_dtype(scale)} of shape {scale.shape}."
+            f"{dtype_name(scale.dtype)} of shape {scale.shape}."
         )
-
-
-def _dtype(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")
 
 
 # Projections whose sizes follow from the top level of every config that has the key: pattern, then the keys

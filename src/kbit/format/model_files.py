@@ -51,8 +51,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder. Give a folder with config.json and *.safetensors.")
-    if (folder / INDEX_NAME).is_file():
-        return _shards(folder, _weight_map(folder))
+    if weight_map := _weight_map(folder):
+        return _shards(folder, weight_map)
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
@@ -65,7 +65,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
+    """{tensor: shard} of the index; empty where one file holds all."""
     path = folder / INDEX_NAME
+    # In this order, as transformers, whose save_pretrained leaves the index of a model that it overwrites.
+    if (folder / SINGLE_NAME).is_file() or not path.is_file():
+        return {}
     weight_map = _read_object(path, "").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must map tensor names to files.")
@@ -105,7 +109,7 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
     """
     folder = Path(folder)
     tensors: dict[str, TensorInfo] = {}
-    weight_map = _weight_map(folder) if (folder / INDEX_NAME).is_file() else {}
+    weight_map = _weight_map(folder)
     for path in _shards(folder, weight_map) if weight_map else checkpoint_files(folder):
         for name, info in read_header(path).items():
             if name in tensors:

@@ -50,7 +50,16 @@ def module_of(tensor_name: str) -> str:
     """
     name = original_of(tensor_name)
     expert = _EXPERT_TENSOR.match(name)
-    return expert.group(1) if expert else name.rpartition(".")[0]
+    return expert.group(1) if expert else holder_of(name)
+
+
+def holder_of(parameter: str) -> str:
+    """The module of a model that holds a parameter, or "" for the model itself; no tensor of a checkpoint.
+
+    >>> holder_of("mlp.experts.gate_up_proj")
+    'mlp.experts'
+    """
+    return parameter.rpartition(".")[0]
 
 
 def is_candidate(tensor_name: str, shape: Sequence[int]) -> bool:

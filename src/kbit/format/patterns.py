@@ -13,7 +13,8 @@ from functools import lru_cache
 # Ways to match that are worth trying, at about 10 ns each.
 MOST_WAYS = 20_000_000
 _TOKEN = re.compile(
-    r"""(?P<literal> \\. | \[\^?\]?(?:\\.|[^\]\\])*\] | \(\?\#[^)]*\) )
+    r"""(?P<nothing> \(\?\#[^)]*\) | \(\?[aiLmsu]+\) )
+    | (?P<literal> \\. | \[\^?\]?(?:\\.|[^\]\\])*\] )
     | (?P<verbose> \(\?[aiLmsu-]*x )
     | (?P<open> \(\?? ) | (?P<close> \) ) | (?P<bar> \| )
     | (?P<quantifier> (?: [*+?] | \{ (?: \d+(?:,\d*)? | ,\d* ) \} ) [?+]? )
@@ -54,18 +55,29 @@ def is_found(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _choices(pattern: str) -> tuple[int, int]:
-    """Of a legal pattern: its repeats, more than 64 counted as 64, and the product of its alternatives."""
+    """Of a legal pattern: its repeats, more than 64 counted as 64, and the ways beside those.
+
+    The latter are the product of its alternatives and of how often groups must be there: one that matches
+    nothing is tried as often.
+    """
     repeats, ways = 0, 1
     alternatives, chooses = [1], [False]  # of each open group, the whole pattern first
     closed = False  # just now, a group with a choice in it
+    grouped = False  # just now, a group or a reference to one
     for token in _TOKEN.finditer(pattern):
         kind, text = token.lastgroup, token.group()
+        if kind == "nothing":  # what follows repeats what is in front of it
+            continue
         if kind == "verbose" or (closed and kind == "quantifier" and text[0] != "?"):
             what = "has the flag x" if kind == "verbose" else "repeats a group that has a repeat or | in it"
             raise ValueError(
                 f"overrides: {pattern[:80]!r} {what}; looking for it could take forever. Write it without."
             )
+        least = re.match(r"\{(\d+)", text) if grouped and kind == "quantifier" else None
+        if least:
+            ways *= max(1, int(least[1]))
         closed = kind == "close" and chooses[-1]
+        grouped = kind == "close" or re.match(r"\\[1-9]", text) is not None
         if kind == "open":
             alternatives.append(1)
             chooses.append(False)

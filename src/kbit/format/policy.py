@@ -68,14 +68,7 @@ class QuantizationPolicy:
         absmax_format(str(self.absmax_format))  # a name, not the dtype
         if not isinstance(self.search, bool):
             raise TypeError(f"search must be True or False, got {self.search!r}.")
-        skipped = [] if self.modules_to_not_convert is None else self.modules_to_not_convert
-        if isinstance(skipped, str) or not isinstance(skipped, Iterable):
-            raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
-        skipped = list(skipped)  # an iterator could be read once only, and JSON has no sets
-        if not all(isinstance(name, str) for name in skipped):
-            raise TypeError(f"modules_to_not_convert must hold names only, got {skipped!r}.")
-        if self.modules_to_not_convert is not None:
-            self.modules_to_not_convert = skipped
+        self.modules_to_not_convert = names_to_skip(self.modules_to_not_convert)
 
     def widths(self) -> list[int]:
         """Every width this policy can assign, ascending.
@@ -86,8 +79,9 @@ class QuantizationPolicy:
         used = {check_bits(self.bits)}
         if self.embedding_bits is not None:
             used.add(check_bits(self.embedding_bits, "embedding_bits"))
-        wide = {p: bits for p, bits in self.overrides.items() if type(bits) is not int or bits != 0}
-        used.update(check_bits(bits, f"overrides[{p!r}]") for p, bits in wide.items())
+        for pattern, bits in self.overrides.items():
+            if type(bits) is not int or bits != 0:  # False is no 0
+                used.add(check_bits(bits, f"overrides[{pattern!r}]"))
         return sorted(used)
 
     def bits_for(self, *names: str) -> int | None:
@@ -97,6 +91,9 @@ class QuantizationPolicy:
             names: dotted names of one linear, embedding or experts module, without ".weight": the one in a
                 checkpoint's files and, where the model calls it otherwise, that one too. What is found in any
                 of them counts, and their order does not.
+
+        Raises:
+            ValueError: an override may take forever to look for in a name so long.
         """
         if any(is_inside(name, skipped) for skipped in self.modules_to_not_convert or () for name in names):
             return None
@@ -140,9 +137,10 @@ class QuantizationPolicy:
         changes: dict[str, Any] = {}
         if said:
             changes["overrides"] = said | {p: bits for p, bits in self.overrides.items() if p not in said}
-        skipped = [one for one in self.modules_to_not_convert or () if not _skips_any(one, widths)]
-        if len(skipped) < len(self.modules_to_not_convert or ()):
-            changes["modules_to_not_convert"] = skipped
+        skips = self.modules_to_not_convert or []
+        needed = [skip for skip in skips if not any(is_inside(name, skip) for name in widths)]
+        if len(needed) < len(skips):
+            changes["modules_to_not_convert"] = needed
         if any(self._levels(bits) != list(used) for bits, used in (levels or {}).items()):
             changes["codebook"] = {bits: self._levels(bits) for bits in self.widths()} | dict(levels or {})
         if absmax_format not in (None, self.absmax_format):
@@ -205,13 +203,25 @@ class QuantizationPolicy:
         return cls(**policy_fields(config))
 
 
+def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
+    """`modules_to_not_convert` as a list: an iterator could be read once only, and JSON has no sets.
+
+    Raises:
+        TypeError: it holds something else than names, or is one.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"modules_to_not_convert must be a list of names, got {names!r}.")
+    found = list(names)
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError(f"modules_to_not_convert must be a list of names only, got {found!r}.")
+    return found
+
+
 def is_inside(module_name: str, skipped: str) -> bool:
     """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
     return module_name == skipped or module_name.startswith(skipped + ".")
-
-
-def _skips_any(skipped: str, names: Iterable[str]) -> bool:
-    return any(is_inside(name, skipped) for name in names)
 
 
 def _of_every_layer(name: str) -> str:

@@ -12,6 +12,7 @@ from kbit.format import reference
 from kbit.format.codebook import check_bits
 from kbit.format.scales import ABSMAX_FORMATS, absmax_format
 from kbit.format.tiles import tile_shape
+from kbit.format.words import dtype_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +280,8 @@ def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) ->
     for name, (part, dtypes) in parts.items():
         got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
         if got not in dtypes:
-            raise TypeError(f"quantized weight: {name} must be {_names(dtypes)}, got {got}.")
+            known = " or ".join(map(dtype_name, dtypes))
+            raise TypeError(f"quantized weight: {name} must be {known}, got {got}.")
         if part.device != (device := parts[first][0].device):
             raise ValueError(
                 f"quantized weight: {name} is on {part.device}, {first} on {device}. Move them together."
@@ -294,7 +296,3 @@ def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
         expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
         raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Is bits right?")
     return width
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

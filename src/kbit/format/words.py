@@ -1,8 +1,10 @@
-"""Counts and lists in sentences."""
+"""Counts, lists and places in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+import torch
 
 
 def counted(count: int, noun: str) -> str:
@@ -15,3 +17,13 @@ def first_of(names: Iterable[str], shown: int = 3) -> str:
     found = sorted(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype without "torch." in front."""
+    return str(dtype).removeprefix("torch.")
+
+
+def at(where: str) -> str:
+    """The layer that a message is about, to follow what it got: " (layers.3.mlp)"; nothing if unknown."""
+    return f" ({where})" if where else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.ops import api, checks
 
 
@@ -74,8 +74,10 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
         Raises:
             NonFiniteWeightError: the table holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`; also an embedding with max_norm.
+            TypeError, ValueError: see `kbit.quantize`; also what is no embedding, quantized already, or
+                has max_norm.
         """
+        refuse_others("KbitEmbedding.from_embedding", embedding, nn.Embedding, name)
         if embedding.max_norm is not None:
             raise ValueError(
                 f"embedding {name!r} has max_norm={embedding.max_norm}, which rewrites the table in use. "
@@ -153,6 +155,14 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """Fill what no checkpoint holds; see `QuantizedModule.reset_constants`."""
         super().reset_constants(codebook)
         self._set_dtype(self.dtype_probe.dtype, self.weight_packed.device)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Without `dtype_probe`: what offloads this layer looks each of them up in a state dict.
+
+        Asked of the model, they include it.
+        """
+        found = super().named_parameters(*args, **kwargs)
+        return (pair for pair in found if pair[1] is not self.dtype_probe)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -16,7 +16,8 @@ from kbit.nn.fuse import quantize_fused
 from kbit.nn.parts import QuantizedModule, autocast
 from kbit.ops import api, checks, grad_checks, moe_checks
 
-WEIGHTS = ("gate_up_proj", "down_proj")
+# The weights of fused experts, and how many matrices each has above each other: gate and up.
+WEIGHTS = {"gate_up_proj": 2, "down_proj": 1}
 
 # The layout that KbitExperts computes, as transformers' experts classes describe themselves.
 _LAYOUT = {
@@ -60,15 +61,6 @@ def is_silu(function: Any) -> bool:
     # transformers' own class since 5.23; importing it here would import transformers.
     named = type(function).__name__ == "SiLUActivation"
     return named or isinstance(function, nn.SiLU) or function is F.silu
-
-
-def _combine(
-    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor
-) -> torch.Tensor:
-    """`kbit::moe_combine` with gradients: a gather and a sum, for atomic adds have no order."""
-    chosen = y.index_select(0, inverse.flatten()).view(*inverse.shape, y.shape[-1])
-    mine = (inverse < bounds[-1]).unsqueeze(-1)
-    return torch.where(mine, chosen.float() * weights.float().unsqueeze(-1), 0.0).sum(dim=1).to(y.dtype)
 
 
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
@@ -161,10 +153,10 @@ class KbitExperts(QuantizedModule):
         layer = cls.empty_like(experts, bits, policy.absmax_format, name, device="meta")
         codebook = policy.codebook_for(bits)
         settings = (bits, codebook, policy.absmax_format, policy.search)
-        for weight, halves in (("gate_up_proj", 2), ("down_proj", 1)):
+        for weight, count in WEIGHTS.items():
             source = _weight(experts, weight).detach()
             where = f"{name}.{weight}" if name else weight
-            layer.fill(weight, quantize_fused(source, halves, *settings, where=where))
+            layer.fill(weight, quantize_fused(source, count, *settings, where=where))
         return layer
 
     def forward(
@@ -185,10 +177,10 @@ class KbitExperts(QuantizedModule):
             NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
+        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         grad_checks.no_tangent("experts", self.layer_name, hidden_states, top_k_weights)
         device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
-        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         ops: Any = torch.ops.kbit
         one = hidden_states.shape[0] == 1
         tiles = self._one_token_tiles(hidden_states, top_k_weights) if one else None
@@ -197,9 +189,9 @@ class KbitExperts(QuantizedModule):
             routed = top_k_index, top_k_weights, self.intermediate_dim
             return ops.experts_one_token(hidden_states, *tiles, self.codebook, *scales, *routed)
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
-        results = self._grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
+        results = self.grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
         if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
-            return _combine(results, inverse, top_k_weights, bounds)
+            return api.moe_combine(results, inverse, top_k_weights, bounds)
         return ops.moe_combine(results, inverse, top_k_weights, bounds)
 
     def _one_token_tiles(
@@ -220,16 +212,16 @@ class KbitExperts(QuantizedModule):
         """act(gate(x)) * up(x) of rows sorted by expert, or of rows[source]."""
         fused = self.gate_up_proj_scale.dim() == 1 and is_silu(self.act_fn)
         if fused and not (torch.is_grad_enabled() and rows.requires_grad):
-            return self._grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
+            return self.grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
         if source is not None:
             rows = rows.index_select(0, source)
-        if self.gate_up_proj_scale.dim() > 1:
-            gate, up = self._gate_and_up(rows, bounds)
-        else:
-            gate, up = self._grouped(rows, "gate_up_proj", bounds).chunk(2, dim=-1)
+        gate, up = self.gate_and_up(rows, bounds).chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _gate_and_up(self, rows: torch.Tensor, bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_and_up(self, rows: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        """[R, 2I]: gate beside up of rows [R, H] that are sorted by expert, bounds int32 [E + 1]."""
+        if self.gate_up_proj_scale.dim() == 1:
+            return self.grouped(rows, "gate_up_proj", bounds)
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
         # up; rows of nobody, expert E here, end at the last row.
@@ -240,10 +232,10 @@ class KbitExperts(QuantizedModule):
         twice = rows.new_empty(2 * len(rows), rows.shape[-1])
         twice = twice.index_copy(0, at_gate.long(), rows).index_copy(0, at_up.long(), rows)
         starts = torch.stack([2 * bounds[:-1], bounds[:-1] + bounds[1:]], dim=-1).flatten()
-        results = self._grouped(twice, "gate_up_proj", torch.cat([starts, 2 * bounds[-1:]]))
-        return results[at_gate], results[at_up]
+        results = self.grouped(twice, "gate_up_proj", torch.cat([starts, 2 * bounds[-1:]]))
+        return torch.cat([results[at_gate], results[at_up]], dim=-1)
 
-    def _grouped(
+    def grouped(
         self,
         x: torch.Tensor,
         name: str,
@@ -251,6 +243,7 @@ class KbitExperts(QuantizedModule):
         silu_and_mul: bool = False,
         source: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """`kbit.grouped_linear` by the weight `name`, of x or of x[source]; the op checks what it gets."""
         tiled = self._tiles_for_call(name)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         if needs_grad:

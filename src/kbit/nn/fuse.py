@@ -42,12 +42,17 @@ def fuse_rows(stacks: list[QuantizedTensor]) -> Parts:
     Returns:
         Parts with rows sum N_i; scale [E] where each expert's factors agree for all experts, else [E, n].
     """
-    factors = torch.stack([stack.scale for stack in stacks], dim=-1)
-    if torch.equal(factors, factors[:, :1].expand_as(factors)):
-        factors = factors[:, 0]
     packed = torch.cat([stack.packed for stack in stacks], dim=-2)
     absmax = torch.cat([stack.absmax for stack in stacks], dim=-2)
-    return Parts(packed, absmax, factors.contiguous(), stacks[0].codebook)
+    return Parts(packed, absmax, fuse_factors([stack.scale for stack in stacks]), stacks[0].codebook)
+
+
+def fuse_factors(columns: list[torch.Tensor]) -> torch.Tensor:
+    """Factors of n stacks, float32 [E] each -> [E] where each expert's agree for all experts, else [E, n]."""
+    factors = torch.stack(columns, dim=-1)
+    if torch.equal(factors, factors[:, :1].expand_as(factors)):
+        factors = factors[:, 0]
+    return factors.contiguous()
 
 
 def quantize_fused(

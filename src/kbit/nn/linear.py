@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from kbit.nn.fuse import parts_of
-from kbit.nn.parts import QuantizedModule, autocast
-from kbit.ops import api, checks, direct, grad_checks
+from kbit.nn.parts import QuantizedModule, autocast, refuse_others
+from kbit.ops import api, checks, direct, grad_checks, kinds
 
 
 class KbitLinear(QuantizedModule, nn.Linear):
@@ -83,8 +83,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
         Raises:
             NonFiniteWeightError: the weight holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`.
+            TypeError, ValueError: see `kbit.quantize`; also what is no linear layer, or quantized already.
         """
+        refuse_others("KbitLinear.from_linear", linear, nn.Linear, name)
         weight = linear.weight.detach()
         where = f"{name}.weight" if name else ""
         q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)
@@ -121,6 +122,8 @@ class KbitLinear(QuantizedModule, nn.Linear):
             NotImplementedError: x or the bias has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: x does not fit; the message names this layer.
         """
+        if not isinstance(x, torch.Tensor):
+            kinds.tensor("linear", "x", x, self.layer_name)
         tiled = self._tiles_for_call("weight")
         bias: torch.Tensor | None = self.bias
         grad_checks.no_tangent("linear", self.layer_name, x, bias)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from kbit.format import scales
 from kbit.format.codebook import get_codebook
@@ -32,6 +33,15 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
     if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
+
+
+def refuse_others(method: str, module: object, kind: type[nn.Module], name: str) -> None:
+    """Raise TypeError unless `module` is what the constructor `method` quantizes, and is not quantized."""
+    if not isinstance(module, kind) or isinstance(module, QuantizedModule):
+        raise TypeError(
+            f"{method}: takes an unquantized nn.{kind.__name__}, got {type(module).__name__}"
+            f"{f' ({name})' if name else ''}. kbit.quantize takes tensors, kbit.quantize_model models."
+        )
 
 
 class QuantizedModule(TileableModule):
@@ -66,6 +76,11 @@ class QuantizedModule(TileableModule):
         layer_name: str,
     ) -> None:
         """Register the codebook and empty parts; `fill` or a checkpoint provides their content."""
+        if any(shape[-1] < 1 or min(shape) < 0 for shape in shapes.values()):
+            raise ValueError(
+                f"{type(self).__name__}: sizes must be at least 1, got weights of {list(shapes.values())}"
+                f"{f' ({layer_name})' if layer_name else ''}. Check the numbers of features."
+            )
         levels = get_codebook(codebook, bits)
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
         for name, (*rows, columns) in shapes.items():

@@ -93,7 +93,7 @@ def quantize_model(
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
     groups = _with_bits(model, layers, policy, names)
-    _refuse_another_codebook(model, policy, {bits for bits, _ in groups})
+    _refuse_other_format(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy)
         if progress is not None:
@@ -152,7 +152,7 @@ def has_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
-def _refuse_another_codebook(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
+def _refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
     """Refuse new layers of these widths that a checkpoint's config cannot state beside those there are."""
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedModule) or not widths:

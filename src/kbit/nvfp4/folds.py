@@ -13,8 +13,8 @@ import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.quantize import FLOATS, check_rounding
-from kbit.ops import kinds
+from kbit.nvfp4.quantize import check_rounding
+from kbit.ops import checks, kinds
 
 
 class Normed(NamedTuple):
@@ -139,10 +139,8 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     for name, value in {"x": x, "weight": weight, "residual": x if residual is None else residual}.items():
         kinds.tensor("rmsnorm", name, value)
-    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
-        raise TypeError(
-            f"rmsnorm: x and weight must be float16, bfloat16 or float32, got {x.dtype} and {weight.dtype}."
-        )
+    checks.float_dtype("rmsnorm", "x", x.dtype)
+    checks.float_dtype("rmsnorm", "weight", weight.dtype)
     if x.dim() != 2 or tuple(weight.shape) != tuple(x.shape[1:]):
         raise ValueError(
             f"rmsnorm: x must be [M, K] and weight [K], got {tuple(x.shape)} and {tuple(weight.shape)}."
@@ -156,7 +154,6 @@ def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | 
 
 def _check_gate_up(gate_up: torch.Tensor) -> None:
     kinds.tensor("silu_mul", "gate_up", gate_up)
-    if gate_up.dtype not in FLOATS:
-        raise TypeError(f"silu_mul: gate_up must be float16, bfloat16 or float32, got {gate_up.dtype}.")
+    checks.float_dtype("silu_mul", "gate_up", gate_up.dtype)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1]:
         raise ValueError(f"silu_mul: gate_up must be [R, 2I], got {tuple(gate_up.shape)}.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.quantize import FLOATS, dequantize_nvfp4
-from kbit.ops import kinds
+from kbit.nvfp4.quantize import dequantize_nvfp4
+from kbit.ops import checks, kinds
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -86,18 +87,16 @@ def linear_nvfp4(
     torch.Size([2, 8])
     """
     kinds.tensor("linear_nvfp4", "x", x, where)
-    tail = f" ({where})" if where else ""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"linear_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")
+    checks.float_dtype("linear_nvfp4", "x", x.dtype, where)
     if len(w.shape) != 2 or w.row_scale is not None or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"linear_nvfp4: x must be [..., {w.shape[-1]}] and w [N, K] without row_scale, got "
-            f"{tuple(x.shape)} and {w.shape}{tail}. Check the input projection."
+            f"{tuple(x.shape)} and {w.shape}{at(where)}. Check the input projection."
         )
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != w.shape[:1]):
         raise ValueError(
             f"linear_nvfp4: bias must be {x.dtype} [{w.shape[0]}] for these x and w, got {bias.dtype} "
-            f"{tuple(bias.shape)}{tail}. Cast it to x's dtype."
+            f"{tuple(bias.shape)}{at(where)}. Cast it to x's dtype."
         )
     kernels = kernels_for(x, w=w.codes, bias=bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
@@ -141,20 +140,18 @@ def check_product(
     Raises:
         TypeError, ValueError: the operands or names do not fit.
     """
-    tail = f" ({where})" if where else ""
     check_accumulation(accum, op)
-    if out_dtype not in FLOATS:
-        raise TypeError(f"{op}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}{tail}.")
+    checks.float_dtype(op, "out_dtype", out_dtype, where)
     if len(a.shape) != 2 or a.shape[-1] != w.shape[-1]:
         raise ValueError(
-            f"{op}: a must be [M, {w.shape[-1]}] for a weight {w.shape}, got {a.shape}{tail}. Check the "
+            f"{op}: a must be [M, {w.shape[-1]}] for a weight {w.shape}, got {a.shape}{at(where)}. Check the "
             f"input projection."
         )
     if w.shape[-1] > MAX_COLUMNS:
-        raise ValueError(f"{op}: K must be at most {MAX_COLUMNS}, got {w.shape[-1]}{tail}. Split K.")
+        raise ValueError(f"{op}: K must be at most {MAX_COLUMNS}, got {w.shape[-1]}{at(where)}. Split K.")
     if a.device != w.device:
-        raise ValueError(f"{op}: a is on {a.device}, w on {w.device}{tail}. Move one of them.")
+        raise ValueError(f"{op}: a is on {a.device}, w on {w.device}{at(where)}. Move one of them.")
     if w.row_scale is not None:
         raise ValueError(
-            f"{op}: w has a row_scale, which only activations may have{tail}. Use a global_scale."
+            f"{op}: w has a row_scale, which only activations may have{at(where)}. Use a global_scale."
         )

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from kbit.format.words import at
 from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, e2m1, layouts, ue4m3
 from kbit.nvfp4.kernels import kernels_for
-from kbit.ops import kinds
+from kbit.ops import checks, kinds
 
 TIES = ("zero", "even")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What code * scale reaches: a global scale of amax / LARGEST uses the whole range of the scales.
 LARGEST = e2m1.MAX * ue4m3.MAX
 
@@ -76,30 +76,28 @@ def check_input(
         TypeError, ValueError: the arguments do not fit.
     """
     kinds.tensor("quantize_nvfp4", "x", x, where)
-    tail = f" ({where})" if where else ""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"quantize_nvfp4: x must be float16, bfloat16 or float32, got {x.dtype}{tail}.")
+    checks.float_dtype("quantize_nvfp4", "x", x.dtype, where)
     if x.dim() not in (2, 3) or x.shape[-1] < 1:
         raise ValueError(
-            f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{tail}. "
+            f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{at(where)}. "
             f"Flatten the leading dimensions."
         )
     if row_scale and x.dim() == 3:
-        raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{tail}.")
-    return check_rounding(ties, global_scale, "quantize_nvfp4", tail)
+        raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{at(where)}.")
+    return check_rounding(ties, global_scale, "quantize_nvfp4", where)
 
 
-def check_rounding(ties: str, global_scale: float | None, op: str, tail: str = "") -> float:
+def check_rounding(ties: str, global_scale: float | None, op: str, where: str = "") -> float:
     """Check what everything that quantizes takes: the name of the ties, and the factor, which it returns.
 
     Raises:
         ValueError: one of them does not fit.
     """
     if ties not in TIES:
-        raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{tail}.')
+        raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{at(where)}.')
     if global_scale is not None and not is_normal(global_scale):
         raise ValueError(
-            f"{op}: global_scale must be a positive normal float32, got {global_scale}{tail}. Use "
+            f"{op}: global_scale must be a positive normal float32, got {global_scale}{at(where)}. Use "
             f"global_scale_for of what is quantized, or None for 1."
         )
     return 1.0 if global_scale is None else global_scale
@@ -176,8 +174,7 @@ def dequantize_nvfp4(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torc
     Raises:
         TypeError: another dtype.
     """
-    if dtype not in FLOATS:
-        raise TypeError(f"dequantize_nvfp4: dtype must be float16, bfloat16 or float32, got {dtype}.")
+    checks.float_dtype("dequantize_nvfp4", "dtype", dtype)
     if len(t.shape) == 3:
         return torch.stack([dequantize_nvfp4(t.expert(index), dtype) for index in range(t.shape[0])])
     codes, scales = t.nv()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kbit.format.words import dtype_name
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -82,7 +84,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(label: str, mine: torch.Tensor, theirs: torch.Tensor) -> Difference | None:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        shapes = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (mine, theirs))
+        shapes = tuple(f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (mine, theirs))
         return Difference(label, None, (shapes[0], shapes[1]))
     # Bytes, so that NaN equals itself and -0 differs from 0.
     places = (as_bytes(mine) != as_bytes(theirs)).nonzero()

@@ -216,6 +216,24 @@ def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def moe_combine(
+    y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    """`kbit::moe_combine` with gradients: a gather and a sum, for atomic adds have no order.
+
+    Args:
+        y: [R, H], rows sorted by expert.
+        inverse, bounds: int32 [T, U] and [E + 1], see `kbit::moe_align`.
+        weights: [T, U].
+
+    Returns:
+        [T, H] of y's dtype.
+    """
+    chosen = y.index_select(0, inverse.flatten()).view(*inverse.shape, y.shape[-1])
+    mine = (inverse < bounds[-1]).unsqueeze(-1)
+    return torch.where(mine, chosen.float() * weights.float().unsqueeze(-1), 0.0).sum(dim=1).to(y.dtype)
+
+
 def _copy(name: str, result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     checks.output(name, out, tuple(result.shape), result.dtype, result.device)
     return out.copy_(result)

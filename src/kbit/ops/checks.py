@@ -11,21 +11,18 @@ import torch
 from kbit.format.codebook import check_bits
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import check_parts
+from kbit.format.words import at
 from kbit.ops import kinds
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _tail(where: str) -> str:
-    return f" ({where})" if where else ""
-
-
 def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:
     """Raise TypeError unless `dtype`, which argument `name` has, is one that ops compute in."""
     if dtype not in FLOAT_DTYPES:
-        remedy = "Pass one of torch's." if name == "dtype" else "Cast it first."
+        remedy = "Pass one of torch's." if name.endswith("dtype") else "Cast it first."
         raise TypeError(
-            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{_tail(where)}. {remedy}"
+            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{at(where)}. {remedy}"
         )
 
 
@@ -43,7 +40,7 @@ def quantize(
     float_dtype("quantize", "w", w.dtype, where)
     if w.dim() not in (2, 3) or w.shape[-1] < 1:
         raise ValueError(
-            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}{_tail(where)}. "
+            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}{at(where)}. "
             f"Reshape it."
         )
     if codebook.dtype != torch.float32 or codebook.dim() != 1 or codebook.shape[0] != 2**bits:
@@ -86,11 +83,11 @@ def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device,
     if x.dim() < 1 or x.shape[-1] != in_features:
         features = x.shape[-1] if x.dim() else "no"
         raise ValueError(
-            f"{op}: x has {features} features, the weight expects {in_features}{_tail(where)}. "
+            f"{op}: x has {features} features, the weight expects {in_features}{at(where)}. "
             f"Check what feeds this layer."
         )
     if x.device != device:
-        raise ValueError(f"{op}: x is on {x.device}, the weight on {device}{_tail(where)}. Move one of them.")
+        raise ValueError(f"{op}: x is on {x.device}, the weight on {device}{at(where)}. Move one of them.")
 
 
 def linear(
@@ -128,7 +125,7 @@ def linear_inputs(
     activation("linear", x, shape[-1], device, where)
     if len(shape) != 2:
         raise ValueError(
-            f"linear: the weight is a stack of {shape[0]} matrices{_tail(where)}. Use grouped_linear."
+            f"linear: the weight is a stack of {shape[0]} matrices{at(where)}. Use grouped_linear."
         )
     if silu_and_mul:
         gate_and_up("linear", shape[0], where)
@@ -137,12 +134,12 @@ def linear_inputs(
     kinds.tensor("linear", "bias", bias, where)
     if bias.shape != shape[:1]:
         raise ValueError(
-            f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{_tail(where)}. "
+            f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{at(where)}. "
             f"Is it that of another layer?"
         )
     if bias.dtype != x.dtype or bias.device != x.device:
         raise TypeError(
-            f"linear: bias is {bias.dtype} on {bias.device}, x is {x.dtype} on {x.device}{_tail(where)}. "
+            f"linear: bias is {bias.dtype} on {bias.device}, x is {x.dtype} on {x.device}{at(where)}. "
             f"Make them equal."
         )
 
@@ -168,7 +165,7 @@ def gate_and_up(op: str, out_features: int, where: str = "") -> None:
     """
     if out_features % 2:
         raise ValueError(
-            f"{op}: silu_and_mul needs gate rows above as many up rows, got {out_features}{_tail(where)}. "
+            f"{op}: silu_and_mul needs gate rows above as many up rows, got {out_features}{at(where)}. "
             f"Merge gate and up first."
         )
 
@@ -210,7 +207,7 @@ def grouped_inputs(
     if len(shape) != 3 or x.dim() != 2:
         raise ValueError(
             f"grouped_linear: x must be [T, K] and the weight [E, N, K], got x {tuple(x.shape)} and weight "
-            f"{tuple(shape)}{_tail(where)}. Use linear for one matrix."
+            f"{tuple(shape)}{at(where)}. Use linear for one matrix."
         )
     if silu_and_mul:
         gate_and_up("grouped_linear", shape[1], where)
@@ -224,16 +221,16 @@ def offsets(
     kinds.tensor(op, "expert_offsets", expert_offsets, where)
     if expert_offsets.dtype != torch.int32:
         raise TypeError(
-            f"{op}: expert_offsets must be int32, got {expert_offsets.dtype}{_tail(where)}. Use .int()."
+            f"{op}: expert_offsets must be int32, got {expert_offsets.dtype}{at(where)}. Use .int()."
         )
     if expert_offsets.dim() != 1 or expert_offsets.shape[0] != experts + 1:
         raise ValueError(
             f"{op}: {experts} experts need expert_offsets of shape ({experts + 1},), got "
-            f"{tuple(expert_offsets.shape)}{_tail(where)}. Expert e has rows offsets[e] to offsets[e + 1]."
+            f"{tuple(expert_offsets.shape)}{at(where)}. Expert e has rows offsets[e] to offsets[e + 1]."
         )
     if expert_offsets.device != device:
         raise ValueError(
-            f"{op}: expert_offsets is on {expert_offsets.device}, x on {device}{_tail(where)}. Move one."
+            f"{op}: expert_offsets is on {expert_offsets.device}, x on {device}{at(where)}. Move one."
         )
 
 
@@ -266,15 +263,14 @@ def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> N
     """Check the ids looked up in a table on `device`.
 
     Raises:
-        TypeError: they are not integers.
+        TypeError: they are no tensor of integers.
         ValueError: they are on another device.
     """
+    kinds.tensor("embedding", "ids", ids, where)
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}{_tail(where)}. Use .long().")
+        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}{at(where)}. Use .long().")
     if ids.device != device:
-        raise ValueError(
-            f"embedding: ids are on {ids.device}, the weight on {device}{_tail(where)}. Move one."
-        )
+        raise ValueError(f"embedding: ids are on {ids.device}, the weight on {device}{at(where)}. Move one.")
 
 
 def output(

@@ -43,7 +43,10 @@ def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multi
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing listens to what is done to a tensor; gradients are the caller's to know."""
+    """Whether nothing listens to what is done to a tensor, and its memory holds it as it is.
+
+    Gradients are the caller's to know.
+    """
     return not (
         type(tensor) is not torch.Tensor
         or torch.compiler.is_compiling()
@@ -53,6 +56,10 @@ def _plain(tensor: torch.Tensor) -> bool:
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
         or torch.is_autocast_enabled(tensor.device.type)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
     )
 
 

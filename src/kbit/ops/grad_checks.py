@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kbit.format.tensor import check_parts, check_tiles
+from kbit.format.words import at
 from kbit.ops import checks
 
 
@@ -15,9 +16,8 @@ def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
-        layer = f" ({where})" if where else ""
         raise NotImplementedError(
-            f"{op}: has no forward-mode derivative, got an input with a tangent{layer}. "
+            f"{op}: has no forward-mode derivative, got an input with a tangent{at(where)}. "
             f"Differentiate backwards, with torch.autograd.grad."
         )
 
@@ -29,10 +29,9 @@ def no_transform(op: str, where: str) -> None:
         return
     transforms = torch._C._functorch
     if any(one.key() == transforms.TransformType.Grad for one in transforms.get_interpreter_stack() or ()):
-        layer = f" ({where})" if where else ""
         raise NotImplementedError(
-            f"{op}: torch.func.grad, vjp and jacrev cannot differentiate it, got an input of theirs{layer}. "
-            f"Use torch.autograd.grad; torch.func.vmap works."
+            f"{op}: torch.func.grad, vjp and jacrev cannot differentiate it, got an input of "
+            f"theirs{at(where)}. Use torch.autograd.grad; torch.func.vmap works."
         )
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 
 from kbit.format.tensor import QuantizedTensor
+from kbit.format.words import at
 
 
 def tensor(op: str, name: str, value: object, where: str = "") -> None:
     """Raise TypeError unless the argument `name` is a dense tensor."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         return
-    of = f" ({where})" if where else ""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise TypeError(
+            f"{op}: {name} must be dense, got a nested tensor{at(where)}. Use .to_padded_tensor(0.0)."
+        )
     if isinstance(value, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be dense, got {value.layout}{of}. Use .to_dense().")
+        raise TypeError(f"{op}: {name} must be dense, got {value.layout}{at(where)}. Use .to_dense().")
     raise TypeError(
-        f"{op}: {name} must be a tensor, got {type(value).__name__}{of}. Make one of it: torch.as_tensor."
+        f"{op}: {name} must be a tensor, got {type(value).__name__}{at(where)}. Make one of it: "
+        f"torch.as_tensor."
     )
 
 

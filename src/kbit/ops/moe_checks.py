@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kbit.ops import checks
+from kbit.format.words import at
+from kbit.ops import checks, kinds
 
 # Slots are int32, and so are the sums that lead to them.
 MAX_CHOICES = 2**30
@@ -38,13 +39,16 @@ def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: st
         where: name of the layer, for the message.
 
     Raises:
+        TypeError: one is no dense tensor.
         ValueError: shapes do not belong together.
     """
+    for name, value in (("hidden_states", x), ("top_k_index", ids), ("top_k_weights", weights)):
+        kinds.tensor("experts", name, value, where)
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
             f"experts: hidden_states must be [T, K], top_k_index and top_k_weights [T, choices], got "
-            f"{tuple(x.shape)}, {tuple(ids.shape)} and {tuple(weights.shape)}"
-            f"{f' ({where})' if where else ''}. Flatten tokens, and pass the choices of the same ones."
+            f"{tuple(x.shape)}, {tuple(ids.shape)} and {tuple(weights.shape)}{at(where)}. Flatten "
+            f"tokens, and pass the choices of the same ones."
         )
 
 

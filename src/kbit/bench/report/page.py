@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -143,11 +142,3 @@ def _figures(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
             row = min(rows, key=lambda row: float(row["kl_divergence"]))
             yield f"{row['kl_divergence']:.4f}", f"nats of KL divergence at 4 bits, {result.data['model']}"
             break
-
-
-EXTERNAL = re.compile(r"""(?:src|href|url)\s*[=(]\s*["']?(?!#|data:)[^"')\s>]+""", re.IGNORECASE)
-
-
-def external_references(page: str) -> list[str]:
-    """What a page would load or link to outside of itself; a report has none."""
-    return EXTERNAL.findall(page)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kbit.format.policy import names_to_skip
 from kbit.nvfp4.layers import NVFP4Settings
 
 QUANT_METHOD = "kbit_nvfp4"
@@ -23,8 +24,8 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
     """How NVFP4 layers compute (see `NVFP4Settings`), and which modules become such.
 
     Attributes:
-        modules_to_not_convert: names; a module is skipped if one of them is its name, or one of its parents.
-            Routers and the output head are always skipped.
+        modules_to_not_convert: names or components of them, such as "layers.1"; a module is skipped if its
+            name has one of them in it. Routers and the output head are always skipped.
 
     Raises:
         TypeError, ValueError: a field is out of range; the message names it.
@@ -36,10 +37,7 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        skipped = self.modules_to_not_convert
-        names = skipped if isinstance(skipped, list | tuple | set) else [None]
-        if skipped is not None and not all(isinstance(name, str) for name in names):
-            raise TypeError(f"modules_to_not_convert must be a list of names, got {skipped!r}.")
+        self.modules_to_not_convert = names_to_skip(self.modules_to_not_convert)
 
     def settings(self) -> NVFP4Settings:
         """What the layers need of it."""

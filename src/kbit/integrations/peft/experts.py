@@ -15,8 +15,8 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from kbit.nn.experts import KbitExperts, _combine
-from kbit.ops import checks, moe_checks
+from kbit.nn.experts import KbitExperts
+from kbit.ops import api, checks, grad_checks, moe_checks
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -145,23 +145,22 @@ class LoraExperts(nn.Module, LoraLayer):
         """Run every token through its experts and their adapters; see KbitExperts.
 
         Raises:
+            NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         base = self.get_base_layer()
+        grad_checks.no_tangent("experts", base.layer_name, hidden_states, top_k_weights)
         if self.disable_adapters or not any(adapter in self.lora_A for adapter in self.active_adapters):
             return base(hidden_states, top_k_index, top_k_weights)
         checks.activation("experts", hidden_states, base.hidden_dim, base.codebook.device, base.layer_name)
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, base.layer_name)
         source, bounds, inverse = torch.ops.kbit.moe_align(top_k_index, base.num_experts)
         rows = hidden_states.index_select(0, source)
-        if base.gate_up_proj_scale.dim() > 1:
-            gate_up = torch.cat(base._gate_and_up(rows, bounds), dim=-1)
-        else:
-            gate_up = base._grouped(rows, "gate_up_proj", bounds)
+        gate_up = base.gate_and_up(rows, bounds)
         gate, up = self._adapted(rows, gate_up, "gate_up_proj", bounds).chunk(2, dim=-1)
         inner = base.act_fn(gate) * up
-        results = self._adapted(inner, base._grouped(inner, "down_proj", bounds), "down_proj", bounds)
-        return _combine(results, inverse, top_k_weights, bounds)
+        results = self._adapted(inner, base.grouped(inner, "down_proj", bounds), "down_proj", bounds)
+        return api.moe_combine(results, inverse, top_k_weights, bounds)
 
     def __repr__(self) -> str:
         return "lora." + super().__repr__()

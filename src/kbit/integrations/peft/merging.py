@@ -12,6 +12,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, Unmergeable
 from kbit.integrations.transformers.inplace import forget_if_plain, is_of_transformers
 from kbit.nn import KbitExperts, KbitLinear
+from kbit.nn.experts import WEIGHTS
 from kbit.nn.fuse import parts_of, quantize_fused
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
@@ -33,9 +34,9 @@ def merge(model: Any, requantize: bool = True) -> Any:
         The base model, changed in place.
 
     Raises:
-        ValueError: experts or an embedding are adapted and `requantize` is off (there is no 16-bit class to
-            fall back to); an embedding is adapted at all; an adapter has a bias and its layer none; or a
-            quantized layer's adapter is not LoRA.
+        ValueError: experts are adapted and `requantize` is off (there is no 16-bit class to fall back to); an
+            embedding is adapted; an adapter has a bias and its layer none; or a quantized layer's adapter is
+            not LoRA.
     """
     check_tuners(model)
     base = model.get_base_model()
@@ -117,14 +118,13 @@ def _linear(lora: LoraLinear, requantize: bool, dtype: torch.dtype) -> nn.Linear
 
 def _experts(lora: Any) -> KbitExperts:
     base: KbitExperts = lora.get_base_layer()
-    for name, halves in (("gate_up_proj", 2), ("down_proj", 1)):
+    for name, count in WEIGHTS.items():
         weight = base.dequantize(name)
         for adapter in lora.active_adapters:
             if adapter in lora.lora_A:
                 weight += lora.get_delta_weight(adapter, name)
-        bits, codebook, scale, search = _settings(base)
         where = f"{base.layer_name}.{name}"
-        base.fill(name, quantize_fused(weight, halves, bits, codebook, scale, search, where))
+        base.fill(name, quantize_fused(weight, count, *_settings(base), where=where))
     return base
 
 

@@ -45,9 +45,9 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"no device {name!r}. Use cpu, cuda, or a list such as cuda:0,cuda:1.") from None
     count = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"weights are quantized on cpu or cuda, got {name!r}.")
+        raise ValueError(f"weights are quantized on cpu or cuda, got {name!r}. Use one of these.")
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"no device {name!r}: torch sees {count} GPUs.")
+        raise ValueError(f"no device {name!r}: torch sees {count} GPUs. Use another, or cpu.")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

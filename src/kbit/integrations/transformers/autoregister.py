@@ -8,8 +8,10 @@ from kbit.integrations.on_import import when_imported
 from kbit.integrations.peft import guard_merging
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
+from kbit.integrations.transformers.resizing import guard_resizing
 
 _REGISTRY = "transformers.quantizers.auto"
+_MODELS = "transformers.modeling_utils"
 _LORA_CONFIG = "peft.tuners.lora.config"
 _TUNERS = "peft.tuners.tuners_utils"
 
@@ -18,6 +20,7 @@ def install() -> None:
     """Register now, or as soon as those libraries are imported. Calling it again changes nothing."""
     inplace.install()
     when_imported(_REGISTRY, register, complete="register_quantizer")
+    when_imported(_MODELS, guard_resizing, complete="PreTrainedModel")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
     when_imported(_TUNERS, guard_merging, complete="BaseTuner")
 

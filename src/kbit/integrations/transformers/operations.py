@@ -18,7 +18,7 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.tensor import QuantizedTensor
 from kbit.integrations.transformers.plan import Planned
-from kbit.nn.fuse import Parts, fuse_rows, parts_of
+from kbit.nn.fuse import Parts, fuse_factors, fuse_rows, parts_of
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
 
@@ -167,10 +167,7 @@ class FuseFactors(FuseExperts):
                 stored = iter(input_dict.get(source, []))  # in the order of the names
                 names = planned.sources[pattern]
                 columns.append(torch.stack([next(stored) if n in planned.scaled else one for n in names]))
-            factors = torch.stack(columns, dim=-1)
-            if torch.equal(factors, factors[:, :1].expand_as(factors)):
-                factors = factors[:, 0]
-            scale = _owned(factors.contiguous(), module._parameters[name + PACKED])
+            scale = _owned(fuse_factors(columns), module._parameters[name + PACKED])
             # The loader compares shapes with this, before it sets the very same tensor.
             module._parameters[name + SCALE] = nn.Parameter(scale, requires_grad=False)
             return {target_patterns[0]: scale}

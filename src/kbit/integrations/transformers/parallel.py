@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.names import ABSMAX, PACKED, original_of
+from kbit.format.words import counted
 from kbit.nn import KbitEmbedding, KbitExperts
 from kbit.nn.parts import QuantizedModule
 
@@ -109,7 +110,7 @@ def _check_divisible(module: QuantizedModule, weight: str, axis: int, ranks: int
         raise ValueError(
             f"{where}: {ranks} ranks would split its {size} in-features into {size / ranks:g} each, and a "
             f"quantized weight splits only at multiples of {BLOCK_SIZE}, the size of a block. Use "
-            f"{most} rank{'s' if most > 1 else ''}, or quantize with modules_to_not_convert="
+            f"{counted(most, 'rank')}, or quantize with modules_to_not_convert="
             f"[{module.layer_name!r}]."
         )
     if packed and size % (2 * ranks):

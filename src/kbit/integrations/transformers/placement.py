@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kbit.format.checkpoint import TensorInfo, read_header
-from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
+from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.parts import QuantizedModule
@@ -60,7 +60,7 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
     """
     names = _names(model)
     for target, planned in plan.items():
-        path = target.rpartition(".")[0]
+        path = holder_of(target)
         module = model.get_submodule(path)
         if isinstance(module, QuantizedModule):
             continue
@@ -94,7 +94,7 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
         if target not in plan and source not in plan:
             continue
         for name in (target, source):
-            path = name.rpartition(".")[0]
+            path = holder_of(name)
             reason = unsupported(model.get_submodule(path)) or alone.get(path)
             if reason and refuse:
                 raise ValueError(
@@ -116,7 +116,7 @@ def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -
     for pair in ties:
         planned = plan[pair[1]] if pair[1] in plan else plan[pair[0]]
         for name in pair:
-            path = name.rpartition(".")[0]
+            path = holder_of(name)
             module = model.get_submodule(path)
             if not isinstance(module, QuantizedModule):
                 layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
@@ -142,7 +142,7 @@ def _rename_ties(model: Any, ties: Ties, parts: Sequence[str]) -> None:
 def finish_ties(model: Any, ties: Ties) -> None:
     """After loading: have tied layers share all their parts, factors included."""
     for target, source in ties:
-        one, other = (model.get_submodule(name.rpartition(".")[0]) for name in (source, target))
+        one, other = (model.get_submodule(holder_of(name)) for name in (source, target))
         if one.weight_packed is not other.weight_packed:
             continue  # the checkpoint had two different ones
         # Whichever of the two the checkpoint holds has the factor, if there is one.
@@ -156,7 +156,7 @@ def finish_ties(model: Any, ties: Ties) -> None:
 def rename_tied_parts(model: Any) -> None:
     """For a model quantized in place: tell transformers which parts are tied now."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-        layer = model.get_submodule(target.rpartition(".")[0])
+        layer = model.get_submodule(holder_of(target))
         if isinstance(layer, QuantizedModule) and original_of(target) == target:
             scaled = "weight_scale" in layer._parameters
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))

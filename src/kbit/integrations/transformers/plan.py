@@ -16,11 +16,12 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
 from kbit.format.checkpoint import TensorInfo
-from kbit.format.names import PACKED, SCALE, is_candidate, module_of, original_of
+from kbit.format.names import PACKED, SCALE, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
 from kbit.integrations.transformers.refusals import refuse_missing, refuse_mixed, refuse_unlike
+from kbit.nn.experts import WEIGHTS
 from kbit.nn.support import left_alone, unsupported
 
 
@@ -142,7 +143,7 @@ def _routes(
 def _warn_about_unmatched(model: Any, policy: QuantizationPolicy, routes: Iterable[Route]) -> None:
     quantizable: dict[str, None] = {}
     others = dict.fromkeys(name for name, _ in model.named_modules())
-    owners = dict.fromkeys((route.target.rpartition(".")[0], route.modules) for route in routes)
+    owners = dict.fromkeys((holder_of(route.target), route.modules) for route in routes)
     for path, names in owners:  # of experts stored one by one there are hundreds of routes to each
         supported = unsupported(model.get_submodule(path)) is None
         (quantizable if supported else others).update(dict.fromkeys(names))
@@ -177,7 +178,7 @@ def _drop_unsupported(
         if target not in plan:
             continue
         owner = module_of(target)
-        reason = alone.get(target.rpartition(".")[0]) or _obstacle(model, target, plan, by_pattern)
+        reason = alone.get(holder_of(target)) or _obstacle(model, target, plan, by_pattern)
         gap = None if reason else _gap(model, target, plan, by_pattern)
         if reason and plain is not None:
             raise ValueError(
@@ -202,7 +203,7 @@ def _drop_unsupported(
 
 def _obstacle(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightConverter]) -> str | None:
     """Why a parameter cannot be held quantized, however whole its tensors are."""
-    module = model.get_submodule(target.rpartition(".")[0])
+    module = model.get_submodule(holder_of(target))
     reason = unsupported(module)
     if reason or not plan[target].merged:
         return reason
@@ -214,7 +215,7 @@ def _obstacle(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, Weig
 
 def _gap(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightConverter]) -> str | None:
     """Which tensors of fused experts are not quantized, or not there."""
-    path, planned = target.rpartition(".")[0], plan[target]
+    path, planned = holder_of(target), plan[target]
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear | nn.Embedding):
         return None
@@ -225,7 +226,7 @@ def _gap(model: Any, target: str, plan: Plan, by_pattern: Mapping[str, WeightCon
         counts = {pattern: len(names) for pattern, names in planned.sources.items()}
         if set(counts.values()) != {module.num_experts}:
             return f"it has {module.num_experts} experts and the checkpoint {counts}"
-    for name in ("gate_up_proj", "down_proj"):
+    for name in WEIGHTS:
         if f"{path}.{name}" not in plan:
             return f"{path}.{name} is not quantized"
     return None

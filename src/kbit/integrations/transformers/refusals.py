@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kbit.format.names import PARTS, is_candidate, module_of, original_of
+from kbit.format.names import PARTS, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.words import first_of
@@ -65,7 +65,7 @@ def refuse_missing(
         for name, tensor in state.items()
         if (whole or name.startswith(prefix + "."))
         and is_candidate(name, tensor.shape)
-        and unsupported(model.get_submodule(name.rpartition(".")[0])) is None
+        and unsupported(model.get_submodule(holder_of(name))) is None
         and policy.bits_for(stored.get(module_of(name), module_of(name))) is not None
         and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
@@ -124,14 +124,14 @@ def refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
     """
     modules: dict[nn.Module, dict[str, int | None]] = {}
     for target, bits in stored.items():
-        path = target.rpartition(".")[0]
+        path = holder_of(target)
         modules.setdefault(model.get_submodule(path), {})[path] = bits
     for widths in modules.values():
         if len(set(widths.values())) > 1:
             raise _unlike(widths, "are one module")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         unquantized = source in stored and stored[source] is None
-        paths = [name.rpartition(".")[0] for name in (target, source)]
+        paths = [holder_of(name) for name in (target, source)]
         if stored.get(target) and unquantized and not unsupported(model.get_submodule(paths[1])):
             raise _unlike(dict(zip(paths, (stored[target], None), strict=True)), "are tied")
 

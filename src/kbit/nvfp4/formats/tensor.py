@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kbit.format.errors import KbitError
+from kbit.format.words import at, counted, dtype_name
 from kbit.nvfp4.formats import layouts
 
 
@@ -23,10 +24,9 @@ class NonFiniteError(KbitError):
 
     def __init__(self, count: int, blocks: int, where: str = "") -> None:
         self.count, self.blocks, self.where = count, blocks, where
-        tail = f" ({where})" if where else ""
         super().__init__(
-            f"quantize_nvfp4: {count} NaN or Inf value{'s' if count != 1 else ''} after scaling would zero "
-            f"{blocks} block{'s' if blocks != 1 else ''} of 16{tail}. Repair the input or its scales, or "
+            f"quantize_nvfp4: {counted(count, 'NaN or Inf value')} after scaling would zero "
+            f"{counted(blocks, 'block')} of 16{at(where)}. Repair the input or its scales, or "
             f"pass check=False to accept zeros."
         )
 
@@ -169,7 +169,7 @@ def _check_part(
     name: str, part: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     if part.dtype != dtype:
-        raise TypeError(f"NVFP4 tensor: {name} must be {str(dtype)[6:]}, got {str(part.dtype)[6:]}.")
+        raise TypeError(f"NVFP4 tensor: {name} must be {dtype_name(dtype)}, got {dtype_name(part.dtype)}.")
     if tuple(part.shape) != tuple(shape):
         raise ValueError(
             f"NVFP4 tensor: {name} must have shape {tuple(shape)}, got {tuple(part.shape)}. Is it that of "

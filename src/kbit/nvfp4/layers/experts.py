@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kbit.nn.experts import is_silu
+from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
@@ -53,9 +53,9 @@ class NVFP4Experts(NVFP4Module):
             NonFiniteError: a weight holds NaN or Inf.
         """
         layer = cls.empty_like(experts, settings, name, device="meta")
-        for mine, theirs in zip(cls.WEIGHTS, ("gate_up_proj", "down_proj"), strict=True):
+        for mine, theirs in zip(cls.WEIGHTS, WEIGHTS, strict=True):
             weight = getattr(experts, theirs).detach()
-            layer.fill(mine, quantize_weight(weight, settings, f"{name}.{theirs}"))
+            layer.fill(mine, quantize_weight(weight, settings, f"{name}.{theirs}" if name else theirs))
         return layer
 
     def forward(

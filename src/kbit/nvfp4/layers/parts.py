@@ -13,8 +13,9 @@ from kbit.nn.tiling import TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
-from kbit.nvfp4.quantize import FLOATS, TIES, global_scale_for, quantize_nvfp4
+from kbit.nvfp4.quantize import TIES, global_scale_for, quantize_nvfp4
 from kbit.ops import forms
+from kbit.ops.checks import FLOAT_DTYPES
 
 ACTIVATIONS = ("nvfp4", "16bit")
 
@@ -178,7 +179,7 @@ def quantize_weight(weight: torch.Tensor, settings: NVFP4Settings, where: str) -
     """
     if weight.dim() == 3:
         return NVFP4Tensor.stack([quantize_weight(matrix, settings, where) for matrix in weight])
-    weight = weight if weight.dtype in FLOATS else weight.float()
+    weight = weight if weight.dtype in FLOAT_DTYPES else weight.float()
     factor = global_scale_for(weight)
     return quantize_nvfp4(
         weight, settings.search, settings.ties, global_scale=factor, check=True, where=where

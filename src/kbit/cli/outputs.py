@@ -1,4 +1,4 @@
-"""The `--json` option of commands that measure: refused before they start, and whole whenever it is read."""
+"""Files and folders that commands write: refused before the work, and whole whenever they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 
-def check(file: Path | None) -> Path | None:
+def check_file(file: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before hours are spent on what belongs there."""
     if file is None:
         return None
@@ -37,7 +37,9 @@ def check_folder(folder: Path | None) -> Path | None:
     return folder
 
 
-JsonFile = Annotated[Path | None, typer.Option("--json", callback=check, help="Also write the results here.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", callback=check_file, help="Also write the results here.")
+]
 
 
 def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
