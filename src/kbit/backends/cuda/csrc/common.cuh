@@ -301,3 +301,11 @@ DEVICE void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Both, for a kernel that reads nothing before the wait: not even what it may take for constant, by pointers
+// that the compiler knows nothing of until then.
+template <class... T>
+DEVICE void follow_previous(T*&... pointers) {
+    launch_dependents();
+    wait_for_previous();
+    ((void)[&] { asm volatile("" : "+l"(pointers)); }(), ...);
+}

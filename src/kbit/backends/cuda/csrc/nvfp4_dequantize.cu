@@ -13,10 +13,9 @@ using D = Dense<Config::dtype>;
 constexpr int kPieces = kSub * D::kBytes / 16;
 
 extern "C" __global__ void __launch_bounds__(256)
-    nvfp4_dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales,
-                     const float* __restrict__ row_scale, u8* out, u32 total, int groups,
-                     float global_scale) {
-    launch_dependents();
+    nvfp4_dequantize(const uint2* codes, const u8* scales, const float* row_scale, u8* out, u32 total,
+                     int groups, float global_scale) {
+    follow_previous(codes, scales, row_scale);
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
         const uint2 code = __ldg(codes + i);
         const float scale = decode_ue4m3(scales[i]);

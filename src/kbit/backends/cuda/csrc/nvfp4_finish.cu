@@ -5,8 +5,9 @@
 #include "nvfp4_decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    nvfp4_finish(const i64* __restrict__ partial, const float* __restrict__ row_scale, void* y, i64 total,
-                 int n, float w_scale, int out_dtype) {
+    nvfp4_finish(const i64* partial, const float* row_scale, void* y, i64 total, int n, float w_scale,
+                 int out_dtype) {
+    follow_previous(partial, row_scale);
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
         float value = __fmul_rn(__fmul_rn(__ll2float_rn(partial[i]), kExactUnit), w_scale);
         if (row_scale != nullptr) {

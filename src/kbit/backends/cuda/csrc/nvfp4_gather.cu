@@ -36,6 +36,7 @@ DEVICE void copy_rows(const u8* from, u8* to, const int* rows, u32 count, u32 by
 extern "C" __global__ void __launch_bounds__(256)
     nvfp4_gather(const u8* codes, const u8* scales, const int* rows, u8* codes_out, u8* scales_out, u32 count,
                  u32 code_bytes, u32 scale_bytes, int code_shift, int scale_shift) {
+    follow_previous(codes, scales, rows);
     copy_rows(codes, codes_out, rows, count, code_bytes, code_shift);
     copy_rows(scales, scales_out, rows, count, scale_bytes, scale_shift);
 }

@@ -15,9 +15,10 @@
 using D = Dense<Config::dtype>;
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-    nvfp4_quantize(const u8* __restrict__ x, const float* __restrict__ row_scale,
-                   const int* __restrict__ slots, u8* codes, u8* scales, int rows, int columns, int groups,
-                   int copies, float global_scale, int scaled, int search, int wide) {
+    nvfp4_quantize(const u8* x, const float* row_scale, const int* slots, u8* codes, u8* scales, int rows,
+                   int columns, int groups, int copies, float global_scale, int scaled, int search,
+                   int wide) {
+    follow_previous(x, row_scale, slots);
     const u32 total = u32(rows) * u32(groups);
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
         const u32 row = i / u32(groups), group = i - row * u32(groups);

@@ -19,8 +19,8 @@ DEVICE u32 spread(u32 v) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    nvfp4_repack(const uint2* __restrict__ codes, const u8* __restrict__ scales, u8* out, u32 total, u32 rows,
-                 u32 groups, u32 blocks) {
+    nvfp4_repack(const uint2* codes, const u8* scales, u8* out, u32 total, u32 rows, u32 groups, u32 blocks) {
+    follow_previous(codes, scales);
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
         const u32 sub = i % kSubBlocks, block = i / kSubBlocks % blocks, line = i / kSubBlocks / blocks;
         const u32 group = block * kSubBlocks + sub;

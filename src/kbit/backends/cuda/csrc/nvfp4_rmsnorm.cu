@@ -89,10 +89,11 @@ DEVICE float add_block(float partial) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    nvfp4_rmsnorm(const u8* __restrict__ x, const u8* __restrict__ residual, const void* __restrict__ weight,
-                  u8* h, u8* norm, u8* codes, u8* scales, int columns, int groups, int weight_dtype,
-                  float eps, float global_scale, int scaled, int search, int wide) {
+    nvfp4_rmsnorm(const u8* x, const u8* residual, const void* weight, u8* h, u8* norm, u8* codes, u8* scales,
+                  int columns, int groups, int weight_dtype, float eps, float global_scale, int scaled,
+                  int search, int wide) {
     extern __shared__ __align__(16) u8 memory[];
+    follow_previous(x, residual, weight);
     const i64 row = blockIdx.x, at = row * columns * D::kBytes;
     const int width = groups * kSub, thread = int(threadIdx.x);
     float sum = 0.0f;

@@ -12,9 +12,9 @@ using D = Dense<Config::dtype>;
 constexpr int kWarps = 8;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
-    nvfp4_row_scale(const u8* __restrict__ x, float* __restrict__ row_scale, int rows, int columns,
-                    float global_scale, int wide) {
+    nvfp4_row_scale(const u8* x, float* row_scale, int rows, int columns, float global_scale, int wide) {
     __shared__ float of_warp[2][kWarps];
+    follow_previous(x);
     const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
     int odd = 0;  // the next row's maxima are written while this one's are read
     for (int row = int(blockIdx.x); row < rows; row += int(gridDim.x), odd ^= 1) {

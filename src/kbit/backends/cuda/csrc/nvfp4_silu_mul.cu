@@ -38,8 +38,9 @@ DEVICE float silu_mul_defined(float gate, float up) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-    nvfp4_silu_mul(const u8* __restrict__ gate_up, u8* out, u8* codes, u8* scales, int rows, int columns,
-                   int groups, float global_scale, int scaled, int search, int wide) {
+    nvfp4_silu_mul(const u8* gate_up, u8* out, u8* codes, u8* scales, int rows, int columns, int groups,
+                   float global_scale, int scaled, int search, int wide) {
+    follow_previous(gate_up);
     const u32 total = u32(rows) * u32(groups);
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
         const u32 row = i / u32(groups);

@@ -102,7 +102,9 @@ def _norm(
     sizes = (columns, groups, DTYPES[weight.dtype], eps, global_scale)
     flags = (int(global_scale != 1.0), int(search), int(wide))
     kernel = launcher.load(spec, index, _NORM_FORMAT)
-    launcher.launch_on(index, kernel, (rows, 1, 1), THREADS, (*pointers, *sizes, *flags), smem=shared)
+    launcher.launch_on(
+        index, kernel, (rows, 1, 1), THREADS, (*pointers, *sizes, *flags), smem=shared, pdl=True
+    )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -46,4 +46,5 @@ def run_items(
         return
     most = driver.device_limits(device.index).multiprocessors * _PER_SM
     kernel = launcher.load(spec, device.index, format)
-    launcher.launch_on(device.index, kernel, (min(-(-items // per_block), most), 1, 1), THREADS, args)
+    grid = (min(-(-items // per_block), most), 1, 1)
+    launcher.launch_on(device.index, kernel, grid, THREADS, args, pdl=True)

@@ -192,7 +192,7 @@ def launch(
     grid = (-(-y.shape[1] // (16 * chosen.warps)), token_tiles, chosen.split)
     args = (*(address(t) for t in ordered), *numbers)
     threads = chosen.warps * teams(accum, chosen.tokens) * _WARP
-    launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes)
+    launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes, pdl=True)
 
 
 def padded_operands(
