@@ -170,8 +170,11 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
                 warp_arrive(used, lane);
                 multiply(now);
             };
-            if (i + 1 == steps && !more) {
-                multiply_now();
+            if (i + 1 == steps && !more) {  // nothing is to be decoded
+                const u32 before = used;
+                multiply(now);
+                wgmma_wait<1>();
+                warp_arrive(before, lane);
                 return;
             }
             // The next tile's first step, too.
