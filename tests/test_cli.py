@@ -22,6 +22,7 @@ import tiny_models
 from kbit import cli
 from kbit.cli import app, doctor
 from kbit.integrations.streaming import quantize_checkpoint, reader
+from kbit.nn import replace
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -321,9 +322,7 @@ def test_inspect_prints_a_table(folders):
 
 
 def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
-    from kbit.cli import inspect
-
-    monkeypatch.setattr(sys.modules[inspect.__module__], "LARGE_PARAMETER", 1000)
+    monkeypatch.setattr(replace, "LARGE", 1000)
     assert "unquantized model.embed_tokens.weight" in succeed("inspect", folders["quantized"])
 
 

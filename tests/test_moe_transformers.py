@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from typer.testing import CliRunner
 
 import kbit
-from kbit.cli import app, inspect
+from kbit.cli import app
 from kbit.integrations.transformers import report
 from kbit.nn import KbitExperts, replace
 from tiny_models import build
@@ -110,7 +108,7 @@ def test_a_shared_parameter_is_told_once():
 
 
 def test_inspect_counts_experts_of_a_layer_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[inspect.__module__], "LARGE_PARAMETER", 4 * 24 * 48)
+    monkeypatch.setattr(replace, "LARGE", 4 * 24 * 48)
     build("qwen3_next", torch.bfloat16).save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -52,6 +52,15 @@ def load(folder, config=None, **kwargs):
     return model
 
 
+def assert_reloads(model, folder):
+    """Saved and loaded again it stores and computes the same; what was loaded."""
+    model.save_pretrained(folder)
+    again = load(folder)
+    assert_same(model, again)
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+    return again
+
+
 def widths(model):
     return {n: m.bits for n, m in model.named_modules() if isinstance(m, QuantizedModule)}
 
@@ -132,10 +141,7 @@ def test_other_scale_formats_leave_the_models_dtype_alone(absmax_format, sources
     config = kbit.KbitConfig(absmax_format=absmax_format, embedding_bits=4)
     model = load(sources["llama"], config)
     assert model.dtype == torch.bfloat16
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert_same(model, again)
-    assert torch.equal(model(IDS).logits, again(IDS).logits)
+    again = assert_reloads(model, tmp_path)
     assert not any(p.requires_grad for n, p in again.named_parameters() if n.endswith("_absmax"))
 
 
@@ -188,10 +194,7 @@ def test_modules_left_out_and_a_custom_codebook(sources, tmp_path):
     assert widths(model)
     assert not [name for name in widths(model) if "layers.1" in name]
     assert model.model.layers[0].mlp.experts.codebook.tolist() == pytest.approx(levels)
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert_same(model, again)
-    assert torch.equal(model(IDS).logits, again(IDS).logits)
+    assert_reloads(model, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
@@ -210,10 +213,7 @@ def test_quantizing_the_rest_later_states_every_codebook(architecture, sources, 
     rest = kbit.KbitConfig(bits=3, absmax_format="float16", modules_to_not_convert=skipped)
     kbit.quantize_model(model, rest)
     assert set(widths(model).values()) == {3, 4}
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert_same(model, again)
-    assert torch.equal(model(IDS).logits, again(IDS).logits)
+    assert_reloads(model, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["in place", "on load"])

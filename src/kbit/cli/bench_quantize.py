@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kbit.cli.model_folder import check_device
 from kbit.cli.options import numbers, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
@@ -61,13 +60,13 @@ def quantize(
     from kbit.bench import gpu_timing, machine
     from kbit.bench import quantize as bench
     from kbit.format.policy import QuantizationPolicy
+    from kbit.integrations.streaming.workers import places
 
     counts, devices = numbers("--jobs", jobs), words(device)
     on_gpu = any(one.startswith("cuda") for one in devices)
     if on_gpu:
         gpu_timing.require_gpu("kbit bench quantize")
-    for one in devices or [device]:
-        check_device(one)
+    places(devices or [device], None)  # before a model is written
     about = gpu_timing.describe() if on_gpu else machine.describe()
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

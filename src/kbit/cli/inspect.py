@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kbit.format.policy import QuantizationPolicy
 
 console = Console()
-# A parameter at least this large that stayed unquantized is pointed out.
-LARGE_PARAMETER = 1_000_000
 
 
 @dataclass
@@ -215,9 +213,11 @@ def _large(modules: list[Module]) -> list[tuple[str, int, Module]]:
         whole = parameters.setdefault(name, Module(name, None))
         whole.weights += module.weights
         whole.bytes += module.bytes
+    from kbit.nn import replace
+
     layers: dict[str, list[Module]] = {}
     for name, module in parameters.items():
-        if module.weights >= LARGE_PARAMETER:
+        if module.weights >= replace.LARGE:
             layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(module)
     return [
         (pattern if len(found) > 1 else found[0].name, len(found), max(found, key=lambda one: one.weights))

@@ -6,7 +6,7 @@ import torch
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
-from kbit.backends.cuda import layout, row_launch
+from kbit.backends.cuda import layout, operands, row_launch
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
@@ -97,7 +97,7 @@ def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features)
     return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, False, out)
 
 
-direct.set_multiply("cuda", 3, (torch.float16, torch.bfloat16), _linear_directly)
+direct.set_multiply("cuda", 3, operands.DTYPES, _linear_directly)
 
 
 @implement("experts_one_token")

@@ -1,10 +1,11 @@
-"""Run something right after a module of another library was imported, or now if it has been.
+"""Act once a module of another library has been imported, and wrap the methods of its classes.
 
 Libraries that kbit plugs into take seconds to import, so `import kbit` must not import them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
 from collections.abc import Callable
@@ -28,6 +29,15 @@ def when_imported(name: str, action: Action, complete: str) -> None:
         action(module)
     elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(name, action))
+
+
+def wrap_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Put `wrap(method)` in a method's place. Asking again for the same changes nothing."""
+    original = getattr(owner, name)
+    if not getattr(original, "knows_kbit", False):
+        wrapped = functools.wraps(original)(wrap(original))
+        wrapped.knows_kbit = True  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -19,6 +19,7 @@ from kbit.format import scales
 from kbit.format.codebook import get_codebook
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import QuantizedTensor
+from kbit.format.words import at
 from kbit.nn.fuse import Parts
 from kbit.nn.tiling import TileableModule
 from kbit.ops import forms
@@ -39,8 +40,8 @@ def refuse_others(method: str, module: object, kind: type[nn.Module], name: str)
     """Raise TypeError unless `module` is what the constructor `method` quantizes, and is not quantized."""
     if not isinstance(module, kind) or isinstance(module, QuantizedModule):
         raise TypeError(
-            f"{method}: takes an unquantized nn.{kind.__name__}, got {type(module).__name__}"
-            f"{f' ({name})' if name else ''}. kbit.quantize takes tensors, kbit.quantize_model models."
+            f"{method}: takes an unquantized nn.{kind.__name__}, got {type(module).__name__}{at(name)}. "
+            f"kbit.quantize takes tensors, kbit.quantize_model models."
         )
 
 
@@ -78,8 +79,8 @@ class QuantizedModule(TileableModule):
         """Register the codebook and empty parts; `fill` or a checkpoint provides their content."""
         if any(shape[-1] < 1 or min(shape) < 0 for shape in shapes.values()):
             raise ValueError(
-                f"{type(self).__name__}: sizes must be at least 1, got weights of {list(shapes.values())}"
-                f"{f' ({layer_name})' if layer_name else ''}. Check the numbers of features."
+                f"{type(self).__name__}: sizes must be at least 1, got weights of "
+                f"{list(shapes.values())}{at(layer_name)}. Check the numbers of features."
             )
         levels = get_codebook(codebook, bits)
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes

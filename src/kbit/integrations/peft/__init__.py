@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
+
+from kbit.integrations.on_import import wrap_method
 
 __all__ = ["guard_merging", "merge", "register"]
 
@@ -19,19 +20,17 @@ def register(module: ModuleType) -> None:
     Args:
         module: peft.tuners.lora.config.
     """
-    config: Any = module.LoraConfig
-    original = config.__post_init__
-    if getattr(original, "knows_kbit", False):
-        return
+    wrap_method(module.LoraConfig, "__post_init__", _registering)
 
+
+def _registering(original: Any) -> Any:
     def post_init(self: Any) -> None:
         from kbit.integrations.peft.layers import LAYERS
 
         original(self)
         self._register_custom_module(LAYERS)
 
-    post_init.knows_kbit = True  # type: ignore[attr-defined]
-    config.__post_init__ = post_init
+    return post_init
 
 
 def guard_merging(module: ModuleType) -> None:
@@ -40,22 +39,17 @@ def guard_merging(module: ModuleType) -> None:
     Args:
         module: peft.tuners.tuners_utils.
     """
-    tuner: Any = module.BaseTuner
-    if getattr(tuner.merge_adapter, "knows_kbit", False):
-        return
     for name in ("merge_adapter", "merge_and_unload"):
-        setattr(tuner, name, _guarded(getattr(tuner, name)))
+        wrap_method(module.BaseTuner, name, _guarded)
 
 
 def _guarded(original: Any) -> Any:
-    @functools.wraps(original)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         from kbit.integrations.peft.merging import check_tuners
 
         check_tuners(self.model)
         return original(self, *args, **kwargs)
 
-    guarded.knows_kbit = True  # type: ignore[attr-defined]
     return guarded
 
 

@@ -187,14 +187,10 @@ def _drop_unsupported(
             )
         if gap and plain is not None:
             beside = next((name for other, name in plain.items() if module_of(other) == owner), None)
+            remedy = f"{beside} is stored unquantized:" if beside else "Fetch the checkpoint again, or"
             raise ValueError(
-                f"{target}: the checkpoint holds it quantized, but not whole: {gap}. "
-                + (
-                    f"{beside} is stored unquantized: quantize"
-                    if beside
-                    else "Fetch the checkpoint again, or quantize"
-                )
-                + f" the model again, with one width for all of {owner}."
+                f"{target}: the checkpoint holds it quantized, but not whole: {gap}. {remedy} quantize the "
+                f"model again, with one width for all of {owner}."
             )
         if reason or gap:
             for other in [name for name in plan if module_of(name) == owner]:

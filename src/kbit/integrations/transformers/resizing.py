@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
+from kbit.integrations.on_import import wrap_method
 from kbit.nn.tiling import TileableModule
 
 
@@ -17,12 +17,10 @@ def guard_resizing(module: ModuleType) -> None:
     Args:
         module: transformers.modeling_utils.
     """
-    model: Any = module.PreTrainedModel
-    original = model.resize_token_embeddings
-    if getattr(original, "knows_kbit", False):
-        return
+    wrap_method(module.PreTrainedModel, "resize_token_embeddings", _guarded)
 
-    @functools.wraps(original)
+
+def _guarded(original: Any) -> Any:
     def guarded(
         self: Any,
         new_num_tokens: int | None = None,
@@ -34,8 +32,7 @@ def guard_resizing(module: ModuleType) -> None:
             return self.get_input_embeddings()
         return original(self, new_num_tokens, pad_to_multiple_of, *rest, **kw)
 
-    guarded.knows_kbit = True  # type: ignore[attr-defined]
-    model.resize_token_embeddings = guarded
+    return guarded
 
 
 def _already(model: Any, wanted: int | None, multiple: int | None) -> bool:
