@@ -37,7 +37,9 @@ constexpr int kProducerRegisters = kFour ? 32 : 40, kConsumerRegisters = kFour ?
 // the look-ups: a product waits for the one before, and look-ups behind all of them come late. 4096 x 14336
 // by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Four warpgroups at 5 bits
 // decode for so long that the last products come late instead: 96 tokens take 31.2 us, and 26.1.
-constexpr bool kSpread = !kFour || Config::bits < 5;
+// Words loaded so early are two turns ahead of the step whose slot is not free yet: a ring of two turns waits
+// for itself.
+constexpr bool kSpread = (!kFour || Config::bits < 5) && kStages > 2 * kTeams;
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
 constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
