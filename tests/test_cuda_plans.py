@@ -100,8 +100,10 @@ def test_every_wgmma_plan_fits() -> None:
         if operands.refusal(torch.bfloat16, n, gated):
             continue
         plan = wgmma.plan(m, n, k, bits, gated, device)
-        assert plan.grid % plan.cluster == 0
-        assert wgmma_config.Config(bits, plan.tokens, plan.teams).steps_of(k) >= plan.cluster * plan.teams
+        block = wgmma_config.of_tiling(bits, plan.tiling, plan.teams, grouped=False, nvfp4=False)
+        assert plan.grid % (2 if plan.tiling.multicast else plan.tiling.cluster) == 0
+        assert block in wgmma_config.configs()
+        assert block.steps_of(k) >= plan.tiling.cluster * plan.teams
 
 
 @pytest.mark.parametrize("config", wgmma_config.configs(), ids=str)

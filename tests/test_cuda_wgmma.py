@@ -20,7 +20,8 @@ pytestmark = [
     ),
 ]
 CLUSTERS = range(1, 9)
-N, K = 608, 1088  # five blocks of rows, the last of them in part; 17 tiles of columns
+TILING = wgmma_config.Tiling(32, 2)
+N, K = 608, 1088  # five blocks of rows, the last in part; 17 tiles of columns
 
 
 def run(x, q, plan, bias=None, gated=False):
@@ -58,9 +59,10 @@ def launches(tokens, bits):
     """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
     dense = [one for one in wgmma_config.configs() if one[:2] == (bits, tokens) and not one.grouped]
     for block, cluster in itertools.product(dense, CLUSTERS):
-        if not block.nvfp4 and (cluster == 1 or block.splits(K, cluster)):
+        if not block.nvfp4 and (cluster == 1 or (block.splits(K, cluster) and not block.multicast)):
+            tiling = wgmma_config.Tiling(tokens, cluster, block.rows, block.multicast)
             for clusters in (1, 2, 7):
-                yield wgmma.Plan(tokens, clusters * cluster, cluster, block.teams, block.rows)
+                yield wgmma.Plan(tiling, clusters * (2 if block.multicast else cluster), block.teams)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
@@ -75,7 +77,7 @@ def test_every_launch(tokens, bits):
     for plan in launches(tokens, bits):
         y = run(x, q, plan, bias)
         assert bool(((y.double() - exact).abs() <= bound).all()), plan
-        if plan.rows == wgmma_config.HALF_ROWS:
+        if plan.tiling.rows == wgmma_config.HALF_ROWS:
             continue
         y = run(x, q, plan, gated=True)
         torch.testing.assert_close(
@@ -104,17 +106,17 @@ def test_a_bias_is_what_the_kernel_in_front_writes():
     made = torch.empty(1, N, device="cuda", dtype=x.dtype)
     for seed in range(20):
         one = torch.randn(1, 16384, device="cuda").to(x.dtype)
-        wanted = run(x, q, wgmma.Plan(32, 10, 2), kbit.linear(one, source)[0].clone())
+        wanted = run(x, q, wgmma.Plan(TILING, 10), kbit.linear(one, source)[0].clone())
         made.fill_(torch.nan)
         torch.cuda.synchronize()
         kbit.linear(one, source, out=made)
-        y = run_into(torch.empty_like(wanted), x, q, wgmma.Plan(32, 10, 2), made[0])
+        y = run_into(torch.empty_like(wanted), x, q, wgmma.Plan(TILING, 10), made[0])
         assert torch.equal(y, wanted), seed
 
 
 def test_a_thread_that_never_used_cuda():
     x, q, bias = operands(40, 4, torch.bfloat16)
-    q, plan = q.tile(), wgmma.Plan(32, 10, 2)
+    q, plan = q.tile(), wgmma.Plan(TILING, 10)
     wanted, out = run(x, q, plan, bias), torch.empty(40, N, device="cuda", dtype=x.dtype)
     tensor_map._encode.cache_clear()
     torch.cuda.synchronize()

@@ -16,6 +16,7 @@ import kbit
 from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.tables import Problem, TableError
+from kbit.backends.cuda.wgmma_config import Tiling
 from kbit.bench import shapes, tune
 from kbit.bench.tune_record import Record
 from kbit.cli import app
@@ -33,8 +34,15 @@ def _no_forcing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KBIT_CACHE", str(tmp_path / "cache"))
 
 
-def item(m: int = 64, kernel: str = "wgmma", tokens: int = 32, cluster: int = 2, **changes) -> dict:
-    plan = {"tokens": tokens, "cluster": cluster} if kernel == "wgmma" else {}
+def item(
+    m: int = 64,
+    kernel: str = "wgmma",
+    tokens: int = 32,
+    cluster: int = 2,
+    multicast: object = False,
+    **changes: object,
+) -> dict:
+    plan = {"tokens": tokens, "cluster": cluster, "multicast": multicast} if kernel == "wgmma" else {}
     row = asdict(PROBLEM) | {"m": m, "kernel": kernel, "plan": plan, "us": 5.0}
     return row | {"runner_up": "cublas", "runner_up_us": 9.0} | changes
 
@@ -87,7 +95,7 @@ def test_a_row_serves_its_tokens_and_down_to_half() -> None:
         assert choice == preference.decide(m, torch.float16, *SIZE, known)
         plans[m] = choice.row.m if choice.row else None
         if choice.row and choice.row.m == m:
-            assert choice.tiles == wgmma.plan_of(choice.row.tokens, choice.row.cluster, 128, m, *SIZE)
+            assert choice.tiles == wgmma.plan_of(choice.row.tiling, m, *SIZE)
         else:
             costs = wgmma.candidates(m, *SIZE)
             assert costs[choice.tiles] <= (1.1 if choice.row else 1.0) * min(costs.values())
@@ -98,7 +106,7 @@ def test_a_row_serves_its_tokens_and_down_to_half() -> None:
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
     known = (table(item(512, tokens=128, cluster=1)),)
     few, many = (preference.decide(m, torch.float16, *SIZE, known).tiles for m in (500, 512))
-    assert few == many == wgmma.plan_of(128, 1, 128, 512, *SIZE)
+    assert few == many == wgmma.plan_of(Tiling(128, 1), 512, *SIZE)
     # Three tiles of 128 tokens, one of them for a single token.
     assert preference.decide(257, torch.float16, *SIZE, known).tiles == wgmma.plan(257, *SIZE)
 
@@ -131,6 +139,7 @@ def test_the_first_table_that_has_a_problem_counts() -> None:
         (item(128, kernel="stream"), 128, "wgmma"),  # stream takes 64 at most
         (item(64, tokens=48), 64, "wgmma"),  # no such launch
         (item(8192, tokens=256, cluster=9), 8192, "wgmma"),  # no such cluster
+        (item(8192, tokens=256, multicast=True), 8192, "wgmma"),  # pairs do not split K
     ],
 )
 def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
@@ -149,7 +158,7 @@ def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KBIT_KERNEL", "wgmma")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert choice.forced
-    assert choice.tiles == wgmma.plan_of(64, 1, 128, 64, *SIZE)
+    assert choice.tiles == wgmma.plan_of(Tiling(64, 1), 64, *SIZE)
     monkeypatch.setenv("KBIT_KERNEL", "cublas")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert (choice.kernel, choice.row, choice.why) == ("cublas", None, "forced by KBIT_KERNEL")
@@ -224,6 +233,7 @@ DAMAGED = [
     (content(item(m=0)), "m must be a whole number"),
     (content(item(m=2**80)), "m must be a whole number"),
     (content(item(tokens="64")), "tokens must be a whole number"),
+    (content(item(multicast=1)), "multicast must be true or false"),
     (content(item(us=0)), "us must be a positive number"),
     (content(item(us=10.0)), "wgmma with 10.0 us is slower than its runner-up with 9.0"),
     (content(item(runner_up=3)), "runner_up must be a string"),
@@ -350,8 +360,7 @@ def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits
             assert "cublas" in kernels
             plans = [choice.tiles for choice in found.values() if choice.tiles]
             assert len(plans) <= tune.MOST_PLANS
-            launches = [(plan.tokens, plan.cluster, plan.rows) for plan in plans]
-            assert [wgmma.plan_of(*launch, m, *size) for launch in launches] == plans
+            assert [wgmma.plan_of(plan.tiling, m, *size) for plan in plans] == plans
             assert not plans or wgmma.plan(m, *size) in plans
 
 

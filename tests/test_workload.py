@@ -279,7 +279,7 @@ def test_times_are_of_what_is_dispatched():
 def test_kernels_are_named_by_the_table_of_the_gpu_where_it_has_them(empty_cache):
     (shape,) = GLM.dense
     problem = choices.Problem(shape.out_features, shape.in_features, 4, False, "fp16")
-    row = choices.Row(16, "cublas", 0, 0, 5.0, None, None)
+    row = choices.Row(16, "cublas", None, 5.0, None, None)
     device = {"multiprocessors": 132, "shared_bytes": 232448, "arch": "90a"}
     file = choices.user_file("made up")
     assert file.is_relative_to(empty_cache)

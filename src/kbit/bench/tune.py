@@ -28,7 +28,7 @@ from kbit.bench.tune_record import Record
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
 # The estimate is within 5% of the best launch mostly; 1.6 times leaves it room for error.
 ESTIMATE_RANGE = 1.6
-MOST_PLANS = 5
+MOST_PLANS = 6
 # As many as the protocol wants at least: a whole table takes minutes.
 REPEATS = 7
 _CHECKED_ROWS, _MAX_RELATIVE_ERROR = 16, 0.01
@@ -62,10 +62,7 @@ def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[st
     found = {name: Choice(name) for name in ("stream", "cublas") if refusals[name] is None}
     if refusals["wgmma"] is None:
         for plan in likely_plans(m, problem, device):
-            label = f"wgmma {plan.tokens}x{plan.cluster}"
-            found[label if plan.rows == wgmma_config.ROWS else f"{label} of {plan.rows} rows"] = Choice(
-                "wgmma", plan
-            )
+            found[f"wgmma {plan.tiling}"] = Choice("wgmma", plan)
     return found
 
 
@@ -74,7 +71,7 @@ def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[
     size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
     costs = wgmma.candidates(m, *size, device)
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
-    plans = sorted((plan for plan in costs if plan.tokens <= enough), key=lambda plan: costs[plan])
+    plans = sorted((plan for plan in costs if plan.tiling.tokens <= enough), key=lambda plan: costs[plan])
     return [plan for plan in plans if costs[plan] <= ESTIMATE_RANGE * costs[plans[0]]][:MOST_PLANS]
 
 
@@ -90,8 +87,8 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 for plan in (stream.plan(min(m, count), *size) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.tiles is not None:
-                tiles = choice.tiles
-                block = wgmma_config.Config(problem.bits, tiles.tokens, tiles.teams, rows=tiles.rows)
+                launch = choice.tiles
+                block = wgmma_config.of_tiling(problem.bits, launch.tiling, launch.teams, False, False)
                 found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
 
@@ -120,13 +117,10 @@ def winner(m: int, found: Mapping[str, Choice], us: Mapping[str, float]) -> Row:
     """The table's row of measured candidates; of equal ones the first."""
     order = sorted(found, key=lambda label: us[label])
     best, second = found[order[0]], order[1] if len(order) > 1 else None
-    tiles = best.tiles
     return Row(
         m=m,
         kernel=best.kernel,
-        tokens=tiles.tokens if tiles else 0,
-        cluster=tiles.cluster if tiles else 0,
-        block_rows=tiles.rows if tiles else 0,
+        tiling=best.tiles.tiling if best.tiles else None,
         us=round(us[order[0]], 3),
         runner_up=second,
         runner_up_us=None if second is None else round(us[second], 3),

@@ -68,7 +68,7 @@ def reasons(
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
     elif chosen == "wgmma":
         tiles = wgmma.grouped_plan(m, *shape, bits, gated, device)
-        words[chosen] += f": {tiles.grid} blocks of {tiles.tokens} tokens"
+        words[chosen] += f": {tiles.grid} blocks of {tiles.tiling.tokens} tokens"
     return words
 
 

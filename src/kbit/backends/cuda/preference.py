@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kbit.backends.cuda import driver, operands, stream, tables, wgmma
+from kbit.backends.cuda import driver, operands, stream, tables, wgmma, wgmma_config
 
 KERNELS = ("stream", "grouped", "wgmma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
@@ -94,9 +94,9 @@ def _decided(
         row = table.row(m, tables.Problem(out_features, in_features, bits, gated, str(name)))
         if row is None or refusals[row.kernel] is not None or forced not in (None, row.kernel):
             continue
-        if row.kernel != "wgmma":
+        if row.tiling is None:
             return Choice(row.kernel, None, row, table.file, bool(forced))
-        tiles = _near(row, m, shape)
+        tiles = _near(row.tiling, row.m, m, shape)
         if tiles is not None:
             return Choice(row.kernel, tiles, row, table.file, bool(forced))
     kernel = forced or _estimated(refusals, m, out_features, in_features)
@@ -104,14 +104,17 @@ def _decided(
 
 
 def _near(
-    row: tables.Row, m: int, shape: tuple[int, int, int, bool, driver.DeviceLimits]
+    tiling: wgmma_config.Tiling,
+    measured: int,
+    m: int,
+    shape: tuple[int, int, int, bool, driver.DeviceLimits],
 ) -> wgmma.Plan | None:
-    """A row's launch of wgmma; for other tokens than the row's only if the estimate finds none much faster.
+    """A row's launch of wgmma; for other tokens than those measured only if none is much faster by estimate.
 
     256 tokens a tile suit 1024 of them, and waste a quarter of the work for 576.
     """
-    tiles = wgmma.plan_of(row.tokens, row.cluster, row.block_rows, m, *shape)
-    if m == row.m or tiles is None:
+    tiles = wgmma.plan_of(tiling, m, *shape)
+    if m == measured or tiles is None:
         return tiles
     costs, estimated = wgmma.candidates(m, *shape), wgmma.plan(m, *shape)
     return tiles if costs[tiles] <= _MUCH_FASTER * costs[estimated] else estimated
@@ -177,10 +180,10 @@ def reasons(
         launches = -(-m // stream.TOKENS[-1])
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
     elif choice.tiles is not None:
-        tiles = choice.tiles
-        words["wgmma"] += f": {tiles.grid} blocks of {tiles.rows} rows by {tiles.tokens} tokens"
-        words["wgmma"] += f" in clusters of {tiles.cluster}"
-        words["wgmma"] += ", two teams each" if tiles.teams == 2 else ""
+        tiling = choice.tiles.tiling
+        words["wgmma"] += f": {choice.tiles.grid} blocks of {tiling.rows} rows by {tiling.tokens} tokens"
+        words["wgmma"] += " in pairs" if tiling.multicast else f" in clusters of {tiling.cluster}"
+        words["wgmma"] += ", two teams each" if choice.tiles.teams == 2 else ""
     return words
 
 

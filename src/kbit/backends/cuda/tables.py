@@ -21,6 +21,7 @@ import torch
 
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.compiler import cubin_folder
+from kbit.backends.cuda.wgmma_config import Tiling
 from kbit.format.codebook import SUPPORTED_BITS
 from kbit.format.errors import KbitError
 
@@ -30,7 +31,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KERNELS = ("stream", "wgmma", "cublas")
 # A row also serves fewer tokens, down to half: the plan for 8192 tokens says nothing of 65.
 _REACH = 2
-_BLOCK_ROWS = 128  # of wgmma's plans that do not name them
 _MOST_BYTES = 16 * 2**20
 _LARGEST = 2**31 - 1
 
@@ -54,16 +54,13 @@ class Problem:
 class Row:
     """The fastest of the kernels that were measured on a problem with `m` tokens.
 
-    `tokens`, `cluster` and `block_rows` are of wgmma's plan, 0 for other kernels. Times are medians in
-    microseconds.
-    `runner_up` is None if no other kernel may take the problem.
+    `tiling` is of wgmma's launch, None for other kernels. Times are medians in microseconds. `runner_up` is
+    None if no other kernel may take the problem.
     """
 
     m: int
     kernel: str
-    tokens: int
-    cluster: int
-    block_rows: int
+    tiling: Tiling | None
     us: float
     runner_up: str | None
     runner_up_us: float | None
@@ -195,21 +192,18 @@ def read_row(item: object) -> tuple[Problem, Row]:
             raise TableError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
     if not isinstance(gated, bool):
         raise TableError(f"gated must be true or false, got {gated!r}")
-    plan = {"rows": _BLOCK_ROWS} | _object(item.get("plan"), "plan")
-    names = ("tokens", "cluster", "rows")
-    tokens, cluster, rows = (_integer(plan, name) if kernel == "wgmma" else 0 for name in names)
+    tiling = _tiling(_object(item.get("plan"), "plan")) if kernel == "wgmma" else None
     us, runner_up, runner_up_us = _microseconds(item, "us"), None, None
     if item.get("runner_up") is not None:
         runner_up, runner_up_us = _text(item, "runner_up"), _microseconds(item, "runner_up_us")
         if us > runner_up_us:
             raise TableError(f"{kernel} with {us} us is slower than its runner-up with {runner_up_us}")
     problem = Problem(_integer(item, "out_features"), _integer(item, "in_features"), bits, gated, dtype)
-    return problem, Row(_integer(item, "m"), kernel, tokens, cluster, rows, us, runner_up, runner_up_us)
+    return problem, Row(_integer(item, "m"), kernel, tiling, us, runner_up, runner_up_us)
 
 
 def write_row(problem: Problem, row: Row) -> dict[str, Any]:
     """The object that `read_row` reads."""
-    plan = {"tokens": row.tokens, "cluster": row.cluster, "rows": row.block_rows}
     return {
         "out_features": problem.out_features,
         "in_features": problem.in_features,
@@ -218,11 +212,19 @@ def write_row(problem: Problem, row: Row) -> dict[str, Any]:
         "dtype": problem.dtype,
         "m": row.m,
         "kernel": row.kernel,
-        "plan": plan if row.kernel == "wgmma" else {},
+        "plan": {} if row.tiling is None else row.tiling._asdict(),
         "us": row.us,
         "runner_up": row.runner_up,
         "runner_up_us": row.runner_up_us,
     }
+
+
+def _tiling(plan: dict[str, Any]) -> Tiling:
+    plan = Tiling._field_defaults | plan
+    multicast = plan["multicast"]
+    if not isinstance(multicast, bool):
+        raise TableError(f"multicast must be true or false, got {multicast!r:.40}")
+    return Tiling(_integer(plan, "tokens"), _integer(plan, "cluster"), _integer(plan, "rows"), multicast)
 
 
 def _no_constant(name: str) -> None:

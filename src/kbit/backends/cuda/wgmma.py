@@ -27,13 +27,11 @@ _NEAR_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: blocks, of a cluster, which splits K, and in all; tokens, teams and rows of W of a block."""
+    """A launch: its tiling, blocks in all, teams of a block."""
 
-    tokens: int
+    tiling: config.Tiling
     grid: int
-    cluster: int
     teams: int = 1
-    rows: int = config.ROWS
 
 
 def arch_refusal(arch: str) -> str | None:
@@ -57,21 +55,20 @@ def candidates(
     plans = {}
     for cluster in _CLUSTERS:
         for block in config.blocks(bits, in_features, cluster, gated):
-            tiles = _row_blocks(out_features, gated, block.rows) * -(-m // block.tokens)
-            grid = _grid(tiles, cluster, device.multiprocessors)
+            tiling = config.Tiling(block.tokens, cluster, block.rows, block.multicast)
+            tiles = _row_blocks(out_features, gated, tiling) * -(-m // block.tokens)
+            grid = _grid(tiles, _together(tiling), device.multiprocessors)
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
                 continue
             cost = _clocks(tiles, in_features, block, cluster, grid)
-            plans[Plan(block.tokens, grid, cluster, block.teams, block.rows)] = cost
+            plans[Plan(tiling, grid, block.teams)] = cost
     return plans
 
 
 def plan_of(
-    tokens: int,
-    cluster: int,
-    rows: int,
+    tiling: config.Tiling,
     m: int,
     out_features: int,
     in_features: int,
@@ -79,9 +76,9 @@ def plan_of(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch with so many tokens and rows a block and blocks a cluster; None if it may not take it."""
-    found, wanted = candidates(m, out_features, in_features, bits, gated, device), (tokens, cluster, rows)
-    return next((plan for plan in found if (plan.tokens, plan.cluster, plan.rows) == wanted), None)
+    """The launch that a tiling makes of a legal problem; None if it may not take it."""
+    found = candidates(m, out_features, in_features, bits, gated, device)
+    return next((plan for plan in found if plan.tiling == tiling), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,22 +92,27 @@ def grouped_plan(
     device: driver.DeviceLimits,
 ) -> Plan:
     """The launch for several weights, as if m rows were dealt to them evenly."""
-    row_blocks, each = _row_blocks(out_features, gated, config.ROWS), -(-m // experts)
-    costs = {}
+    costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
-        tiles = experts * row_blocks * -(-each // tokens)
         for cluster in _CLUSTERS:
-            block = config.Config(bits, tokens, grouped=True)
+            block, tiling = config.Config(bits, tokens, grouped=True), config.Tiling(tokens, cluster)
             if cluster == 1 or block.splits(in_features, cluster):
+                tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // tokens)
                 grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
-                cost = _clocks(tiles, in_features, block, cluster, grid)
-                costs[Plan(tokens, grid, cluster)] = cost
+                costs[Plan(tiling, grid)] = _clocks(tiles, in_features, block, cluster, grid)
     return min(costs, key=lambda plan: costs[plan])
 
 
-def _row_blocks(out_features: int, gated: bool, rows: int) -> int:
+def _together(tiling: config.Tiling) -> int:
+    """Blocks of a cluster of the launch."""
+    return 2 if tiling.multicast else tiling.cluster
+
+
+def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
+    """Blocks of rows of W; pairs of them if the launch is of pairs."""
     halves = 2 if gated else 1
-    return -(-(out_features // halves) // (rows // halves))
+    rows = tiling.rows // halves * (2 if tiling.multicast else 1)
+    return -(-(out_features // halves) // rows)
 
 
 def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
@@ -134,18 +136,22 @@ def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, gr
     """
     tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
     steps = block.steps_of(in_features)
-    if block.rows == config.HALF_ROWS:  # both teams' take two turns
-        step = width * max(200 + 3.56 * tokens, 100 + 6 * tokens) / 2
+    if block.rows == config.HALF_ROWS:  # two teams take turns
+        step = width * max(190, 120 + 2.1 * tokens)
     elif teams == 1 and width == 1:
         step = 200 + 3.56 * tokens
     else:
         step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
     handing = 300 + 2 * tokens if teams > 1 else 0
     alone, even = _alone(tiles, grid, cluster), 2 * teams
+    if block.multicast:
+        step, handing, grid = 0.98 * step, 1000, grid // 2
     clocks = -(-alone // grid) * (-(-steps // even) * even * step + 1500 + 5 * tokens + handing)
     if alone < tiles:
         rounds = -(-(tiles - alone) // (grid // cluster))
-        clocks += rounds * (-(-steps // cluster) * step + 2500 + 30 * tokens + handing)
+        clocks += rounds * (
+            -(-steps // cluster) * step + 2500 + 30 * tokens * block.rows // config.ROWS + handing
+        )
     return clocks
 
 
@@ -208,17 +214,17 @@ def _launch(
     out: torch.Tensor,
 ) -> None:
     index = x.device.index
-    rows, nvfp4 = chosen.rows, layout.is_nvfp4(tiled)
-    block = config.of_plan(bits, chosen.tokens, chosen.teams, rows, experts > 0, nvfp4)
+    tiling = chosen.tiling
+    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
     x = operands.aligned(x)
-    row_blocks, token_blocks = _row_blocks(out_features, gated, rows), -(-m // chosen.tokens)
-    alone = _alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
-    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * chosen.tokens)))
+    row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
+    alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
+    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
     arguments = (
         *pointers,
-        weight_map(tiled, rows // config.TILE_ROWS // (2 if gated else 1)),
-        activation_map(x, chosen.tokens),
+        weight_map(tiled, tiling.rows // config.TILE_ROWS // (2 if gated else 1)),
+        activation_map(x, tiling.tokens // (2 if tiling.multicast else 1)),
         out_features,
         m,
         experts,
@@ -238,5 +244,5 @@ def _launch(
         arguments,
         smem=config.shared_bytes(block),
         pdl=True,
-        cluster=chosen.cluster,
+        cluster=_together(tiling),
     )

@@ -13,8 +13,8 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 224, 256)  # a block's, at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
-# With 64 rows of W, by two teams of one warpgroup; teams need a multiple of 32, but for 16.
-HALF_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256)
+HALF_TOKENS = (16, 32, 64, 96, 128)  # with 64 rows of W, by two teams of one warpgroup
+MULTICAST_TOKENS = (128, 160, 176, 256)  # by pairs of blocks that copy activations for each other
 # That two teams take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us on an H200, by one
 # team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
@@ -34,10 +34,26 @@ _BARRIER_BYTES = 32
 _SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
+class Tiling(NamedTuple):
+    """What tells a problem's launches apart: a block's tokens and rows of W, and how blocks work together.
+
+    `cluster` blocks split K; with `multicast`, two have the same activations.
+    """
+
+    tokens: int
+    cluster: int
+    rows: int = ROWS
+    multicast: bool = False
+
+    def __str__(self) -> str:
+        of_rows = "" if self.rows == ROWS else f" of {self.rows} rows"
+        return f"{self.tokens}x{self.cluster}{of_rows}{' multicast' if self.multicast else ''}"
+
+
 class Config(NamedTuple):
     """A block: tokens and rows of W that it takes, teams, kind of weights; `nvfp4`: NVFP4's tiles.
 
-    A team has a warpgroup for 64 rows.
+    A team has a warpgroup for 64 rows. `multicast`: two blocks copy activations for each other.
     """
 
     bits: int
@@ -46,6 +62,7 @@ class Config(NamedTuple):
     grouped: bool = False
     nvfp4: bool = False
     rows: int = ROWS
+    multicast: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -60,7 +77,7 @@ class Config(NamedTuple):
     @property
     def columns(self) -> int:
         """Of a step: two tiles, where the latencies of decoding are more than the products take."""
-        few = self.tokens <= (64 if self.warpgroups == 2 else 32)
+        few = self.tokens <= (64 if self.warpgroups == 2 and (self.teams == 1 or self.bits < 5) else 32)
         return 2 * TILE_COLUMNS if few else TILE_COLUMNS
 
     def steps_of(self, in_features: int) -> int:
@@ -76,10 +93,10 @@ class Config(NamedTuple):
         return cluster * units * _UNIT_BYTES <= _SUMS_BYTES.get(self.tokens, activations)
 
 
-def of_plan(bits: int, tokens: int, teams: int, rows: int, grouped: bool, nvfp4: bool) -> Config:
-    """The block of a plan, which knows nothing of NVFP4; four warpgroups have no registers for 96 of it."""
-    most = 1 if nvfp4 and rows == ROWS and tokens == TEAM_TOKENS[-1] else 2
-    return Config(bits, tokens, min(teams, most), grouped, nvfp4, rows)
+def of_tiling(bits: int, tiling: Tiling, teams: int, grouped: bool, nvfp4: bool) -> Config:
+    """The block of a launch, which knows nothing of NVFP4; four warpgroups have no registers for 96 of it."""
+    most = 1 if nvfp4 and tiling.rows == ROWS and tiling.tokens == TEAM_TOKENS[-1] else 2
+    return Config(bits, tiling.tokens, min(teams, most), grouped, nvfp4, tiling.rows, tiling.multicast)
 
 
 def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Config]:
@@ -87,9 +104,12 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
 
     Gated ones have 128 rows: the copy engine wants multiples of 128 bytes, which two row tiles are not.
     """
-    whole = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
-    half = [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
-    return whole if gated else [*whole, *half]
+    found = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
+    if not gated:
+        found += [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
+    if cluster == 1:
+        found += [Config(bits, tokens, multicast=True) for tokens in MULTICAST_TOKENS]
+    return found
 
 
 def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
@@ -147,6 +167,7 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         bf16=dtype == torch.bfloat16,
         tokens=config.tokens,
         rows=config.rows,
+        multicast=config.multicast,
         teams=config.teams,
         columns=config.columns,
         stages=stages(config),
@@ -161,20 +182,18 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
 
 def configs() -> list[Config]:
     """Every configuration that plans of kbit.backends.cuda.wgmma may choose."""
-    kinds = [(bits, grouped, False) for bits in SUPPORTED_BITS for grouped in (False, True)]
-    found = {
-        of_plan(bits, tokens, teams, ROWS, grouped, nvfp4): None
-        for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
-        for tokens in (GROUPED_TOKENS if grouped else TOKENS)
-        for teams in ((1, 2) if _has_teams(bits, tokens) and not grouped else (1,))
+    kinds = [(bits, False) for bits in SUPPORTED_BITS] + [(layout.NVFP4_BITS, True)]
+    tilings = [(Tiling(tokens, 1), teams) for tokens in TOKENS for teams in (1, 2)]
+    tilings += [(Tiling(tokens, 1, HALF_ROWS), 2) for tokens in HALF_TOKENS]
+    tilings += [(Tiling(tokens, 1, multicast=True), 1) for tokens in MULTICAST_TOKENS]
+    dense = {
+        of_tiling(bits, tiling, teams, grouped=False, nvfp4=nvfp4): None
+        for bits, nvfp4 in kinds
+        for tiling, teams in tilings
+        if teams == 1 or tiling.rows == HALF_ROWS or _has_teams(bits, tiling.tokens)
     }
-    half = [
-        of_plan(bits, tokens, 2, HALF_ROWS, False, nvfp4)
-        for bits, grouped, nvfp4 in (*kinds, (layout.NVFP4_BITS, False, True))
-        for tokens in HALF_TOKENS
-        if not grouped
-    ]
-    return [*found, *half]
+    grouped = [Config(bits, tokens, grouped=True) for bits in SUPPORTED_BITS for tokens in GROUPED_TOKENS]
+    return [*dense, *grouped]
 
 
 def specs() -> list[KernelSpec]:

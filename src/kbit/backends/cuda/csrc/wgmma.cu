@@ -9,7 +9,8 @@
 //   weight_map  tensor map of the tiles (layout.py), 32-bit [experts * ceil(N/16), ceil(K/64) * words]: boxes
 //               of one tile by Config::rows / 16 tiles, or by 4 if gated
 //   codebook    float32 [2^bits]; scale float32 [experts]: the matrices' factors
-//   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, 128-byte swizzle
+//   x_map       tensor map of x 16-bit [M, K]: boxes of 64 columns x Config::tokens rows, half of them if
+//               Config::multicast; 128-byte swizzle
 //   row_scale   NVFP4's tiles: float32 [M] or null, factors of the rows of y before the bias
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //   offsets     grouped: int32 [experts + 1]
@@ -64,7 +65,13 @@ DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const T
         for (int j = 0; j < kTilesOfStep; ++j) {
             const int tile = (first + i) * kTilesOfStep + j;
             if (!weights) {
-                copy_box(ring.activations() + j * kBoxBytes, map, tile * kTileColumns, at.token, there);
+                const u32 to = ring.activations() + j * kBoxBytes;
+                if constexpr (kMulticast) {
+                    const int rank = cluster_rank(), token = at.token + rank * (kTokens / 2);
+                    copy_box_to_both(to + rank * (kBoxBytes / 2), map, tile * kTileColumns, token, there);
+                } else {
+                    copy_box(to, map, tile * kTileColumns, at.token, there);
+                }
                 continue;
             }
             const u32 to = ring.weights() + j * kTilesBytes;
@@ -131,6 +138,19 @@ struct Packed {
     }
 };
 
+// A consumer warp has read a step's slot: it is free when all have, of both blocks if they fill each other's.
+DEVICE void release(u32 empty, int lane) {
+    if constexpr (!kMulticast) {
+        warp_arrive(empty, lane);
+        return;
+    }
+    __syncwarp();
+    if (lane < kWarpArrivals) {
+        barrier_arrive_there(empty, 0);
+        barrier_arrive_there(empty, 1);
+    }
+}
+
 DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, const Output& out, u32 staging,
                     int team, int thread) {
     const int slot = p.slot(uniform(thread / 32)), lane = thread % 32;
@@ -167,14 +187,11 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         const auto step = [&](const u32(&now)[kSteps][4], u32(&then)[kSteps][4], int i) {
             const auto multiply_now = [&] {
                 wgmma_wait<0>();  // the step before is done: its registers and its slot are free
-                warp_arrive(used, lane);
+                release(used, lane);
                 multiply(now);
             };
-            if (i + 1 == steps && !more) {  // nothing is to be decoded
-                const u32 before = used;
-                multiply(now);
-                wgmma_wait<1>();
-                warp_arrive(before, lane);
+            if (i + 1 == steps && !more) {
+                multiply_now();
                 return;
             }
             // The next tile's first step, too.
@@ -221,7 +238,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         for (int i = 0; i < kTokens / 2; ++i) {
             asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
         }
-        warp_arrive(used, lane);
+        release(used, lane);
         float kept[kKept / 2];
         // Opaque, or what follows from them would be computed before the steps and kept on the stack.
         asm volatile("" : "+r"(thread), "+r"(staging), "+r"(team));
@@ -254,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         for (int s = 0; s < kStages; ++s, each.next()) {
             barrier_init(each.there(), 2);
             barrier_init(each.early(), 1);
-            barrier_init(each.empty(), kTeamThreads / 32 * kWarpArrivals);
+            barrier_init(each.empty(), kSharers * kTeamThreads / 32 * kWarpArrivals);
         }
         barrier_init(ring.base + kSumsBarrierAt, 1);
         barriers_visible();
@@ -297,5 +314,9 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         if constexpr (kGrouped) {
             clear_other_rows(y, offsets, experts, m, p.width(), thread - 128, kConsumers);
         }
+    }
+    if constexpr (kMulticast) {
+        __syncwarp();
+        cluster_sync();  // no block ends while the other may copy into it
     }
 }

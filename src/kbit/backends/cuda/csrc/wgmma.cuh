@@ -14,6 +14,11 @@ constexpr int kTokens = Config::tokens;
 constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
 static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
 constexpr int kStages = Config::stages;
+// Two blocks of a cluster have the same tokens, and blocks of rows that follow each other; each copies half
+// of the activations for both. That is less work for the L2 cache, and where power bounds the clock, more
+// clocks: 2048 x 5120 by 4096 tokens take 115.7 us on an H200, not 118.8. Few tokens lose 0.6 us by it.
+constexpr bool kMulticast = Config::multicast;
+constexpr int kSharers = kMulticast ? 2 : 1;
 constexpr int kGroups = Config::rows / 64;  // warpgroups of a team, each with 64 rows of W
 constexpr int kRowTiles = 4 * kGroups;
 constexpr int kTileColumns = 64;
@@ -35,11 +40,11 @@ constexpr bool kFour = kConsumers == 512;
 constexpr int kProducerRegisters = kFour ? 32 : 40, kConsumerRegisters = kFour ? 112 : 232;
 // Packed words of the next step are loaded in front of a step's products, and the compiler spreads these over
 // the look-ups: a product waits for the one before, and look-ups behind all of them come late. 4096 x 14336
-// by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Four warpgroups at 5 bits
-// decode for so long that the last products come late instead: 96 tokens take 31.2 us, and 26.1.
-// Words loaded so early are two turns ahead of the step whose slot is not free yet: a ring of two turns waits
-// for itself.
-constexpr bool kSpread = (!kFour || Config::bits < 5) && kStages > 2 * kTeams;
+// by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Of two teams decoding
+// takes longer than the products, and the last of these come late instead: 96 tokens at 5 bits take 31.2 us,
+// and 26.1; 64 at 2 bits lose 4%, 3 bits nothing, and 4 gain 1%. With 64 rows 64 tokens lose 8%.
+constexpr bool kSpread = kTeams == 1 || (kFour && Config::bits == 4);
+static_assert(!kSpread || kStages > 2 * kTeams);  // so early they wait while two turns are not read yet
 // Staging of y: for each warpgroup two buffers of kRound tokens by 64 rows of W.
 constexpr int kRound = Config::round;
 constexpr int kStagingBytes = 2 * kRound * 128;  // of a warpgroup
@@ -74,7 +79,8 @@ struct Tile {
 struct Problem {
     int n, m;
     bool gated;
-    int steps, row_tiles, row_blocks, token_blocks;
+    int steps, row_tiles;
+    int row_blocks, token_blocks;  // kMulticast: pairs of row blocks
     int alone;  // so many tiles are of one block each; clusters split the steps of the others
     int near;   // token blocks whose activations stay in the L2 cache while all of W passes by
 
@@ -93,7 +99,8 @@ struct Problem {
             const int first = near < token_blocks ? Divider(near * row_blocks)(i) * near : 0;
             const int inside = i - first * row_blocks, width = min(near, token_blocks - first);
             const int block = Divider(width)(inside);
-            return {0, block, (first + inside - block * width) * kTokens, m};
+            const int token = (first + inside - block * width) * kTokens;
+            return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, m};
         }
         const int piece = Divider(row_blocks)(i);
         const Group g = find_group(list, groups, piece);
@@ -135,8 +142,8 @@ struct Work {
     bool split = false;
 
     DEVICE Work(const Problem& p) : tiles(p.tiles()), alone(p.alone), steps(p.steps) {
-        tile = blockIdx.x;
-        stride = gridDim.x;
+        tile = blockIdx.x / kSharers;
+        stride = gridDim.x / kSharers;
         share();
     }
     // From a block's own tiles to those that are split.
