@@ -164,7 +164,10 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[
         while waiting or running:
             while (job := ready(waiting, running, len(free))) is not None:
                 mine, free = free[: job.gpus], free[job.gpus :]
-                environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+                # Jobs that each take all cores spin in wait for one another.
+                threads = max(1, (os.cpu_count() or 1) * job.gpus // len(gpus))
+                environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
                 with (logs / f"{job.name}.log").open("wb") as log:
                     process = subprocess.Popen(
                         job.command(gpu), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
