@@ -28,7 +28,7 @@ from kbit.bench.tune_record import Record
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
 # The estimate is within 5% of the best launch mostly; 1.6 times leaves it room for error.
 ESTIMATE_RANGE = 1.6
-MOST_PLANS = 6
+MOST_PLANS = 5  # of each kind: estimates of different kinds are further off
 # As many as the protocol wants at least: a whole table takes minutes.
 REPEATS = 7
 _CHECKED_ROWS, _MAX_RELATIVE_ERROR = 16, 0.01
@@ -67,12 +67,16 @@ def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[st
 
 
 def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[wgmma.Plan]:
-    """Launches of wgmma by estimate, the fastest first; without those of more tokens than one block needs."""
+    """Launches of wgmma, the best of each kind by estimate; without those of more tokens than a block needs."""
     size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
     costs = wgmma.candidates(m, *size, device)
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     plans = sorted((plan for plan in costs if plan.tiling.tokens <= enough), key=lambda plan: costs[plan])
-    return [plan for plan in plans if costs[plan] <= ESTIMATE_RANGE * costs[plans[0]]][:MOST_PLANS]
+    kinds: dict[tuple[int, bool], list[wgmma.Plan]] = {}
+    for plan in plans:
+        if costs[plan] <= ESTIMATE_RANGE * costs[plans[0]]:
+            kinds.setdefault((plan.tiling.rows, plan.tiling.multicast), []).append(plan)
+    return [plan for kind in kinds.values() for plan in kind[:MOST_PLANS]]
 
 
 def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> list[tuple[KernelSpec, str]]:
