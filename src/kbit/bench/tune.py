@@ -67,7 +67,7 @@ def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[st
 
 
 def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[wgmma.Plan]:
-    """Launches of wgmma, the best of each kind by estimate; without those of more tokens than a block needs."""
+    """Launches of wgmma, the best of each kind by estimate; none of more tokens than one block needs."""
     size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
     costs = wgmma.candidates(m, *size, device)
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
