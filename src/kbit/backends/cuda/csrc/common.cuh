@@ -305,7 +305,7 @@ DEVICE void wait_for_previous() {
 // that the compiler knows nothing of until then.
 template <class... T>
 DEVICE void follow_previous(T*&... pointers) {
-    launch_dependents();
     wait_for_previous();
+    launch_dependents();
     ((void)[&] { asm volatile("" : "+l"(pointers)); }(), ...);
 }
