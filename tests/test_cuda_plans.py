@@ -110,7 +110,9 @@ def test_every_wgmma_plan_fits() -> None:
 def test_every_wgmma_block_fits(config: wgmma_config.Config) -> None:
     """A team decodes a step while it multiplies another, so that each needs two."""
     assert wgmma_config.shared_bytes(config) <= DEVICES[2].shared_bytes
-    assert wgmma_config.stages(config) >= 2 * config.teams
+    # wgmma.cuh loads words two turns ahead where it spreads products over look-ups.
+    spread = config.teams == 1 or (config.warpgroups == 4 and config.bits == 4)
+    assert wgmma_config.stages(config) >= (3 if spread else 2) * config.teams
     assert wgmma_config.stages(config) % config.teams == 0
 
 

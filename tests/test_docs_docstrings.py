@@ -9,7 +9,14 @@ import pytest
 import kbit
 
 # What takes tensors must say shapes and dtypes; what follows needs none.
-NO_TENSORS = {"explain", "quantize_model", "NonFiniteError", "KbitError", "NonFiniteWeightError"}
+NO_TENSORS = {
+    "dequantize_model",
+    "explain",
+    "quantize_model",
+    "NonFiniteError",
+    "KbitError",
+    "NonFiniteWeightError",
+}
 SHAPE = re.compile(r"\[[^\]\n]*\]|\bshape\b")
 DTYPE = re.compile(r"\b(?:float32|float16|bfloat16|uint8|int32|int64|dtype|int)\b")
 

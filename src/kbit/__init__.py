@@ -20,7 +20,7 @@ from kbit.dispatch import explain
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
-from kbit.nn import quantize_model
+from kbit.nn import dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "QuantizedTensor",
     "__version__",
     "dequantize",
+    "dequantize_model",
     "embedding",
     "explain",
     "grouped_linear",

@@ -26,7 +26,7 @@ from kbit.bench.tune_record import Record
 
 # A row serves down to half its tokens; between 16 and 1024, where plans change most, they lie closer.
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
-# The estimate is within 5% of the best launch mostly; 1.6 times leaves it room for error.
+# The estimated best takes 1% longer than the best on average; 1.6 times leaves room for error.
 ESTIMATE_RANGE = 1.6
 MOST_PLANS = 5  # of each kind: estimates of different kinds are further off
 # As many as the protocol wants at least: a whole table takes minutes.
@@ -67,7 +67,10 @@ def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[st
 
 
 def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[wgmma.Plan]:
-    """Launches of wgmma, the best of each kind by estimate; none of more tokens than one block needs."""
+    """Launches of wgmma, the best of each kind by estimate; none of more tokens than one block needs.
+
+    Kinds of which all are far behind by estimate are left out.
+    """
     size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
     costs = wgmma.candidates(m, *size, device)
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])

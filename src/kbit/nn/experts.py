@@ -14,6 +14,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
 from kbit.nn.parts import QuantizedModule, autocast
+from kbit.nn.replaced import Replaced
 from kbit.ops import api, checks, grad_checks, moe_checks
 
 # The weights of fused experts, and how many matrices each has above each other: gate and up.
@@ -97,6 +98,7 @@ class KbitExperts(QuantizedModule):
     _op = "grouped_linear"
 
     config: Any = None
+    replaced: Replaced | None = None
     gate_up_proj_scale: torch.Tensor
 
     def __init__(
@@ -136,7 +138,7 @@ class KbitExperts(QuantizedModule):
         count, twice, hidden = gate_up.shape
         device = gate_up.device if device is None else device
         layer = cls(count, hidden, twice // 2, experts.act_fn, bits, absmax_format, device, name)
-        layer.config = getattr(experts, "config", None)
+        layer.config, layer.replaced = getattr(experts, "config", None), Replaced.of(experts)
         layer.training = experts.training
         return layer
 

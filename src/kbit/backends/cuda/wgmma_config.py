@@ -15,8 +15,8 @@ TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 224, 256)  # a block's, at co
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
 HALF_TOKENS = (16, 32, 64, 96, 128)  # with 64 rows of W, by two teams of one warpgroup
 MULTICAST_TOKENS = (128, 160, 176, 256)  # by pairs of blocks that copy activations for each other
-# That two teams take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us on an H200, by one
-# team 32.0.
+# That two teams of two warpgroups take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us
+# on an H200, by one team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
 TILE_COLUMNS, TILE_ROWS = 64, 16
 ROWS, HALF_ROWS = 128, 64  # of W, a block's

@@ -69,6 +69,12 @@ class NVFP4HfQuantizer(HfQuantizer):
         """Never while loading: layers are quantized afterwards."""
         return False
 
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        raise NotImplementedError(
+            "a model with NVFP4 layers cannot be dequantized as a whole. Load the unquantized checkpoint; "
+            "kbit.nvfp4.dequantize_nvfp4(layer.quantized(name)) gives single weights."
+        )
+
     def is_serializable(self) -> bool:
         """Whether save_pretrained works."""
         return True

@@ -1,4 +1,4 @@
-"""Models of transformers that `kbit.quantize_model` changes: their other names, and what saving needs."""
+"""Models of transformers that are quantized or dequantized in place: their names, and what saving needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
-from kbit.nn import replace
+from kbit.nn import dequantize, replace
 
 
 def install() -> None:
-    """Have `quantize_model` ask and tell transformers. Calling it again changes nothing."""
+    """Have `quantize_model` and `dequantize_model` tell transformers. Calling it again changes nothing."""
     if tell_transformers not in replace.after_quantizing:
         replace.after_quantizing.append(tell_transformers)
+        dequantize.after_dequantizing.append(forget)
         replace.other_names.append(names_in_files)
 
 
@@ -45,6 +46,19 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     if not is_of_transformers(model):
         return
     _tell(model, policy)
+
+
+def forget(model: Any) -> None:
+    """Have a model of transformers that was dequantized save as any other; other models are left alone."""
+    if not is_of_transformers(model):
+        return
+    from kbit.integrations.transformers import placement, saving
+
+    placement.restore_ties(model)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        model._weight_conversions = saving.without_experts(conversions)
+    forget_if_plain(model)
 
 
 def forget_if_plain(model: Any) -> bool:

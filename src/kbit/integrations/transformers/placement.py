@@ -162,6 +162,16 @@ def rename_tied_parts(model: Any) -> None:
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
 
 
+def restore_ties(model: Any) -> None:
+    """For a model that was dequantized: tell transformers that weights are tied again, not their parts."""
+    for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+        names = getattr(model, attribute, None)
+        if isinstance(names, dict):
+            restored = {original_of(target): original_of(source) for target, source in names.items()}
+            if restored != names:
+                setattr(model, attribute, restored)
+
+
 def prepare_stored_parts(model: Any, plan: Plan, index: Mapping[str, TensorInfo]) -> None:
     """Compare stored shapes with the model's, and make a parameter of every factor that is stored.
 

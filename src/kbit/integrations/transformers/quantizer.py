@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo, check_index
 from kbit.format.policy import QUANT_METHOD
+from kbit.nn.dequantize import dequantize_model
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED
 
@@ -173,6 +174,10 @@ class KbitHfQuantizer(HfQuantizer):
             if is_split(model):
                 return gathered_state_dict(model), {}
         return None, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """What `model.dequantize()` calls; see `kbit.dequantize_model`."""
+        return dequantize_model(model, dtype)
 
     # -- what transformers asks ------------------------------------------------------------------------------
 

@@ -81,6 +81,15 @@ def with_experts(model: Any, conversions: list) -> list:
     return conversions + ours
 
 
+def without_experts(conversions: list) -> list:
+    """What `with_experts` was given."""
+    return [
+        entry
+        for entry in conversions
+        if not any(isinstance(op, SplitRows | SplitScales) for op in getattr(entry, "operations", ()))
+    ]
+
+
 def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:
     """For each part: a converter's source and target patterns with that part's suffix."""
     for part in PARTS:

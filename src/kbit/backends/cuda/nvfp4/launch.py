@@ -35,6 +35,9 @@ def run_items(
 ) -> None:
     """Launch a kernel whose blocks deal `items` among them, `per_block` at a time.
 
+    It starts while the kernel in front still runs, and must wait before it reads what that may write: see
+    follow_previous in common.cuh. All kernels of NVFP4 do.
+
     Raises:
         ValueError: there are 2^31 items or more.
     """

@@ -94,7 +94,10 @@ def _multiply(
     y = x.new_empty((m, out_features))
     if y.numel() == 0:
         return y
-    tiles = aligned(tiled, 16).view(torch.int32)
+    tiles = aligned(tiled, 16)
+    if tiles is not tiled:
+        layout.settled(tiles)  # the product reads it before the copy in front is done
+    tiles = tiles.view(torch.int32)
     weight = (tiles, constant(CODEBOOK, x.device), constant((w_scale,), x.device), bias)
     if kernel(m, _arch(x)) == "wgmma":
         wgmma.linear(x, *weight, out_features, columns, False, y, row_scale=row_scale)

@@ -1,0 +1,144 @@
+"""dequantize_model: give a quantized model 16-bit layers again, in place and layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from kbit.nn.embedding import KbitEmbedding
+from kbit.nn.experts import WEIGHTS, KbitExperts
+from kbit.nn.linear import KbitLinear
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.replace import Progress
+from kbit.nn.support import keep_hooks
+
+# Called after a model was dequantized in place; see `kbit.nn.replace.after_quantizing`.
+after_dequantizing: list[Callable[[nn.Module], None]] = []
+
+
+def dequantize_model(
+    model: nn.Module, dtype: torch.dtype | None = None, progress: Progress | None = None
+) -> nn.Module:
+    """Replace quantized layers by ones of the kind they replaced, with the weights they decode to, in place.
+
+    The quantization error stays: the model computes what the quantized one did, up to rounding of `dtype`.
+    Codes of a layer are freed as soon as its weight exists. Layers that share codes (a tied output head)
+    share the weight; biases and hooks on calls stay. New weights require gradients, as those of any layer.
+
+    Args:
+        model: any nn.Module that holds quantized layers; not itself one.
+        dtype: of the weights; by default that of the model's first floating-point parameter, of which an
+            embedding's rows count as one, or PyTorch's default.
+        progress: called as progress(done, total, name) after each layer.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: the model is none, or dtype is no floating-point dtype.
+        ValueError: the model itself is a layer, or is split over ranks; an adapter is on a layer; or experts
+            were not made from others, so that it is not known what they replaced. Nothing is replaced then.
+
+    >>> kbit.dequantize_model(model, torch.bfloat16)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dequantize_model: model must be an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, QuantizedModule):
+        raise ValueError(
+            "dequantize_model replaces layers inside a model; this model is one layer itself. Use its "
+            "method dequantize."
+        )
+    dtype = _first_dtype(model) if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dequantize_model: dtype must be a floating-point torch.dtype, got {dtype!r}.")
+    names = _layers(model)
+    held = Counter(id(_codes(model.get_submodule(members[0]))) for members in names)
+    weights: dict[int, nn.Parameter] = {}
+    for done, members in enumerate(names, start=1):
+        layer = model.get_submodule(members[0])
+        assert isinstance(layer, QuantizedModule)
+        key = id(_codes(layer))
+        plain = _plain(layer, dtype, weights.get(key))
+        if held[key] > 1 and isinstance(plain.weight, nn.Parameter):
+            weights[key] = plain.weight
+        for name in members:
+            model.set_submodule(name, plain)
+        if progress is not None:
+            progress(done, len(names), members[0])
+    for tell in after_dequantizing:
+        tell(model)
+    return model
+
+
+def _first_dtype(model: nn.Module) -> torch.dtype:
+    """Of the first parameter whose dtype is the model's: block scales and factors have their own."""
+    parts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, QuantizedModule)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and name.startswith(tuple(f"{weight}_" for weight in module.shapes))
+    }
+    found = (p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in parts)
+    return next(found, torch.get_default_dtype())
+
+
+def _layers(model: nn.Module) -> list[list[str]]:
+    """The names of every quantized layer.
+
+    Raises:
+        ValueError: one cannot be replaced.
+    """
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = getattr(module, "base_layer", None)
+        if isinstance(inside, QuantizedModule):
+            raise ValueError(
+                f"dequantize_model: {name} is an adapter on a quantized layer, which it needs. Merge it or "
+                f"take it off first (merge_and_unload, unload)."
+            )
+        if not isinstance(module, QuantizedModule):
+            continue
+        if type(module) not in (KbitLinear, KbitEmbedding, KbitExperts):
+            raise ValueError(
+                f"dequantize_model: {name} is a {type(module).__name__}, as in models that are split over "
+                f"ranks. Save the model, and dequantize it in one process."
+            )
+        if isinstance(module, KbitExperts) and module.replaced is None:
+            raise ValueError(
+                f"dequantize_model: {name} was not made from experts, so what it stands for is not known. "
+                f"Its method dequantize gives both weights."
+            )
+        found.setdefault(id(module), []).append(name)
+    return list(found.values())
+
+
+def _codes(layer: nn.Module) -> object:
+    """What layers that share a weight have in common."""
+    packed = layer._parameters.get("weight_packed")
+    return layer if packed is None else packed
+
+
+def _plain(layer: QuantizedModule, dtype: torch.dtype, weight: nn.Parameter | None) -> nn.Module:
+    """The layer that a quantized one stands for, with its weight or with one decoded already."""
+    plain: nn.Module
+    if isinstance(layer, KbitExperts):
+        assert layer.replaced is not None
+        plain = layer.replaced.again()
+        for name in WEIGHTS:
+            plain._parameters[name] = nn.Parameter(layer.dequantize(name, dtype))
+    else:
+        assert isinstance(layer, KbitLinear | KbitEmbedding)
+        if isinstance(layer, KbitLinear):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.register_parameter("bias", layer.bias)
+        else:
+            size = layer.num_embeddings, layer.embedding_dim
+            plain = nn.Embedding(*size, layer.padding_idx, device="meta")
+        plain.weight = nn.Parameter(layer.dequantize(dtype)) if weight is None else weight
+    plain.train(layer.training)
+    keep_hooks(layer, plain)
+    return plain

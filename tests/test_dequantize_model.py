@@ -1,0 +1,161 @@
+"""dequantize_model: the layers that it gives back, of plain PyTorch models and of transformers' models."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import kbit
+from kbit.integrations.streaming import quantize_checkpoint
+from kbit.nn import KbitExperts, KbitLinear, QuantizedModule, dequantize_model, quantize_model
+from tiny_models import ARCHITECTURES, build
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def plain(embedding_bits=4):
+    model = nn.ModuleDict(
+        {
+            "embed_tokens": nn.Embedding(50, 40, padding_idx=3),
+            "inner": nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 40, bias=False)),
+            "lm_head": nn.Linear(40, 50),
+        }
+    )
+    model.lm_head.weight = model.embed_tokens.weight
+    return quantize_model(model, kbit.QuantizationPolicy(embedding_bits=embedding_bits))
+
+
+def run(model, ids):
+    return model["lm_head"](model["inner"](model["embed_tokens"](ids)))
+
+
+def layers(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+
+
+def test_weights_are_what_the_codes_decode_to():
+    model = plain()
+    wanted, decoded = run(model, IDS), {name: layer.dequantize() for name, layer in layers(model).items()}
+    bias, seen = model["lm_head"].bias, []
+    assert dequantize_model(model, progress=lambda *args: seen.append(args)) is model
+    assert not layers(model)
+    assert seen == [(i + 1, 4, name) for i, name in enumerate(decoded)]
+    for name, weight in decoded.items():
+        assert torch.equal(model.get_submodule(name).weight, weight), name
+        assert model.get_submodule(name).weight.requires_grad
+    torch.testing.assert_close(run(model, IDS), wanted)
+    assert type(model["embed_tokens"]) is nn.Embedding
+    assert model["embed_tokens"].padding_idx == 3
+    assert type(model["lm_head"]) is nn.Linear
+    assert model["lm_head"].bias is bias
+    assert model["inner"][2].bias is None
+
+
+def test_what_shared_codes_shares_the_weight():
+    model = dequantize_model(plain())
+    assert model["lm_head"].weight is model["embed_tokens"].weight
+    layer = nn.Linear(32, 32)
+    twice = quantize_model(nn.Sequential(layer, layer), kbit.QuantizationPolicy())
+    dequantize_model(twice)
+    assert twice[0] is twice[1]
+
+
+def test_dtypes():
+    assert dequantize_model(plain().bfloat16())["inner"][0].weight.dtype == torch.bfloat16
+    model = dequantize_model(plain(), torch.float16)
+    assert {layer.weight.dtype for layer in (model["inner"][0], model["embed_tokens"])} == {torch.float16}
+    bare = quantize_model(nn.Sequential(nn.Linear(32, 8, bias=False)).half(), kbit.QuantizationPolicy())
+    assert dequantize_model(bare)[0].weight.dtype == torch.float32  # nothing says another
+    with pytest.raises(TypeError, match=r"a floating-point torch.dtype, got torch.int8"):
+        dequantize_model(plain(), torch.int8)
+
+
+def test_codes_are_freed_layer_by_layer():
+    model = quantize_model(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), kbit.QuantizationPolicy())
+    codes = [weakref.ref(layer.weight_packed) for layer in model]
+    alive = []
+
+    def look(done, total, name):
+        gc.collect()
+        alive.append(sum(each() is not None for each in codes))
+
+    dequantize_model(model, progress=look)
+    assert alive == [3, 2, 1]  # the current layer, and those to come
+    gc.collect()
+    assert not any(each() is not None for each in codes)
+
+
+def test_hooks_and_modes_stay():
+    model = plain().eval()
+    model["inner"][0].train()
+    seen = []
+    model["inner"][0].register_forward_hook(lambda module, args, y: seen.append(type(module)))
+    run(dequantize_model(model), IDS)
+    assert seen == [nn.Linear]
+    assert (model["inner"][0].training, model["lm_head"].training) == (True, False)
+
+
+def test_refusals_leave_the_model_as_it_is():
+    with pytest.raises(TypeError, match="model must be an nn.Module, got str"):
+        dequantize_model("folder")
+    with pytest.raises(ValueError, match="this model is one layer itself. Use its method dequantize"):
+        dequantize_model(KbitLinear(32, 8))
+    experts = KbitExperts(2, 32, 32, nn.SiLU())
+    model = nn.ModuleDict({"first": KbitLinear(32, 8), "experts": experts})
+    with pytest.raises(ValueError, match="experts was not made from experts"):
+        dequantize_model(model)
+    assert len(layers(model)) == 2
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = KbitLinear(32, 8)
+
+    with pytest.raises(ValueError, match=r"model.adapter is an adapter .*\(merge_and_unload"):
+        dequantize_model(nn.ModuleDict({"model": nn.ModuleDict({"adapter": Adapter()})}))
+
+    class Split(KbitLinear):
+        pass
+
+    with pytest.raises(ValueError, match="layer is a Split, as in models that are split over ranks"):
+        dequantize_model(nn.ModuleDict({"layer": Split(32, 8)}))
+
+
+@pytest.mark.parametrize("by", ["transformers", "kbit"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_of_transformers(architecture, by, tmp_path):
+    """Loaded from a quantized checkpoint or quantized in place: they save and load as any other."""
+    source = build(architecture, torch.float32)
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in source.state_dict().items()}
+    config = kbit.KbitConfig(bits=4, embedding_bits=4)
+    if by == "kbit":
+        model = kbit.quantize_model(source, config)
+    else:
+        source.save_pretrained(tmp_path / "source")
+        quantize_checkpoint(tmp_path / "source", tmp_path / "quantized", config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
+    logits = model(IDS).logits
+    dequantized = kbit.dequantize_model(model) if by == "kbit" else model.dequantize()
+    assert dequantized is model
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()} == wanted
+    assert getattr(model.config, "quantization_config", None) is None
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-3, atol=1e-4)
+    model.save_pretrained(tmp_path / "plain")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_experts_have_their_class_again_also_of_a_copied_model():
+    source = build("qwen3_moe", torch.float32)
+    kinds = {name: type(module) for name, module in source.named_modules()}
+    model = copy.deepcopy(kbit.quantize_model(source, kbit.KbitConfig(bits=5)))
+    assert {name: type(module) for name, module in model.dequantize().named_modules()} == kinds
+    assert layers(source)  # the copy alone
