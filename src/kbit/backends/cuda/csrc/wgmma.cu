@@ -247,7 +247,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             if (work.split) {
                 syncs_of_finish(work);
             }
-        } else if (work.split) {
+        } else if (!kMulticast && work.split) {
             finish_in_cluster(p, kept, out, with, work, ring.base, staging, sums_phase, team, thread);
             sums_phase ^= 1;
         } else {
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     }
     const float level = D::level(codebook, lane);
     if (cluster_size() > 1) {
-        cluster_sync();  // no block sends sums to one that has not begun
+        cluster_sync();  // no block sends sums or activations to one that has not begun
     } else {
         __syncthreads();
     }
