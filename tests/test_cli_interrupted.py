@@ -152,6 +152,55 @@ kbit.cli.main()
     assert not any(tmp_path.iterdir())
 
 
+# Of torch's imports some catch everything.
+INTERRUPTED_TORCH = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException as error:
+    print("caught", type(error).__name__)
+raise SystemExit("went on")
+"""
+SCRIPT = "from kbit.cli import main\nmain()\n"
+
+
+@posix
+@pytest.mark.parametrize("way", ["script", "module", "other program", "other program's argument", "ignored"])
+def test_ctrl_c_while_torch_is_imported(way, tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED_TORCH)
+    (tmp_path / "kbit").write_text(SCRIPT)
+    (tmp_path / "other.py").write_text(f"import sys\ndel sys.argv[1:]\n{SCRIPT}")
+    arguments = {
+        "module": ["-m", "kbit"],
+        "other program": ["-c", SCRIPT],
+        "other program's argument": ["other.py", "kbit"],
+    }.get(way, ["kbit"])
+    command = [sys.executable, *arguments]
+    if way == "ignored":
+        command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if way in ("script", "module"):
+        assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    else:
+        assert result.stdout == ("" if way == "ignored" else "caught KeyboardInterrupt\n")
+        assert (result.returncode, result.stderr) == (1, "went on\n")
+
+
+@posix
+def test_ctrl_c_in_a_command_cleans_up(tmp_path):
+    (tmp_path / "kbit").write_text(
+        "import os, signal\nimport kbit.cli\n"
+        "@kbit.cli.app.command()\ndef work():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    finally:\n        print('cleaned up')\n"
+        "kbit.cli.main()\n"
+    )
+    command = [sys.executable, str(tmp_path / "kbit"), "work"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "cleaned up\n", "Interrupted.\n")
+
+
 @posix
 def test_children_of_a_killed_process_end(tmp_path):
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(120)\n")

@@ -118,8 +118,8 @@ def test_nan_is_named_and_nothing_is_left(source, tmp_path):
     ("options", "message"),
     [
         (["--device", "cuda:99"], "torch sees"),
-        (["--device", "tpu"], "no device 'tpu'"),
-        (["--device", "meta"], "cpu or cuda"),
+        (["--device", "tpu"], "no device 'tpu'. Use cpu, cuda, or a list such as cuda:0,cuda:1."),
+        (["--device", "cpu,meta"], "no device 'meta'. Use cpu, cuda, or a list"),
         (["--device", "cpu,cpu", "--jobs", "1"], "leaves some of 2 devices idle"),
     ],
 )

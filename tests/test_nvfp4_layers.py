@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import kbit
 from kbit.integrations.nvfp4 import NVFP4Config
@@ -376,11 +376,68 @@ def test_damaged_checkpoints_are_refused(saved: Path, case: str) -> None:
         load(saved)
 
 
+def replaced(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, NVFP4Module)]
+
+
 def test_modules_can_be_left_out(tmp_path: Path) -> None:
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
+    skipped = ["model.layers.0.self_attn", "model.layers.1"]
+    model = load(tmp_path / "source", NVFP4Config(modules_to_not_convert=skipped))
+    assert replaced(model) == ["model.layers.0.mlp.experts"]
+    model.save_pretrained(tmp_path / "saved")
+    assert replaced(load(tmp_path / "saved")) == replaced(model)
+    headless = AutoModel.from_pretrained(tmp_path / "saved")
+    assert replaced(headless) == ["layers.0.mlp.experts"]
+    with torch.no_grad():
+        assert torch.equal(headless(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+
+
+def test_a_skip_of_another_class_of_model_leaves_no_codes_unread(tmp_path: Path) -> None:
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
+    config = NVFP4Config(modules_to_not_convert=["layers.0", "model.layers.1"])
+    with pytest.warns(UserWarning, match="no module for skip 'model.layers.1'"):
+        headless = AutoModel.from_pretrained(tmp_path / "source", quantization_config=config)
+    headless.save_pretrained(tmp_path / "saved")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert replaced(whole) == [f"model.{name}" for name in replaced(headless)]
+    with torch.no_grad():
+        assert torch.equal(whole.model(IDS).last_hidden_state, headless(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    ["model.layers.1", "layers.1", "self_attn", "model.layers.0.self_attn.q_proj", "re:.*q_proj", "*q_proj*"],
+)
+def test_skips_match_as_those_of_a_policy(skipped: str) -> None:
+    config = NVFP4Config(modules_to_not_convert=[skipped])
+    policy = kbit.QuantizationPolicy(modules_to_not_convert=[skipped])
+    for name in (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.10.mlp.experts",
+    ):
+        assert config.chooses(name) == (policy.bits_for(name) is not None)
+        assert config.chooses("stored.name", name) == (policy.bits_for("stored.name", name) is not None)
+
+
+def test_skips_of_no_module_are_reported(tmp_path: Path) -> None:
     build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path)
-    model = load(tmp_path, NVFP4Config(modules_to_not_convert=["self_attn", "layers.1"]))
-    names = [name for name, module in model.named_modules() if isinstance(module, NVFP4Module)]
-    assert names == ["model.layers.0.mlp.experts"]
+    config = NVFP4Config(modules_to_not_convert=["self_attn", "re:.*q_proj", "lm_head"])
+    message = r"no module for skip 'self_attn' \(nearest: model\.layers\.\*\.self_attn\), skip 're:"
+    with pytest.warns(UserWarning, match=message) as warned:
+        load(tmp_path, config)
+    assert not any("lm_head" in str(each.message) for each in warned)
+
+
+def test_layers_stored_unquantized_are_missed_by_name(tmp_path: Path) -> None:
+    build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path / "source")
+    config = NVFP4Config(modules_to_not_convert=["model.layers.1"])
+    load(tmp_path / "source", config).save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "config.json"
+    file.write_text(file.read_text().replace('"model.layers.1"', '"layers.1"'))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn.*lack this module's whole name"):
+        load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

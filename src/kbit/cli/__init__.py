@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kbit import _interrupt
 from kbit._version import __version__
 from kbit.cli import bench
 from kbit.cli.compile import compile_kernels
@@ -63,13 +64,18 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong is one line on stderr and exit code 1."""
+    """Run the command line; what goes wrong is one line on stderr and exit code 1, after Ctrl-C 130."""
     for name in ("SIGTERM", "SIGHUP"):  # Windows has no second one
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, _stop)
+    _interrupt.imported()
     try:
         app()
+    except SystemExit as end:
+        if end.code == _interrupt.EXIT_CODE:  # typer's for Ctrl-C, which says nothing
+            print(_interrupt.MESSAGE, file=sys.stderr)
+        raise
     except Exception as error:
         if os.environ.get("KBIT_DEBUG") or not _is_explained(error):
             raise

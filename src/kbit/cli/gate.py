@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.model_folder import check_device
 from kbit.cli.options import numbers, one_of
 from kbit.cli.outputs import check_file, write_json
+from kbit.integrations.devices import find_device
 
 console = Console(soft_wrap=True)
 
@@ -38,7 +38,7 @@ def gate(
     if write_reference is not None:
         write_json(write_reference, make_reference(batches))
         return
-    check_device(device)
+    find_device(device)  # before the levers are listed for it
     toggles = _toggles(toggle, accum, device, TOGGLES)
     console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")
     verdicts = []

@@ -10,6 +10,7 @@ from typing import Any
 
 from kbit.cli.options import one_of
 from kbit.format.words import counted
+from kbit.integrations.devices import find_device
 
 # What transformers means by recommending an option that kbit's commands do not have.
 _MEANT = {
@@ -35,7 +36,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
 
     one_of("--dtype", dtype, DTYPES)
-    check_device(device)
+    place = find_device(device)
     config = check_model_folder(folder)
     with _explained(
         folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
@@ -49,7 +50,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
             f"{missing[0]}. Is config.json that of this model, and its quantization_config known? Else fetch "
             f"the folder again."
         )
-    return model.to(device).eval()
+    return model.to(place).eval()
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
@@ -74,22 +75,6 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         read_policy(config, str(folder / "config.json"))
     checkpoint_files(folder)
     return config
-
-
-def check_device(name: str) -> None:
-    """Say that there is no such device before a model is loaded for it; raises ValueError."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")  # which nothing runs on
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"no device {name!r}. Use cpu, cuda or cuda:1.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"no device {name!r}: torch sees {torch.cuda.device_count()} GPUs. Use another, or cpu."
-        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kbit.format.policy import names_to_skip
+from kbit.format.policy import is_inside, names_to_skip
 from kbit.nvfp4.layers import NVFP4Settings
 
 QUANT_METHOD = "kbit_nvfp4"
@@ -24,8 +24,8 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
     """How NVFP4 layers compute (see `NVFP4Settings`), and which modules become such.
 
     Attributes:
-        modules_to_not_convert: names or components of them, such as "layers.1"; a module is skipped if its
-            name has one of them in it. Routers and the output head are always skipped.
+        modules_to_not_convert: names, as in `QuantizationPolicy`; a module is skipped if one of them is its
+            name or that of a parent. Routers and the output head are always skipped.
 
     Raises:
         TypeError, ValueError: a field is out of range; the message names it.
@@ -43,12 +43,16 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
         """What the layers need of it."""
         return NVFP4Settings(**{each.name: getattr(self, each.name) for each in fields(NVFP4Settings)})
 
-    def chooses(self, name: str) -> bool:
-        """Whether the module of this name is to be quantized."""
-        if _DEFAULT_SKIPPED.search(name):
+    def chooses(self, *names: str) -> bool:
+        """Whether a module is to be quantized.
+
+        Args:
+            names: its dotted name in the model and, where a checkpoint's files call it otherwise, that too.
+        """
+        if any(_DEFAULT_SKIPPED.search(name) for name in names):
             return False
         skipped = self.modules_to_not_convert or ()
-        return not any(f".{name}.".find(f".{each}.") >= 0 for each in skipped)
+        return not any(is_inside(name, each) for each in skipped for name in names)
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint's config.json holds."""

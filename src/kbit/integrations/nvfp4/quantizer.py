@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -10,8 +11,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from kbit.format.checkpoint import TensorInfo
-from kbit.integrations.nvfp4.config import QUANT_METHOD
-from kbit.nvfp4.layers import NVFP4Module, replace_layers
+from kbit.format.names import module_of
+from kbit.format.policy import QuantizationPolicy
+from kbit.format.unmatched import unmatched
+from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
+from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
 logger = logging.get_logger(__name__)
@@ -40,15 +44,15 @@ class NVFP4HfQuantizer(HfQuantizer):
         # Imported here because transformers' registry, which imports this module, comes before its loader.
         from kbit.integrations.transformers.placement import read_index
 
-        config = self.quantization_config
-        names = replace_layers(model, config.settings(), config.chooses, empty=True)
         index = read_index(checkpoint_files)
         if index is None:
             raise ValueError(
                 "an NVFP4 checkpoint is loaded from a folder of safetensors files; got a state dict or "
                 "pickled weights."
             )
-        targets = _by_parameter(model, index)
+        config = self.quantization_config
+        names = replace_layers(model, config.settings(), _chooser(model, config, index), empty=True)
+        targets = {to: index[name] for name, to in _parameters(model, index).items()}
         for name in names:
             _check_stored(name, model.get_submodule(name), targets)
         return model
@@ -56,6 +60,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         if not self.pre_quantized:
+            _warn_about_unmatched(model, config)
             names = replace_layers(model, config.settings(), config.chooses)
             if not names:
                 logger.warning("NVFP4Config chose no layer of %s.", type(model).__name__)
@@ -85,8 +90,42 @@ class NVFP4HfQuantizer(HfQuantizer):
         return False
 
 
-def _by_parameter(model: Any, index: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """A checkpoint's tensors by the names of the model's parameters, as transformers' loader renames them."""
+def _warn_about_unmatched(model: Any, config: NVFP4Config) -> None:
+    layers = [name for names, _ in replaceable(model, lambda name: True) for name in names]
+    policy = QuantizationPolicy(modules_to_not_convert=config.modules_to_not_convert)
+    found = unmatched(policy, layers, [name for name, _ in model.named_modules()])
+    if found:
+        warnings.warn(found, stacklevel=2)
+
+
+def _chooser(model: Any, config: NVFP4Config, index: Iterable[str]) -> Callable[[str], bool]:
+    """Which modules of a checkpoint are in NVFP4: those whose codes it has, and those the config chooses.
+
+    `_check_stored` refuses the latter if there are no codes. Names in the files count as well as the model's:
+    in a model without its head, modules have no "model." in front.
+    """
+    originals = {name: _original(name) for name in index}
+    coded = {module_of(original) for name, original in originals.items() if name != original}
+    stored = {module_of(to): module_of(name) for name, to in _parameters(model, originals.values()).items()}
+
+    def choose(name: str) -> bool:
+        return stored.get(name) in coded or config.chooses(name, stored.get(name, name))
+
+    return choose
+
+
+def _original(name: str) -> str:
+    """The parameter that codes are of; the name itself if it is not that of codes.
+
+    >>> _original("q_proj.weight_codes"), _original("experts.down_codes"), _original("q_proj.bias")
+    ('q_proj.weight', 'experts.down_proj', 'q_proj.bias')
+    """
+    parameter = name.removesuffix("_codes")
+    return parameter if parameter == name or parameter.endswith("weight") else f"{parameter}_proj"
+
+
+def _parameters(model: Any, index: Iterable[str]) -> dict[str, str]:
+    """{name of a checkpoint's tensor: the model's parameter}, as transformers' loader renames them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -94,9 +133,7 @@ def _by_parameter(model: Any, index: Mapping[str, TensorInfo]) -> dict[str, Tens
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
-    return {
-        rename_source_key(name, renamings, converters, prefix, state)[0]: info for name, info in index.items()
-    }
+    return {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in index}
 
 
 def _check_stored(name: str, module: NVFP4Module, index: Mapping[str, TensorInfo]) -> None:
@@ -106,7 +143,7 @@ def _check_stored(name: str, module: NVFP4Module, index: Mapping[str, TensorInfo
         if info is None:
             raise ValueError(
                 f"the checkpoint has no tensor {name}.{part}, which its config implies. Is the config that "
-                f"of another model?"
+                f"of another model, or does modules_to_not_convert lack this module's whole name?"
             )
         if info.dtype != parameter.dtype or info.shape != tuple(parameter.shape):
             raise ValueError(

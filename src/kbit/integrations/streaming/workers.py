@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.devices import find_device
+
 # task(device, stopped): `stopped()` tells a long task that another one has failed, and that it may leave.
 Task = Callable[[torch.device, Callable[[], bool]], object]
 
@@ -28,7 +30,7 @@ def places(devices: Sequence[str], jobs: int | None) -> list[torch.device]:
     Raises:
         ValueError: a device is not known or not there, or jobs is less than the number of devices.
     """
-    found = [_device(name) for name in devices]
+    found = [find_device(name, "cpu, cuda, or a list such as cuda:0,cuda:1") for name in devices]
     if jobs is None:
         jobs = len(found) * (2 if found[0].type == "cuda" else 1)
     if jobs < len(found):
@@ -36,19 +38,6 @@ def places(devices: Sequence[str], jobs: int | None) -> list[torch.device]:
             f"--jobs {jobs} leaves some of {len(found)} devices idle. Name fewer, or use more jobs."
         )
     return [found[index % len(found)] for index in range(jobs)]
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"no device {name!r}. Use cpu, cuda, or a list such as cuda:0,cuda:1.") from None
-    count = torch.cuda.device_count()
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"weights are quantized on cpu or cuda, got {name!r}. Use one of these.")
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"no device {name!r}: torch sees {count} GPUs. Use another, or cpu.")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def run_all(tasks: Sequence[Task], where: Sequence[torch.device]) -> None:

@@ -1,0 +1,29 @@
+"""Devices by the names that users give them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def find_device(name: str, known: str = "cpu, cuda or cuda:1") -> torch.device:
+    """The CPU or a GPU of a name, looked for before anything is loaded for it.
+
+    Args:
+        name: such as "cpu", "cuda" (the first GPU) or "cuda:1".
+        known: what to use instead, for the message about another name.
+
+    Raises:
+        ValueError: no such device, or torch does not see it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # which nothing runs on
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no device {name!r}. Use {known}.")
+    if device.type == "cpu":
+        return device
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"no device {name!r}: torch sees {count} GPUs. Use another, or cpu.")
+    return torch.device("cuda", index)
