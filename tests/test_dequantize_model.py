@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 import kbit
@@ -123,6 +124,42 @@ def test_refusals_leave_the_model_as_it_is():
 
     with pytest.raises(ValueError, match="layer is a Split, as in models that are split over ranks"):
         dequantize_model(nn.ModuleDict({"layer": Split(32, 8)}))
+
+
+class Watch(AlignDevicesHook):
+    """Moves inputs to a device, as in models that accelerate has spread over several."""
+
+    def __init__(self):
+        super().__init__(execution_device=torch.device("cpu"))
+        self.seen = []
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.seen.append(type(module).__name__)
+        return super().pre_forward(module, *args, **kwargs)
+
+
+def test_hooks_of_accelerate_stay_through_both_ways():
+    model, watch = build("qwen3_moe", torch.float32), Watch()
+    kinds = ("Linear", "Embedding", "Experts")
+    watched = [module for module in model.modules() if type(module).__name__.endswith(kinds)]
+    for module in watched:
+        add_hook_to_module(module, watch)
+    before = model(IDS).logits
+    plain, watch.seen = watch.seen, []
+    wanted = kbit.quantize_model(model, kbit.KbitConfig(bits=5, embedding_bits=5))(IDS).logits
+    quantized, watch.seen = watch.seen, []
+    torch.testing.assert_close(model.dequantize()(IDS).logits, wanted, rtol=1e-3, atol=1e-4)
+    assert watch.seen == plain
+    assert len(quantized) == len(plain) == len(watched)
+    assert {kind for kind in quantized if kind.startswith("Kbit")} >= {"KbitLinear", "KbitExperts"}
+    assert not torch.equal(before, wanted)
+
+
+def test_weights_elsewhere_are_refused():
+    model = plain()
+    model["inner"][0].to("meta")
+    with pytest.raises(ValueError, match=r"the weight of inner.0 is on the meta device. Load it, or"):
+        dequantize_model(model)
 
 
 @pytest.mark.parametrize("by", ["transformers", "kbit"])

@@ -2,12 +2,22 @@
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import prune
 
 import kbit
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, quantize_model
 from kbit.nvfp4.layers import NVFP4Module, NVFP4Settings, replace_layers
+
+IN_PLACE = pytest.mark.parametrize(
+    "quantize",
+    [
+        lambda model: quantize_model(model, kbit.QuantizationPolicy()),
+        lambda model: replace_layers(model, NVFP4Settings(activations="16bit"), lambda name: bool(name)),
+    ],
+    ids=["k bits", "NVFP4"],
+)
 
 
 @pytest.mark.parametrize("tied_to", ["skipped", "unsupported"])
@@ -33,14 +43,23 @@ def test_layers_of_which_torch_reads_the_weight_stay():
         assert model(torch.randn(2, 5, 32)).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "quantize",
-    [
-        lambda model: quantize_model(model, kbit.QuantizationPolicy()),
-        lambda model: replace_layers(model, NVFP4Settings(activations="16bit"), lambda name: True),
-    ],
-    ids=["k bits", "NVFP4"],
-)
+@IN_PLACE
+def test_hooks_of_accelerate_stay(quantize):
+    model, seen = nn.Sequential(nn.Linear(32, 32)), []
+
+    class Watch(AlignDevicesHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(type(module))
+            return super().pre_forward(module, *args, **kwargs)
+
+    add_hook_to_module(model[0], Watch(execution_device=torch.device("cpu")))
+    quantize(model)
+    model(torch.randn(3, 32))
+    assert seen == [type(model[0])]
+    assert isinstance(model[0], KbitLinear | NVFP4Module)
+
+
+@IN_PLACE
 def test_hooks_on_calls_stay_and_can_be_removed(quantize):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     seen = []

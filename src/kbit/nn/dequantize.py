@@ -13,7 +13,7 @@ from kbit.nn.experts import WEIGHTS, KbitExperts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import Progress
-from kbit.nn.support import keep_hooks
+from kbit.nn.support import keep_device_hook, keep_hooks
 
 # Called after a model was dequantized in place; see `kbit.nn.replace.after_quantizing`.
 after_dequantizing: list[Callable[[nn.Module], None]] = []
@@ -39,8 +39,9 @@ def dequantize_model(
 
     Raises:
         TypeError: the model is none, or dtype is no floating-point dtype.
-        ValueError: the model itself is a layer, or is split over ranks; an adapter is on a layer; or experts
-            were not made from others, so that it is not known what they replaced. Nothing is replaced then.
+        ValueError: the model itself is a layer, is split over ranks or has weights elsewhere; an adapter is
+            on a layer; or experts were not made from others, so that it is not known what they replaced.
+            Nothing is replaced then.
 
     >>> kbit.dequantize_model(model, torch.bfloat16)
     """
@@ -112,6 +113,11 @@ def _layers(model: nn.Module) -> list[list[str]]:
                 f"dequantize_model: {name} was not made from experts, so what it stands for is not known. "
                 f"Its method dequantize gives both weights."
             )
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(
+                f"dequantize_model: the weight of {name} is on the meta device. Load it, or have accelerate "
+                f"give it back (remove_hook_from_submodules)."
+            )
         found.setdefault(id(module), []).append(name)
     return list(found.values())
 
@@ -141,4 +147,5 @@ def _plain(layer: QuantizedModule, dtype: torch.dtype, weight: nn.Parameter | No
         plain.weight = nn.Parameter(layer.dequantize(dtype)) if weight is None else weight
     plain.train(layer.training)
     keep_hooks(layer, plain)
+    keep_device_hook(layer, plain)
     return plain

@@ -15,7 +15,7 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.support import keep_hooks, left_alone, unsupported
+from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, unsupported
 
 Progress = Callable[[int, int, str], None]
 
@@ -183,6 +183,8 @@ def _replace_group(model: nn.Module, names: list[str], bits: int, policy: Quanti
         if id(module) not in made:
             made[id(module)] = _tied(module, layer, policy, name)
         model.set_submodule(name, made[id(module)])
+    for module in {id(module): module for module in modules}.values():
+        keep_device_hook(module, made[id(module)])
 
 
 def _tied(

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+_OF_HOOKS = ("_hf_hook", "_old_forward", "forward")
+
 
 class Replaced(NamedTuple):
     """A module without its parameters."""
@@ -15,8 +17,9 @@ class Replaced(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Replaced:
-        """All of a module but its parameters."""
-        return cls(type(module), vars(module) | {"_parameters": dict.fromkeys(module._parameters)})
+        """All of a module but its parameters, and accelerate's hook, which is bound to the module itself."""
+        kept = {key: value for key, value in vars(module).items() if key not in _OF_HOOKS}
+        return cls(type(module), kept | {"_parameters": dict.fromkeys(module._parameters)})
 
     def again(self) -> nn.Module:
         """The module, with None for each parameter; its constructor, which would draw them, does not run."""

@@ -50,6 +50,18 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
         setattr(new, name, getattr(old, name))
 
 
+def keep_device_hook(old: nn.Module, new: nn.Module) -> None:
+    """Give a module accelerate's hook of the one that it replaces, which moves inputs to its device.
+
+    Such a hook wraps `forward`, so its place is the module itself, once it has its weights.
+    """
+    hook = vars(old).get("_hf_hook")
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module  # it made the hook
+
+        add_hook_to_module(new, hook)
+
+
 def left_alone(model: nn.Module) -> dict[str, str]:
     """{module: why} of those that stay in 16 bits whatever the policy says, since others use their weights.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from kbit.nn.experts import is_experts, unsupported_experts
-from kbit.nn.support import keep_hooks, left_alone
+from kbit.nn.support import keep_device_hook, keep_hooks, left_alone
 from kbit.nvfp4.layers.experts import NVFP4Experts
 from kbit.nvfp4.layers.linear import NVFP4Linear
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
@@ -67,6 +67,7 @@ def replace_layers(
             layer = make_experts(module, settings, name)
         layer.training = module.training
         keep_hooks(module, layer)
+        keep_device_hook(module, layer)
         for each in (name, *others):
             model.set_submodule(each, layer)
         replaced.append(name)
