@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     }
     const float level = D::level(codebook, lane);
     if (cluster_size() > 1) {
-        cluster_sync();  // no block sends sums to one that has not begun
+        cluster_sync();  // no block sends sums or activations to one that has not begun
     } else {
         __syncthreads();
     }

@@ -213,8 +213,9 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
                               const Addends& with, const Work& work, u32 base, u32 staging, u32 phase,
                               int team, int thread) {
     const Tile& tile = with.tile;
-    constexpr int kFinishers = kTokens / kKept;                          // teams
-    constexpr int kPairs = 2 * kGroups, kUnits = kTokens / 16 * kPairs;  // of a team
+    constexpr int kFinishers = kTokens / kKept;  // teams
+    constexpr int kPairs = 2 * kGroups;          // of a team's warps
+    constexpr int kUnits = kTokens / 16 * kPairs;
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
     const int begin = rank * each, end = min(begin + each, kUnits);
