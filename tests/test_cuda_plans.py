@@ -101,7 +101,7 @@ def test_every_wgmma_plan_fits() -> None:
             continue
         plan = wgmma.plan(m, n, k, bits, gated, device)
         block = wgmma_config.of_tiling(bits, plan.tiling, plan.teams, grouped=False, nvfp4=False)
-        assert plan.grid % (2 if plan.tiling.multicast else plan.tiling.cluster) == 0
+        assert plan.grid % (plan.tiling.cluster * plan.tiling.sharers) == 0
         assert block in wgmma_config.configs()
         assert block.steps_of(k) >= plan.tiling.cluster * plan.teams
 

@@ -62,9 +62,9 @@ def launches(tokens, bits, nvfp4=False):
     dense = [one for one in wgmma_config.configs() if one[:2] == (bits, tokens) and not one.grouped]
     for block, cluster in itertools.product(dense, CLUSTERS):
         if block.nvfp4 == nvfp4 and (cluster == 1 or (block.splits(K, cluster) and not block.multicast)):
-            tiling = wgmma_config.Tiling(tokens, cluster, block.rows, block.multicast)
+            tiling = block.tiling(cluster)
             for clusters in (1, 2, 7):
-                yield wgmma.Plan(tiling, clusters * (2 if block.multicast else cluster), block.teams)
+                yield wgmma.Plan(tiling, clusters * cluster * tiling.sharers, block.teams)
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

@@ -128,7 +128,7 @@ def _multiply(weight, dtype) -> None:
     bits = weight[1].shape[0].bit_length() - 1
     few = ((20, 16, 1, 2), (40, 32, 2, 1), (40, 32, 2, 2), (70, 64, 3, 1), (70, 64, 1, 2))
     launches = [(*one, 128, False) for one in (*few, (100, 256, 1, 1), (200, 96, 2, 1), (200, 96, 2, 2))]
-    launches += [(300, 128, 1, 1, 128, True)]
+    launches += [(300, 176, 1, 1, 128, True)]
     if not gated:
         launches += [(40, 16, 1, 2, 64, False), (200, 64, 2, 2, 64, False), (200, 128, 1, 2, 64, False)]
     for m, tokens, cluster, teams, rows, multicast in launches:
@@ -136,7 +136,7 @@ def _multiply(weight, dtype) -> None:
         if cluster == 1 or block.splits(k, cluster):
             x, out = operands(m)
             tiling = wgmma_config.Tiling(tokens, cluster, rows, multicast)
-            wgmma.linear(x, *weight, out, wgmma.Plan(tiling, 2 if multicast else 2 * cluster, teams))
+            wgmma.linear(x, *weight, out, wgmma.Plan(tiling, 2 * cluster, teams))
             assert torch.isfinite(out).all()
 
 

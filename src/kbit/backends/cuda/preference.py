@@ -26,8 +26,8 @@ STREAM_TOKENS = 64
 # On Hopper, small weights for many tokens: decoding costs little and cuBLAS fills the machine better. 2048 x
 # 512 by 4096 tokens on an H200: wgmma 19.7 us, cuBLAS alone 13.2.
 _SMALL_WEIGHTS, _MANY_TOKENS = 2**21, 2048
-# Where estimates let a row's launch fall so far behind for fewer tokens than were measured, they choose.
-_MUCH_FASTER = 1.1
+# Where by estimate a row's launch falls further behind for fewer tokens than were measured, estimates choose.
+_MOST_BEHIND = 1.1
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _decided(
         tiles = wgmma.plan_of(row.tiling, m, *shape)
         if tiles is None:
             continue
-        if _behind(row.tiling, m, shape) > _MUCH_FASTER * _behind(row.tiling, row.m, shape):
+        if _behind(row.tiling, m, shape) > _MOST_BEHIND * _behind(row.tiling, row.m, shape):
             return Choice(row.kernel, wgmma.plan(m, *shape), forced=bool(forced))
         return Choice(row.kernel, tiles, row, table.file, bool(forced))
     kernel = forced or _estimated(refusals, m, out_features, in_features)

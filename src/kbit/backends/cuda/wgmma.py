@@ -58,15 +58,14 @@ def candidates(
     plans = {}
     for cluster in _CLUSTERS:
         for block in config.blocks(bits, in_features, cluster, gated):
-            tiling = config.Tiling(block.tokens, cluster, block.rows, block.multicast)
+            tiling = block.tiling(cluster)
             tiles = _row_blocks(out_features, gated, tiling) * -(-m // block.tokens)
-            grid = _grid(tiles, _together(tiling), device.multiprocessors)
+            grid = _grid(tiles, cluster * tiling.sharers, device.multiprocessors)
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
                 continue
-            cost = _clocks(tiles, in_features, block, cluster, grid)
-            plans[Plan(tiling, grid, block.teams)] = cost
+            plans[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
     return MappingProxyType(plans)
 
 
@@ -98,24 +97,19 @@ def grouped_plan(
     costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
         for cluster in _CLUSTERS:
-            block, tiling = config.Config(bits, tokens, grouped=True), config.Tiling(tokens, cluster)
+            block = config.Config(bits, tokens, grouped=True)
+            tiling = block.tiling(cluster)
             if cluster == 1 or block.splits(in_features, cluster):
                 tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // tokens)
                 grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
-                costs[Plan(tiling, grid)] = _clocks(tiles, in_features, block, cluster, grid)
+                costs[Plan(tiling, grid)] = _clocks(tiles, in_features, block, tiling, grid)
     return min(costs, key=lambda plan: costs[plan])
-
-
-def _together(tiling: config.Tiling) -> int:
-    """Blocks of a cluster of the launch."""
-    return 2 if tiling.multicast else tiling.cluster
 
 
 def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
     """Blocks of rows of W; pairs of them if the launch is of pairs."""
     halves = 2 if gated else 1
-    rows = tiling.rows // halves * (2 if tiling.multicast else 1)
-    return -(-(out_features // halves) // rows)
+    return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
 
 
 def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
@@ -132,13 +126,14 @@ def _alone(tiles: int, grid: int, cluster: int) -> int:
     return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
 
 
-def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, grid: int) -> float:
+def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int) -> float:
     """Estimate: tiles of 64 columns, bound by shared memory or by the tensor cores; ends of tiles; sums.
 
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
     the best on average.
     """
     tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
+    cluster, workers = tiling.cluster, grid // tiling.sharers
     steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
     if block.rows == config.HALF_ROWS:  # two teams take turns
         step = width * max(190, (120 if block.bits < 5 else 140) + 2.1 * tokens)
@@ -149,9 +144,8 @@ def _clocks(tiles: int, in_features: int, block: config.Config, cluster: int, gr
         step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
     if teams > 1:  # one hands its sums to the other
         sums, ends = sums + 300 + 2 * tokens, ends + 300 + 2 * tokens
-    workers = grid
     if block.multicast:
-        step, ends, workers = 0.98 * step, ends + 1000, grid // 2
+        step, ends = 0.98 * step, ends + 1000
     alone, even = _alone(tiles, grid, cluster), 2 * teams
     clocks = -(-alone // workers) * (-(-steps // even) * even * step + ends)
     if alone < tiles:
@@ -228,7 +222,7 @@ def _launch(
     arguments = (
         *pointers,
         weight_map(tiled, tiling.rows // config.TILE_ROWS // (2 if gated else 1)),
-        activation_map(x, tiling.tokens // (2 if tiling.multicast else 1)),
+        activation_map(x, tiling.tokens // tiling.sharers),
         out_features,
         m,
         experts,
@@ -248,5 +242,5 @@ def _launch(
         arguments,
         smem=config.shared_bytes(block),
         pdl=True,
-        cluster=_together(tiling),
+        cluster=tiling.cluster * tiling.sharers,
     )

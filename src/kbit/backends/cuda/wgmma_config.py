@@ -11,10 +11,10 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
-TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 224, 256)  # a block's, at compile time
+TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 256)  # a block's, at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
 HALF_TOKENS = (16, 32, 64, 96, 128)  # with 64 rows of W, by two teams of one warpgroup
-MULTICAST_TOKENS = (128, 160, 176, 256)  # by pairs of blocks that copy activations for each other
+MULTICAST_TOKENS = (176, 256)  # by pairs of blocks that copy activations for each other
 # That two teams of two warpgroups take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us
 # on an H200, by one team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
@@ -45,6 +45,11 @@ class Tiling(NamedTuple):
     rows: int = ROWS
     multicast: bool = False
 
+    @property
+    def sharers(self) -> int:
+        """Blocks that have the same activations."""
+        return 2 if self.multicast else 1
+
     def __str__(self) -> str:
         of_rows = "" if self.rows == ROWS else f" of {self.rows} rows"
         return f"{self.tokens}x{self.cluster}{of_rows}{' multicast' if self.multicast else ''}"
@@ -63,6 +68,10 @@ class Config(NamedTuple):
     nvfp4: bool = False
     rows: int = ROWS
     multicast: bool = False
+
+    def tiling(self, cluster: int) -> Tiling:
+        """Of launches whose clusters split K among so many."""
+        return Tiling(self.tokens, cluster, self.rows, self.multicast)
 
     @property
     def warpgroups(self) -> int:
@@ -182,16 +191,11 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
 
 def configs() -> list[Config]:
     """Every configuration that plans of kbit.backends.cuda.wgmma may choose."""
-    kinds = [(bits, False) for bits in SUPPORTED_BITS] + [(layout.NVFP4_BITS, True)]
-    tilings = [(Tiling(tokens, 1), teams) for tokens in TOKENS for teams in (1, 2)]
-    tilings += [(Tiling(tokens, 1, HALF_ROWS), 2) for tokens in HALF_TOKENS]
-    tilings += [(Tiling(tokens, 1, multicast=True), 1) for tokens in MULTICAST_TOKENS]
-    dense = {
-        of_tiling(bits, tiling, teams, grouped=False, nvfp4=nvfp4): None
-        for bits, nvfp4 in kinds
-        for tiling, teams in tilings
-        if teams == 1 or tiling.rows == HALF_ROWS or _has_teams(bits, tiling.tokens)
-    }
+    dense: dict[Config, None] = {}
+    for bits, nvfp4 in (*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)):
+        for columns in (1, _FEW_COLUMNS + 1):  # few have one team
+            for block in blocks(bits, columns, cluster=1, gated=False):
+                dense[of_tiling(bits, block.tiling(1), block.teams, grouped=False, nvfp4=nvfp4)] = None
     grouped = [Config(bits, tokens, grouped=True) for bits in SUPPORTED_BITS for tokens in GROUPED_TOKENS]
     return [*dense, *grouped]
 

@@ -126,14 +126,10 @@ def _original(name: str) -> str:
 
 def _parameters(model: Any, index: Iterable[str]) -> dict[str, str]:
     """{name of a checkpoint's tensor: the model's parameter}, as transformers' loader renames them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from kbit.integrations.transformers.names import loading_transforms, parameter_of
 
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    return {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in index}
+    transforms, state, prefix = loading_transforms(model), model.state_dict(), model.base_model_prefix
+    return {name: parameter_of(name, transforms, prefix, state)[0] for name in index}
 
 
 def _check_stored(name: str, module: NVFP4Module, index: Mapping[str, TensorInfo]) -> None:

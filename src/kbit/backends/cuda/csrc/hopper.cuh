@@ -52,8 +52,7 @@ DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barr
 DEVICE void copy_box_to_both(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(u16(3))
         : "memory");
 }
