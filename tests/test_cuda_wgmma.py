@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import kbit
+from kbit import nvfp4
 from kbit.backends.cuda import tensor_map, wgmma, wgmma_config
+from kbit.backends.cuda.nvfp4 import tiled
 from kbit.format import SUPPORTED_BITS
 
 pytestmark = [
@@ -55,11 +57,11 @@ def operands(m, bits, dtype):
     return x, q, torch.randn(N, device="cuda").to(dtype)
 
 
-def launches(tokens, bits):
+def launches(tokens, bits, nvfp4=False):
     """Clusters that have a step for each block and room for sums; as many blocks as do and do not suffice."""
     dense = [one for one in wgmma_config.configs() if one[:2] == (bits, tokens) and not one.grouped]
     for block, cluster in itertools.product(dense, CLUSTERS):
-        if not block.nvfp4 and (cluster == 1 or (block.splits(K, cluster) and not block.multicast)):
+        if block.nvfp4 == nvfp4 and (cluster == 1 or (block.splits(K, cluster) and not block.multicast)):
             tiling = block.tiling(cluster)
             for clusters in (1, 2, 7):
                 yield wgmma.Plan(tiling, clusters * cluster * tiling.sharers, block.teams)
@@ -83,6 +85,27 @@ def test_every_launch(tokens, bits):
         torch.testing.assert_close(
             y.double(), activated, rtol=0.05, atol=0.05 * float(activated.abs().mean())
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", wgmma_config.TOKENS)
+def test_every_launch_of_nvfp4(tokens, dtype):
+    """A level times a block's scale is a 16-bit value, and the weight's own factor is applied to sums."""
+    m = tokens + tokens // 2 + 1
+    x, row_scale = torch.randn(m, K, device="cuda").to(dtype), torch.rand(m, device="cuda") + 0.5
+    w = nvfp4.quantize_nvfp4(torch.randn(N, K, device="cuda") / 16)
+    decoded = nvfp4.dequantize_nvfp4(w, torch.float32).double()
+    exact, size = x.double() @ decoded.T, x.double().abs() @ decoded.abs().T
+    bound = torch.finfo(dtype).eps * exact.abs() + (K + 4) * 2.0**-23 * size + 2.0**-24
+    tiles = nvfp4.repack_nvfp4(w, "tiled").codes.view(torch.int32)
+    codebook, scale = (tiled.constant(of, x.device) for of in (tiled.CODEBOOK, (float(w.global_scale),)))
+    plans = list(launches(tokens, 4, nvfp4=True))
+    assert plans
+    for plan in plans:
+        out = torch.full((m, N), torch.nan, device="cuda", dtype=dtype)
+        wgmma.linear(x, tiles, codebook, scale, None, N, K, False, out, plan, row_scale)
+        error = (out.double() - exact * row_scale[:, None]).abs()
+        assert bool((error <= bound * row_scale[:, None]).all()), plan
 
 
 @pytest.mark.parametrize("kernel", ["wgmma", ""])

@@ -71,6 +71,22 @@ def _failed_anywhere(here: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
+def _captured(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], str | None]:
+    """A call as a CUDA graph's replay; where that cannot be, itself, and why. It must have run before."""
+    if device.type != "cuda":
+        return run, f"no CUDA graphs on {device.type}"
+    graph, reason = torch.cuda.CUDAGraph(), None
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local" if _ranks() > 1 else "global"):
+            run()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        reason = str(error).splitlines()[0]
+    if _ranks() > 1 and _failed_anywhere(reason is not None, device):
+        reason = reason or "another rank could not capture it"
+    return (graph.replay, None) if reason is None else (run, reason)
+
+
 class DecodeLoop:
     """One batch of sequences of a model: a prompt, then single tokens.
 
@@ -152,18 +168,7 @@ class DecodeLoop:
 
     def captured(self) -> tuple[Callable[[], object], str | None]:
         """The step as a CUDA graph's replay; where that cannot be, itself, and why."""
-        if self.device.type != "cuda":
-            return self.step, f"no CUDA graphs on {self.device.type}"
-        graph, reason = torch.cuda.CUDAGraph(), None
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local" if _ranks() > 1 else "global"):
-                self.step()
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            reason = str(error).splitlines()[0]
-        if _ranks() > 1 and _failed_anywhere(reason is not None, self.device):
-            reason = reason or "another rank could not capture it"
-        return (graph.replay, None) if reason is None else (self.step, reason)
+        return _captured(self.step, self.device)
 
     def measure(self, run: Callable[[], object], repeats: int, reason: str | None) -> Timing:
         """Time of one step, the mean over `steps` of them, `repeats` times."""
@@ -183,8 +188,8 @@ class DecodeLoop:
 def prefill(model: Any, tokens: int, repeats: int) -> Timing:
     """Time of reading one prompt into an empty, growing cache and making its last token's logits.
 
-    Without a graph: a static cache would need its length on the host to choose causal attention without a
-    mask, which is much the faster, and a captured one could not look.
+    In a CUDA graph, or it would be the host's time, which differs by a third from run to run. A growing cache
+    has its length on the host, so that attention is causal without a mask; a static one would need a mask.
     """
     from transformers import DynamicCache
 
@@ -197,5 +202,6 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     run()
-    samples = [_milliseconds(run, device) for _ in range(repeats)]
-    return _summary(samples, "causal attention without a mask needs lengths on the host")
+    replay, reason = _captured(run, device)
+    samples = [_milliseconds(replay, device) for _ in range(repeats)]
+    return _summary(samples, reason)

@@ -301,11 +301,15 @@ DEVICE void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Both, for a kernel that reads nothing before the wait: not even what it may take for constant, by pointers
-// that the compiler knows nothing of until then.
+// Hides from the compiler until here what pointers point to: it may take that for constant and load it early.
+template <class... T>
+DEVICE void forget(T*&... pointers) {
+    ((void)[&] { asm volatile("" : "+l"(pointers)); }(), ...);
+}
+// Lets the next kernel start and waits for the previous one, for a kernel that reads nothing before.
 template <class... T>
 DEVICE void follow_previous(T*&... pointers) {
     launch_dependents();
     wait_for_previous();
-    ((void)[&] { asm volatile("" : "+l"(pointers)); }(), ...);
+    forget(pointers...);
 }

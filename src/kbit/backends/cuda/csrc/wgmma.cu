@@ -247,7 +247,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             if (work.split) {
                 syncs_of_finish(work);
             }
-        } else if (work.split) {
+        } else if (!kMulticast && work.split) {
             finish_in_cluster(p, kept, out, with, work, ring.base, staging, sums_phase, team, thread);
             sums_phase ^= 1;
         } else {
