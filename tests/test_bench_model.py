@@ -264,6 +264,7 @@ def test_the_command_on_a_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     arms = json.loads(out.read_text())["arms"]
     assert all(row["reason"] is None for arm in arms for row in arm["decode"])
+    assert all(arm["prefill_reason"] is None for arm in arms)
     assert arms[0]["run_peak_bytes"] < arms[1]["run_peak_bytes"]
     one, four = (row["profile"]["by_kind_us"] for row in arms[0]["decode"][:2])
     assert one["kbit"] > 0

@@ -226,18 +226,19 @@ def models() -> str:
         for arm in result["arms"]:
             if arm["absent"]:
                 continue
-            best = {b: _fastest(arm, b) for b in batches}
-            decoded = [f"{row['tokens_s']:.0f}{_ratio(row)}" if row else "" for row in best.values()]
+            rows = [_fastest(arm, batch) for batch in batches]
+            decoded = [_speed(row["arm"], row["tokens_s"], row["vs_bf16"]) if row else "" for row in rows]
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
-            prefill = f"{arm['prefill_tokens_s']:.0f}" if arm["prefill_tokens_s"] else ""
+            read = arm["prefill_tokens_s"]
+            prefill = _speed(arm["name"], read, arm["prefill_vs_bf16"]) if read else ""
             compiled = ", torch.compile" if result["plan"]["compiled"] else ""
             name = f"{result['model']}, {arm['name'].removeprefix('kbit ')}{compiled}"
             body.append([name, *sizes, *decoded, prefill])
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
-        "`kbit bench model`: tokens a second of greedy decoding, all layers, random weights, a CUDA graph of "
-        "each step for both arms (in brackets: times as fast as bfloat16, the faster of transformers' two "
-        f"ways with experts), and of a prefill of 2048 tokens without one. NVIDIA {_gpu_name(results[0])}."
+        "`kbit bench model`: tokens a second of greedy decoding and of a prefill of 2048 tokens, all layers, "
+        "random weights, CUDA graphs for both arms; in brackets times as fast as bfloat16, decoding by the "
+        f"faster of transformers' two ways with experts. NVIDIA {_gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
@@ -264,8 +265,8 @@ def _fastest(arm: dict[str, Any], batch: int) -> dict[str, Any] | None:
     return max(rows, key=lambda row: row["tokens_s"]) if rows else None
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    return f" ({row['vs_bf16']:.2f})" if row["vs_bf16"] and row["arm"].startswith("kbit") else ""
+def _speed(arm: str, tokens_s: float, vs_bf16: float | None) -> str:
+    return f"{tokens_s:.0f}" + (f" ({vs_bf16:.2f})" if vs_bf16 and arm.startswith("kbit") else "")
 
 
 def _gpu_name(result: dict[str, Any]) -> str:

@@ -82,6 +82,7 @@ class ArmResult:
         weight_bytes: of all parameters and buffers.
         build_peak_bytes, run_peak_bytes: most memory allocated while building and while running; None on a
             CPU.
+        prefill_reason: why the prompt was read without a CUDA graph; None if it was read with one.
         absent: why the arm was left out; None if it was not.
     """
 
@@ -92,6 +93,7 @@ class ArmResult:
     absent: str | None = None
     prefill_tokens: int = 0
     prefill_ms: float | None = None
+    prefill_reason: str | None = None
     decode: list[DecodeRow] = field(default_factory=list)
     gpus: int = 1
 
@@ -157,7 +159,8 @@ def _run(
     if plan.prefill:
         progress(f"{name}: prefill")
         result.prefill_tokens = plan.prefill
-        result.prefill_ms = model_decode.prefill(model, plan.prefill, plan.repeats).ms
+        timing = model_decode.prefill(model, plan.prefill, plan.repeats)
+        result.prefill_ms, result.prefill_reason = timing.ms, timing.reason
     for batch in plan.batches:
         for arm, chosen in _implementations(model, name, batch):
             progress(f"{arm}: {batch} sequences")
@@ -228,6 +231,13 @@ def vs_bf16(row: DecodeRow, results: Iterable[ArmResult]) -> float | None:
     return base[row.batch] / row.ms if row.batch in base else None
 
 
+def prefill_vs_bf16(result: ArmResult, results: Iterable[ArmResult]) -> float | None:
+    """How many times as fast as 16 bits on as many GPUs a prompt is read; None where one was not measured."""
+    bases = (r.prefill_ms for r in results if (r.name, r.gpus) == (BASELINE, result.gpus))
+    base = next(bases, None)
+    return base / result.prefill_ms if base and result.prefill_ms else None
+
+
 def vs_one_gpu(row: DecodeRow, results: Iterable[ArmResult]) -> float | None:
     """How many times as fast as the same arm on one GPU; None where that was not measured."""
     rows = (other for result in results for other in result.decode)
@@ -246,6 +256,7 @@ def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:
     for result in results:
         item = asdict(result) | {"name": label(result.name, result.gpus)}
         item["prefill_tokens_s"] = _rounded(result.prefill_tokens_s, 1)
+        item["prefill_vs_bf16"] = _rounded(prefill_vs_bf16(result, results), 3)
         for row, written in zip(result.decode, item["decode"], strict=True):
             written |= {"arm": label(row.arm, row.gpus), "tokens_s": round(row.tokens_s, 2)}
             ratios = {"vs_bf16": vs_bf16(row, results), "vs_one_gpu": vs_one_gpu(row, results)}

@@ -29,20 +29,24 @@ def _gigabytes(count: int | None) -> str:
 
 
 def _sizes(results: Sequence[ArmResult]) -> Table:
-    from kbit.bench.model import label
+    from kbit.bench.model import label, prefill_vs_bf16
 
     table = Table(title="memory and prefill")
-    for header in ("arm", "weights GB", "peak building", "peak running", "prefill tok/s"):
-        table.add_column(header, justify="left" if header == "arm" else "right")
+    sizes = ("weights GB", "peak building", "peak running")
+    for header in ("arm", *sizes, "prefill tok/s", "vs bf16", "CUDA graph"):
+        table.add_column(header, justify="left" if header in ("arm", "CUDA graph") else "right")
     for result in results:
         if result.absent:
             table.add_row(label(result.name, result.gpus), escape(f"left out: {result.absent}"))
             continue
         speed = result.prefill_tokens_s
         peaks = (_gigabytes(result.build_peak_bytes), _gigabytes(result.run_peak_bytes))
-        words = "" if speed is None else f"{speed:.0f}"
+        prefill = ("", "", "")
+        if speed is not None:
+            ratio = _ratio(prefill_vs_bf16(result, results))
+            prefill = (f"{speed:.0f}", ratio, _captured(result.prefill_reason))
         name = label(result.name, result.gpus)
-        table.add_row(name, f"{result.weight_bytes / 1e9:.2f}", *peaks, words)
+        table.add_row(name, f"{result.weight_bytes / 1e9:.2f}", *peaks, *prefill)
     return table
 
 
@@ -56,9 +60,12 @@ def _decode(results: Sequence[ArmResult]) -> Table:
     for row in rows:
         ratios = (_ratio(vs_bf16(row, results)), _ratio(vs_one_gpu(row, results)))
         speed = (f"{row.ms:.3f}", f"{100 * row.spread:.0f}%", f"{row.tokens_s:.1f}")
-        captured = "yes" if row.reason is None else escape(row.reason)
-        table.add_row(str(row.batch), label(row.arm, row.gpus), *speed, *ratios, captured)
+        table.add_row(str(row.batch), label(row.arm, row.gpus), *speed, *ratios, _captured(row.reason))
     return table
+
+
+def _captured(reason: str | None) -> str:
+    return "yes" if reason is None else escape(reason)
 
 
 def _ratio(value: float | None) -> str:

@@ -39,7 +39,8 @@ def _arms(result: Result) -> Iterator[str]:
     caption = f"Decoding after {plan['prompt']} tokens, {plan['steps']} steps a repetition"
     ordered = sorted(rows, key=lambda row: row["batch"])
     yield markup.table(headers, map(_arm_row, ordered), caption)
-    headers = ["arm", "weights GB", "peak building GB", "peak running GB", "prefill tokens/s", "left out"]
+    sizes = ["weights GB", "peak building GB", "peak running GB"]
+    headers = ["arm", *sizes, "prefill tokens/s", "vs bf16", "CUDA graph", "left out"]
     caption = f"Memory, and a prompt of {plan['prefill']} tokens"
     yield markup.table(headers, map(_size_row, arms), caption)
     for row in rows:
@@ -50,17 +51,24 @@ def _arms(result: Result) -> Iterator[str]:
 
 
 def _arm_row(row: Mapping[str, Any]) -> Row:
-    ratio = markup.Cell(markup.MISSING) if row["vs_bf16"] is None else markup.heat(row["vs_bf16"])
     speed = [f"{row['ms']:.3f}", f"{100 * row['spread']:.0f}%", f"{row['tokens_s']:.1f}"]
-    return Row(
-        [row["arm"], str(row["batch"]), *speed, ratio, "yes" if row["reason"] is None else row["reason"]]
-    )
+    return Row([row["arm"], str(row["batch"]), *speed, _heat(row["vs_bf16"]), _captured(row["reason"])])
+
+
+def _heat(ratio: float | None) -> markup.Cell:
+    return markup.Cell(markup.MISSING) if ratio is None else markup.heat(ratio)
+
+
+def _captured(reason: str | None) -> str:
+    return "yes" if reason is None else reason
 
 
 def _size_row(arm: Mapping[str, Any]) -> Row:
     counts = (arm["weight_bytes"] or None, arm["build_peak_bytes"], arm["run_peak_bytes"])
     sizes = [markup.number(None if count is None else count / 1e9, ".2f") for count in counts]
-    return Row([arm["name"], *sizes, markup.number(arm["prefill_tokens_s"], ".0f"), arm["absent"] or ""])
+    speed = markup.number(arm["prefill_tokens_s"], ".0f")
+    captured = _captured(arm.get("prefill_reason")) if arm["prefill_tokens_s"] else ""
+    return Row([arm["name"], *sizes, speed, _heat(arm.get("prefill_vs_bf16")), captured, arm["absent"] or ""])
 
 
 def _profiles(results: Sequence[Result]) -> str:
