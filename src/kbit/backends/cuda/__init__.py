@@ -1,7 +1,8 @@
 """The CUDA backend: kernels compiled at their first use for the GPU at hand (sm_80 and newer).
 
 Functions take contiguous tensors of one CUDA device that the op layer has checked; they launch on the current
-stream. Only `quantize` waits for the device, once, to report NaN and Inf.
+stream. `quantize` waits for the device, once, to report NaN and Inf, and so do products of experts that no
+kernel takes (float32, say).
 """
 
 from __future__ import annotations
