@@ -343,6 +343,36 @@ def test_a_link_is_not_followed(csrc, folder, tmp_path):
         assert not compile_kernel(SPEC, "80", csrc=csrc).cached
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None)])
+def test_what_is_no_file_is_not_read(csrc, folder, make):
+    compile_kernel(SPEC, "80", csrc=csrc)
+    (path,) = cubins(folder)
+    path.unlink()
+    make(path)
+    with pytest.warns(UserWarning, match="is no file"):
+        assert not compile_kernel(SPEC, "80", csrc=csrc).cached
+
+
+def test_a_disk_that_fails_is_one_warning(csrc, folder, monkeypatch):
+    compile_kernel(SPEC, "80", csrc=csrc)
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(cache, "_doubt", failing)
+    with pytest.warns(UserWarning, match="cannot be read: Input/output error"):
+        assert not compile_kernel(SPEC, "80", csrc=csrc).cached
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not tell who may write")
+def test_no_lock_where_others_may_put_a_link(folder):
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with CubinCache().lock("scale-sm80", "0" * 64):
+        assert list(folder.iterdir()) == []
+
+
 def test_a_held_lock_only_delays(csrc, folder, monkeypatch):
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.1)
     key = "0" * 64

@@ -237,7 +237,7 @@ def test_backends_can_be_forced(monkeypatch):
 
 
 def test_without_kernels_the_reference_answers_and_says_so_once(monkeypatch):
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda: "NVRTC was not found")
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda *_: "NVRTC was not found")
     monkeypatch.setattr(importlib.import_module("kbit.dispatch.backends"), "_warned", set())
     q, x = kbit.quantize(torch.randn(48, 72)).to(DEVICE), torch.randn(4, 72, device=DEVICE)
     with pytest.warns(UserWarning, match="its CUDA kernels: NVRTC was not found"):

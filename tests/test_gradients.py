@@ -43,6 +43,15 @@ def test_chunks_of_experts(each, offsets, monkeypatch):
     check(gradients.grouped_linear_tiled_grad_input(grad, *weight, bounds, N, K), expected)
 
 
+@pytest.mark.parametrize("each", SIZES)
+def test_offsets_beyond_the_rows_end_with_them(each, monkeypatch):
+    monkeypatch.setattr(gradients.rows, "dequantize_tiled", reference.dequantize_tiled)
+    monkeypatch.setattr(gradients, "_CHUNK_WEIGHTS", each * N * K)
+    grad, weight, bounds, expected = problem(OFFSETS[0], "cpu")
+    bounds[0], bounds[-1] = -3, ROWS + 5
+    check(gradients.grouped_linear_tiled_grad_input(grad, *weight, bounds, N, K), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("each", SIZES)

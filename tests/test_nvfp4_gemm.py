@@ -119,6 +119,16 @@ def test_exact_rounds_ties_to_even_and_sees_the_last_bit() -> None:
         assert gemm_nvfp4(t, t, "exact", F32).item() == 2**24 + above
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("accum", "tile"), [("seq16", "tokens8/split2"), ("exact", "tokens7"), ("tc", "k48")]
+)
+def test_a_tile_of_another_contract_is_refused(accum, tile, device) -> None:
+    a, w = random_tensor(9, 2000, 5).to(device), random_tensor(33, 2000, 6).to(device)
+    with pytest.raises(ValueError, match=f"under '{accum}' a tile may be .*None here, got '{tile}'"):
+        gemm_nvfp4(a, w, accum, F32, tile)
+
+
 def test_tiles_and_splits_do_not_show_under_exact() -> None:
     a, w = random_tensor(9, 2000, 5), random_tensor(33, 2000, 6)
     expected = gemm_nvfp4(a, w, "exact", F32)

@@ -477,7 +477,7 @@ print(*(str(warning.message) for warning in caught if "kbit" in str(warning.mess
 
 def test_cuda_tensors_without_cuda_kernels_are_the_reference_s_and_it_says_so_once(monkeypatch):
     module = importlib.import_module("kbit.dispatch.backends")
-    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda: "the GPU is older than sm_80")
+    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda *_: "the GPU is older than sm_80")
     monkeypatch.setattr(module, "_warned", set())
     device = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match="its CUDA kernels: the GPU is older than sm_80.*`kbit doctor`"):
@@ -486,13 +486,34 @@ def test_cuda_tensors_without_cuda_kernels_are_the_reference_s_and_it_says_so_on
         warnings.simplefilter("error")
         assert module.backend_for("linear", device, torch.uint8).name == "reference"
     assert not module.tiles_pay("linear", device)
-    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(module.cuda, "unavailable_reason", lambda *_: None)
     assert module.backend_for("linear_tiled", device, torch.uint8).name == "cuda"
     assert module.backend_for("quantize", device, torch.float16).name == "reference"
     assert module.tiles_pay("linear", device)
     assert not module.tiles_pay("linear", torch.device("cpu"))
     monkeypatch.setenv("KBIT_BACKEND", "reference")
     assert not module.tiles_pay("linear", device)
+
+
+def test_a_gpu_that_is_too_old_leaves_the_kernels_to_the_others(monkeypatch):
+    module = importlib.import_module("kbit.dispatch.backends")
+    driver = importlib.import_module("kbit.backends.cuda.driver")
+    capabilities = [(9, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(driver, "device_arch", lambda index: driver.arch_of(*capabilities[index]))
+    monkeypatch.setattr(module.cuda.compiler, "chosen_compiler", lambda: None)
+    monkeypatch.setattr(module, "_warned", set())
+    module.cuda.unavailable_reason.cache_clear()
+    try:
+        assert module.cuda.available()
+        assert module.backend_for("linear", torch.device("cuda", 0), torch.uint8).name == "cuda"
+        with pytest.warns(UserWarning, match=r"need sm_80 or newer.*=reference\. `kbit doctor`"):
+            assert module.backend_for("linear", torch.device("cuda", 1), torch.uint8).name == "reference"
+        assert module.tiles_pay("linear", torch.device("cuda", 0))
+        assert not module.tiles_pay("linear", torch.device("cuda", 1))
+    finally:
+        module.cuda.unavailable_reason.cache_clear()
 
 
 def test_explain_says_what_a_product_does(dense, experts, monkeypatch):

@@ -312,6 +312,16 @@ def test_ops_called_directly_check_tiles():
         ops.grouped_linear_tiled(x, *stack, torch.tensor([0, 2, 1], dtype=torch.int32), 16, 72)
 
 
+def test_rows_of_no_tokens_are_refused():
+    q = kbit.quantize(torch.randn(2, 48, 72)).tile()
+    x, offsets = torch.randn(0, 72), torch.tensor([0, 1, 1], dtype=torch.int32)
+    source = torch.zeros(1, dtype=torch.int32)
+    multiply = torch.ops.kbit.grouped_linear_tiled
+    with pytest.raises(ValueError, match="source names 1 rows of x, which has none"):
+        multiply(x, *tiled_parts(q), offsets, 48, 72, False, source)
+    assert multiply(x, *tiled_parts(q), offsets * 0, 48, 72, False, source[:0]).shape == (0, 48)
+
+
 # -- QuantizedTensor -----------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def _refusal(
     """Why a backend of kernels, for devices of a kind ("CPU" or "CUDA"), may not take a problem, or None."""
     if device.type != kind.lower():
         return f"the {kind} kernels need {kind} tensors, got {device}"
-    reason = module.unavailable_reason()
+    reason = module.unavailable_reason(device.index)
     if reason is not None:
         return reason
     if not hasattr(module, op):
@@ -91,7 +91,7 @@ def _say_once_that_kernels_are_missing(device: torch.device) -> None:
     if kernels is None or device.type in _warned:
         return
     name, module = kernels
-    reason = module.unavailable_reason()
+    reason = module.unavailable_reason(device.index)
     if reason is None:
         return
     _warned.add(device.type)

@@ -151,6 +151,11 @@ def _run_grouped(
     if not tiled.numel():  # no experts, so every row is nobody's
         return out.zero_()
     if out.numel():
+        if not x.shape[0]:  # kernels take a row of x for any number, the nearest one that there is
+            raise ValueError(
+                f"grouped_linear: source names {out.shape[0]} rows of x, which has none. Pass the tokens "
+                f"that were sorted."
+            )
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
         weight = _weight(tiled, codebook, scale)
         offsets = expert_offsets.contiguous()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor
-from kbit.nvfp4.kernels import kernels_for
+from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
 from kbit.ops import checks, kinds
 
@@ -58,6 +58,7 @@ def gemm_nvfp4(
         raise ValueError(f"gemm_nvfp4: w must be [N, K], got {w.shape}. Use moe_gemm_nvfp4 for experts.")
     scale = float(a.global_scale * w.global_scale)
     kernels = kernels_for(a.codes)
+    check_tile(tile, accum, kernels, "gemm_nvfp4")
     if w.layout == "tiled" and accum == "tc" and tile is None:
         return kernels.gemm_tiled(*a.nv(), w.codes, w.shape[0], scale, a.row_scale, out_dtype)
     return kernels.gemm(*a.nv(), *w.nv(), scale, a.row_scale, accum, out_dtype, tile)
@@ -130,6 +131,20 @@ def check_accumulation(accum: str, op: str) -> None:
     """
     if accum not in ACCUMULATIONS:
         raise ValueError(f"{op}: accum must be one of {', '.join(ACCUMULATIONS)}, got {accum!r}.")
+
+
+def check_tile(tile: str | None, accum: str, kernels: Kernels, op: str) -> None:
+    """Check the name of a forced tile: one of another contract may split sums that have an order.
+
+    Raises:
+        ValueError: products on this device have none of that name under the contract.
+    """
+    if tile is None or tile in (known := kernels.tiles(accum)):
+        return
+    raise ValueError(
+        f"{op}: under {accum!r} a tile may be {', '.join((*known, 'None'))} here, got {tile!r}. "
+        f"`tiles_nvfp4` lists them."
+    )
 
 
 def check_product(

@@ -271,7 +271,7 @@ def kernels_for(tensor: Tensor, **others: Tensor | None) -> Kernels:
         raise ValueError(f"nvfp4: tensors must be on cpu or cuda, got {tensor.device}. Move them.")
     from kbit.backends import cuda
 
-    reason = cuda.unavailable_reason()
+    reason = cuda.unavailable_reason(tensor.device.index)
     if reason is not None:
         raise ValueError(f"nvfp4: the CUDA kernels cannot run here: {reason}.")
     return cast(Kernels, importlib.import_module("kbit.backends.cuda.nvfp4"))

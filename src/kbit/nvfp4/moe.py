@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor
-from kbit.nvfp4.gemm import check_product
+from kbit.nvfp4.gemm import check_product, check_tile
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
 
@@ -191,6 +191,7 @@ def expert_product(
     # Rounded to float32 as in gemm_nvfp4. A 0-dim CPU tensor multiplies on any device without a wait.
     scale = w.global_scale * a.tensor.global_scale
     kernels = kernels_for(a.tensor.codes, rows=a.rows, routing=routing.bounds)
+    check_tile(tile, accum, kernels, "moe_gemm_nvfp4")
     operands = (*a.tensor.nv(), a.rows, routing.bounds, *w.nv(), scale, a.tensor.row_scale)
     return kernels.moe_gemm(*operands, accum, out_dtype, tile)
 

@@ -36,8 +36,8 @@ def available() -> bool:
     return _native is not None
 
 
-def unavailable_reason() -> str | None:
-    """Why `available()` is False and what to do about it, else None."""
+def unavailable_reason(index: int | None = None) -> str | None:
+    """Why `available()` is False and what to do about it, else None; `index`, of a device, is all one."""
     return _reason
 
 

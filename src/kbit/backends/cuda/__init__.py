@@ -1,7 +1,8 @@
 """The CUDA backend: kernels compiled at their first use for the GPU at hand (sm_80 and newer).
 
 Functions take contiguous tensors of one CUDA device that the op layer has checked; they launch on the current
-stream. Only `quantize` waits for the device, once, to report NaN and Inf.
+stream. `quantize` waits for the device, once, to report NaN and Inf, and so do products of experts that no
+kernel takes (float32, say).
 """
 
 from __future__ import annotations
@@ -43,19 +44,27 @@ __all__ = [
 
 
 def available() -> bool:
-    """Whether the kernels can be compiled and launched here."""
+    """Whether the kernels can be compiled and launched here, on some device."""
     return unavailable_reason() is None
 
 
 @functools.cache
-def unavailable_reason() -> str | None:
-    """Why `available()` is False and what to do about it, else None."""
+def unavailable_reason(index: int | None = None) -> str | None:
+    """Why a device has no kernels and what to do about it, else None.
+
+    Args:
+        index: as torch counts devices, one of which may be too old; None asks whether any has kernels.
+    """
     if not torch.cuda.is_available():
         return "torch sees no CUDA device. Install a CUDA build of torch and NVIDIA's driver"
+    reasons = [_reason(one) for one in (range(torch.cuda.device_count()) if index is None else (index,))]
+    return None if None in reasons else reasons[0]
+
+
+def _reason(index: int) -> str | None:
     try:
-        for index in range(torch.cuda.device_count()):
-            driver.device_arch(index)
+        driver.device_arch(index)
         compiler.chosen_compiler()
     except KbitError as error:
-        return str(error)
+        return str(error).removesuffix(".")
     return None

@@ -43,12 +43,15 @@ def grouped_linear_tiled_grad_input(
         tiled: int32 [E, row tiles, column tiles, words].
         codebook: float32 [2^bits].
         scale: float32 [E].
-        offsets: int32 [E + 1]; rows offsets[e] to offsets[e + 1] are e's. Others become zero.
+        offsets: int32 [E + 1], ascending; rows offsets[e] to offsets[e + 1] are e's, of those there are.
+            Others become zero.
         out_features: N.
         in_features: K.
     """
     experts, bits = tiled.shape[0], codebook.shape[0].bit_length() - 1
     each = min(experts, max(1, _CHUNK_WEIGHTS // (out_features * in_features)))
+    # As csrc/groups.cuh takes them; torch's product would go beyond the rows there are.
+    offsets = offsets.clamp(0, len(grad))
     w = grad.new_empty(each, out_features, in_features)
     if each == experts:
         rows.dequantize_tiled(tiled, codebook, scale, bits, 0, w)

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import struct
 import tempfile
 import warnings
@@ -27,6 +28,8 @@ TRAILER = struct.Struct("<Q8s")
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
 # Waiting for another process that compiles the same kernel; after that, compile it too.
 LOCK_SECONDS = 120
+# A pipe in a file's place is not waited for, a link not followed.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _warned: set[Path] = set()
 
 
@@ -84,20 +87,26 @@ class CubinCache:
             stem: start of the file's name, for people.
             key: see `content_key`.
         """
-        path = self._path(stem, key)
+        path, descriptor = self._path(stem, key), -1
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            descriptor = os.open(path, _READ_FLAGS)
+            status = os.fstat(descriptor)
+            doubt = _doubt(status, path) or _doubt(os.stat(self.folder), self.folder)
+            if doubt is None and not stat.S_ISREG(status.st_mode):
+                doubt = f"{path} is no file"
+            if doubt is not None:
+                self._warn(doubt)
+                return None
+            with open(descriptor, "rb", closefd=False) as file:
+                return _parse(file.read(), key)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._warn(f"{path.name} cannot be read: {error.strerror}")
             return None
-        with open(descriptor, "rb") as file:
-            doubt = _doubt(os.fstat(descriptor), path) or _doubt(os.stat(self.folder), self.folder)
-            if doubt is not None:
-                self._warn(doubt)
-                return None
-            return _parse(file.read(), key)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def store(self, stem: str, key: str, entry: Entry) -> None:
         """Write an entry, replacing one that may be there."""
@@ -126,17 +135,19 @@ class CubinCache:
         """Held while compiling a key, so that the ranks of one job compile it once; a help, not a need."""
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._path(stem, key).with_suffix(".lock"), timeout=LOCK_SECONDS)
-        try:
+        lock, held = FileLock(self._path(stem, key).with_suffix(".lock"), timeout=LOCK_SECONDS), False
+        # `store` says what is wrong with the folder.
+        with contextlib.suppress(OSError, NotImplementedError, Timeout):
             self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            lock.acquire()
-        except (OSError, NotImplementedError, Timeout):  # `store` says what is wrong with the folder
-            yield
-            return
+            # Others could put a link in the lock's place: filelock empties what it opens.
+            if _doubt(os.stat(self.folder), self.folder) is None:
+                lock.acquire()
+                held = True
         try:
             yield
         finally:
-            lock.release()
+            if held:
+                lock.release()
 
     def _path(self, stem: str, key: str) -> Path:
         return self.folder / f"{stem}-{key[:32]}.cubin"

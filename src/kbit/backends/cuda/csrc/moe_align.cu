@@ -10,7 +10,7 @@
 // The first `sorters` warps of a block own consecutive ranges of places and a row of the table each. They
 // count 32 places at a time: match.any finds equal keys, their first lane adds. Then every key's column is
 // replaced by the slots at which the warps' runs begin, and the warps go over their places again, now
-// placing. Up to kMaxAlone ids (routing.py) one block does all in one launch. Beyond, a first launch counts
+// placing. Up to MAX_ALONE ids (routing.py) one block does all in one launch. Beyond, a first launch counts
 // per block and a second one adds up the blocks before it, which at 128 blocks and 512 experts reads 34 MB of
 // L2.
 //

@@ -32,7 +32,7 @@
 
 constexpr int kWarps = 4;
 // Registers: 80 to 206. ptxas aims at more blocks and spills a few words for it; on sm_90 it needs fewer, but
-// for the search in bf16 and even widths.
+// for the search in float16 and even widths.
 #if __CUDA_ARCH__ == 900
 constexpr int kSearchBlocks = Config::dtype == 1 && kBits % 2 == 0 ? 2 : 3;
 constexpr int kPlainBlocks = kByThresholds ? (kBits == 5 ? 5 : 6) : kBits % 2 ? 4 : 5;

@@ -24,8 +24,9 @@
 // instructions.
 //
 // Order of float32 sums: the MMAs of a 32-block, times its scale, over the blocks of a worker's group, over
-// workers in their order, over passes. Results depend on N, K and which of stream.py's classes M is in, never
-// on timing.
+// workers in their order, over passes; where a block has a single row tile that is not gated, over a worker's
+// passes before its place among workers. Results depend on N, K, which of stream.py's classes M is in and how
+// many multiprocessors there are, never on timing.
 //
 //   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
 //   useful in column b only, and one set of 4 registers is the x of all of them.
