@@ -93,8 +93,8 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 counts = {min(m, stream.TOKENS[-1]), m % stream.TOKENS[-1] or stream.TOKENS[-1]}
                 for plan in (stream.plan(min(m, count), *size) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
-            elif choice.tiles is not None:
-                launch = choice.tiles
+            elif choice.plan is not None:
+                launch = choice.plan
                 block = wgmma_config.of_tiling(problem.bits, launch.tiling, launch.teams, False, False)
                 found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
@@ -127,7 +127,7 @@ def winner(m: int, found: Mapping[str, Choice], us: Mapping[str, float]) -> Row:
     return Row(
         m=m,
         kernel=best.kernel,
-        tiling=best.tiles.tiling if best.tiles else None,
+        tiling=best.plan.tiling if best.plan else None,
         us=round(us[order[0]], 3),
         runner_up=second,
         runner_up_us=None if second is None else round(us[second], 3),

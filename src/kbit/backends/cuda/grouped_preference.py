@@ -67,8 +67,8 @@ def reasons(
         warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
     elif chosen == "wgmma":
-        tiles = wgmma.grouped_plan(m, *shape, bits, gated, device)
-        words[chosen] += f": {tiles.grid} blocks of {tiles.tiling.tokens} tokens"
+        launch = wgmma.grouped_plan(m, *shape, bits, gated, device)
+        words[chosen] += f": {launch.grid} blocks of {launch.tiling.tokens} tokens"
     return words
 
 

@@ -76,7 +76,7 @@ def launch(
     if choice.kernel == "stream":
         stream.linear(x, *weight, out)
     elif choice.kernel == "wgmma":
-        wgmma.linear(x, *weight, out, choice.tiles)
+        wgmma.linear(x, *weight, out, choice.plan)
     else:
         decoded.linear_tiled(x, *weight, out)
 
