@@ -6,7 +6,8 @@ import torch
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
-from kbit.backends.cuda import layout, operands, row_launch
+from kbit.backends.cuda import operands
+from kbit.backends.cuda.weights import ready
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
@@ -17,11 +18,8 @@ def _width(codebook):
 
 
 def _weight(tiled, codebook, scale):
-    """As backends want them, for kernels that read a weight before the kernel in front of them is done."""
-    weight = (row_launch.aligned(tiled), *contiguous(codebook, scale))
-    if weight[0] is not tiled or weight[1] is not codebook or weight[2] is not scale:
-        layout.settled(weight[0])
-    return weight
+    """A weight as backends' products want it."""
+    return ready(tiled), ready(codebook, multiple=1), ready(scale, multiple=1)
 
 
 @implement("tile")

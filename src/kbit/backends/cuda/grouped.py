@@ -240,7 +240,7 @@ def linear(
     limits = driver.device_limits(index)
     chosen = plan(rows, experts, out_features, in_features, bits, limits)
     assert chosen is not None
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
     kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, _FORMAT)
     pointers = (tiled, codebook, scale, x, out, offsets)

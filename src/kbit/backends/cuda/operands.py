@@ -26,8 +26,8 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
     return None
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous x [M, K], its rows at multiples of 16 bytes, with zeros behind K up to the next one."""
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros to 8."""
     if x.shape[1] % 8:
         return F.pad(x, (0, -x.shape[1] % 8))
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -17,12 +17,6 @@ _WARP = 32
 _TILED_PER_SM = 8  # blocks of repack: a few times what runs at once, which evens out the end
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and at an address for 16-byte loads; views at odd offsets are copied."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def joined(dense: torch.Tensor, columns: int) -> int:
     """1 if blocks of 32 follow one another in `dense`, for copies of 16 bytes."""
     return int(columns % BLOCK_SIZE == 0 and dense.data_ptr() % 16 == 0)

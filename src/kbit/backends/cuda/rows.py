@@ -13,7 +13,8 @@ import torch
 
 from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.row_launch import aligned, block_grid, joined, launch, staying_grid, tile_grid
+from kbit.backends.cuda.row_launch import block_grid, joined, launch, staying_grid, tile_grid
+from kbit.backends.cuda.weights import aligned, fenced
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
@@ -256,7 +257,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
-    return layout.settled(tiled)
+    return fenced(tiled)
 
 
 def from_tiled(

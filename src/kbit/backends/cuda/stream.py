@@ -192,7 +192,7 @@ def launch(
     routing: Routing = NO_ROUTING,
 ) -> None:
     """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated."""
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     out_features, in_features, m, gated = sizes
     launcher.launch_on(
         x.device.index,

@@ -215,7 +215,7 @@ def _launch(
     tiling = chosen.tiling
     block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
     alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
