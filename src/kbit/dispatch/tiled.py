@@ -10,11 +10,8 @@ from kbit.backends.cuda import operands
 from kbit.backends.cuda.weights import ready
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
+from kbit.format.codebook import bits_of
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
-
-
-def _width(codebook):
-    return codebook.shape[0].bit_length() - 1
 
 
 def _weight(tiled, codebook, scale):
@@ -58,7 +55,7 @@ def _dequantize_out(tiled, codebook, scale, out_features, in_features, dtype, *,
 def _run_dequantize(tiled, codebook, scale, out):
     if out.numel():
         run = backend_for("dequantize_tiled", tiled.device, torch.uint8).module.dequantize_tiled
-        run(*contiguous(tiled, codebook, scale), _width(codebook), 0, out)
+        run(*contiguous(tiled, codebook, scale), bits_of(codebook), 0, out)
     return out
 
 
@@ -160,7 +157,7 @@ def _run_grouped(
 def _decoder(tiled, codebook, scale, device):
     """decode(first, panel) of one matrix, for `reference.grad_input`."""
     run = backend_for("dequantize_tiled", device, torch.uint8).module.dequantize_tiled
-    return lambda first, panel: run(tiled, codebook, scale, _width(codebook), first, panel)
+    return lambda first, panel: run(tiled, codebook, scale, bits_of(codebook), first, panel)
 
 
 @implement("linear_tiled_grad_input")

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 
 from kbit.backends.cpu.panels import linear_by_panels, panels_win
+from kbit.format.codebook import bits_of
 from kbit.format.errors import NonFiniteWeightError
 
 _native: ModuleType | None = None
@@ -119,7 +120,7 @@ def _weight(
         absmax.numel(),
         _FORMATS[absmax.dtype],
         codebook.data_ptr(),
-        codebook.numel().bit_length() - 1,
+        bits_of(codebook),
         scale.data_ptr(),
         shape[0] if len(shape) == 3 else 1,
         shape[-2],

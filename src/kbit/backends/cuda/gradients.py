@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends.cuda import rows
+from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: all experts of a layer of Qwen3-30B-A3B (gate and up: 403 million).
 _CHUNK_WEIGHTS = 512 * 2**20
@@ -47,7 +48,7 @@ def grouped_linear_tiled_grad_input(
         out_features: N.
         in_features: K.
     """
-    experts, bits = tiled.shape[0], codebook.shape[0].bit_length() - 1
+    experts, bits = tiled.shape[0], bits_of(codebook)
     each = min(experts, max(1, _CHUNK_WEIGHTS // (out_features * in_features)))
     w = grad.new_empty(each, out_features, in_features)
     if each == experts:

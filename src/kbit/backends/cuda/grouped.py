@@ -13,7 +13,7 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.format.codebook import SUPPORTED_BITS
+from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 TOKENS = (8, 16)  # the kernel is compiled for at most so many of an expert at once
 _FORMAT = "QQQQQQQ" + "i" * 14
@@ -236,7 +236,7 @@ def linear(
 ) -> None:
     """Launch the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`."""
     index, rows = x.device.index, out.shape[0]
-    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(index)
     chosen = plan(rows, experts, out_features, in_features, bits, limits)
     assert chosen is not None

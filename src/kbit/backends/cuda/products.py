@@ -23,6 +23,7 @@ from kbit.backends.cuda import (
     wgmma,
 )
 from kbit.backends.cuda.preference import Choice, decide
+from kbit.format.codebook import bits_of
 
 
 def linear_tiled(
@@ -53,7 +54,7 @@ def linear_tiled(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
-    index, bits = x.device.index, codebook.shape[0].bit_length() - 1
+    index, bits = x.device.index, bits_of(codebook)
     shape = (out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
     choice = decide(x.shape[0], x.dtype, *shape, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
@@ -118,7 +119,7 @@ def grouped_linear_tiled(
         grouped_linear_tiled(x, *weight, out_features, in_features, False, source, both)
         operands.activate(both, out)
         return
-    bits, limits = codebook.shape[0].bit_length() - 1, driver.device_limits(x.device.index)
+    bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
     shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
     kernel = grouped_preference.choose(out.shape[0], x.dtype, *shape, limits)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)

@@ -15,7 +15,7 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import block_grid, joined, launch, staying_grid, tile_grid
 from kbit.backends.cuda.weights import aligned, fenced
-from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
+from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
 
@@ -199,7 +199,7 @@ def _decode(
         return
     matrices = sources if ids is None else ids.numel()
     n, blocks = absmax.shape[-2:]
-    spec = dequantize_spec(codebook.numel().bit_length() - 1, out.dtype)
+    spec = dequantize_spec(bits_of(codebook), out.dtype)
     packed, absmax = aligned(packed), absmax.contiguous()
     pointers = tuple(t.data_ptr() for t in (packed, absmax, codebook, scale))
     pointers += (0 if ids is None else ids.data_ptr(), out.data_ptr())

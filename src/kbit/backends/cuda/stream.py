@@ -23,6 +23,7 @@ from kbit.backends.cuda.stream_config import (
     kernel_of,
     sums_of,
 )
+from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
@@ -245,7 +246,7 @@ def linear(
             part = slice(first, first + most)
             linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
         return
-    bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
+    bits, nvfp4 = bits_of(codebook), layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
     spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)

@@ -16,6 +16,7 @@ import torch
 from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
+from kbit.format.codebook import bits_of
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
@@ -170,7 +171,7 @@ def linear(
 
     NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
     """
-    bits = codebook.shape[0].bit_length() - 1
+    bits = bits_of(codebook)
     if chosen is None:
         limits = driver.device_limits(x.device.index)
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
@@ -192,7 +193,7 @@ def grouped_linear(
     out: torch.Tensor,
 ) -> None:
     """Launch the kernel on a legal problem of several weights; see `kbit.backends.cuda.products`."""
-    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(x.device.index)
     chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
