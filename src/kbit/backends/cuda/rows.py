@@ -13,13 +13,12 @@ import torch
 
 from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.row_launch import block_grid, joined, launch, staying_grid, tile_grid
+from kbit.backends.cuda.row_launch import DTYPES, block_grid, joined, launch, staying_grid, tile_grid
 from kbit.backends.cuda.weights import aligned, fenced
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
 _ABSMAX_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 6 without
 # the search), for a block that stays builds its tables once; so does tiled dequantize, whose blocks have 16
@@ -36,16 +35,16 @@ def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] 
     """The kernel that quantizes; `search_window` as in `quantize`."""
     low, high = search_window or (0, 0)
     search = search_window is not None
-    return KernelSpec.make("quantize.cu", bits=bits, dtype=_DTYPES[dtype], search=search, low=low, high=high)
+    return KernelSpec.make("quantize.cu", bits=bits, dtype=DTYPES[dtype], search=search, low=low, high=high)
 
 
 @functools.cache
 def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> KernelSpec:
     """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout."""
     if not tiled:
-        return KernelSpec.make("dequantize.cu", bits=bits, dtype=_DTYPES[dtype])
+        return KernelSpec.make("dequantize.cu", bits=bits, dtype=DTYPES[dtype])
     table_bytes = _table_bytes(bits)
-    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=_DTYPES[dtype], table_bytes=table_bytes)
+    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=DTYPES[dtype], table_bytes=table_bytes)
 
 
 def _table_bytes(bits: int) -> int:
@@ -63,7 +62,7 @@ def row_specs() -> list[KernelSpec]:
     """Every kernel of this module, with the default search windows."""
     specs = []
     for bits in SUPPORTED_BITS:
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             specs += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
             specs += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
         specs += [repack_spec(bits, inverse) for inverse in (False, True)]

@@ -178,7 +178,7 @@ def linear(
     bias_at, factors_at = (0 if tensor is None else tensor.data_ptr() for tensor in (bias, row_scale))
     pointers = (codebook.data_ptr(), scale.data_ptr(), bias_at, factors_at, out.data_ptr(), 0)
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul, out)
+    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul)
 
 
 def grouped_linear(
@@ -198,7 +198,7 @@ def grouped_linear(
     chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul, out)
+    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
 
 
 def _launch(
@@ -210,8 +210,19 @@ def _launch(
     sizes: tuple[int, int, int],
     experts: int,
     gated: bool,
-    out: torch.Tensor,
 ) -> None:
+    """Launch as planned.
+
+    Args:
+        chosen: the launch.
+        bits: code width.
+        x: [M, K].
+        tiled: int32 [row tiles, column tiles, words]; those of all experts, one after the other.
+        pointers: of codebook, scale, bias, factors of rows, result and offsets; 0 where there is none.
+        sizes: N, K and M.
+        experts: how many; 0 for one weight.
+        gated: the rows of a weight are gates and then as many ups.
+    """
     index = x.device.index
     tiling = chosen.tiling
     block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, run_items
 from kbit.backends.cuda.nvfp4.rows import dequantize
+from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
 
 ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}

@@ -7,7 +7,8 @@ import functools
 import torch
 
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
