@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 import torch
 
 import kbit.ops as ops
-from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda import (
+    driver,
+    operands,
+    preference,
+    products,
+    stream,
+    stream_config,
+    tables,
+    wgmma,
+    wgmma_config,
+)
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 from kbit.backends.cuda.preference import Choice
 from kbit.backends.cuda.tables import Problem, Row
@@ -101,9 +111,9 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
 
 
 def sources_digest() -> str:
-    """Of the kernels and of what launches them: times of other sources are of no use."""
+    """Digest of the kernels and of the modules that launch them: times of other sources are of no use."""
     digest = hashlib.sha256()
-    launchers = [module.__file__ for module in (operands, stream, wgmma, wgmma_config)]
+    launchers = [module.__file__ for module in (operands, stream, stream_config, wgmma, wgmma_config)]
     files = [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]
     for text in sorted((path.name, path.read_bytes()) for path in files):
         digest.update(text[0].encode() + text[1])
