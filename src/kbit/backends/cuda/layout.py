@@ -168,7 +168,7 @@ def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _spare_bit(bits: int, extra: int) -> int:
-    """Where each word holds two bits of the pair that has no field of its own, number `extra` of those."""
+    """Lowest of the two bits that each word holds of pair number `extra` of those without a field."""
     return 8 * extra + 6 if bits == 3 else 30
 
 

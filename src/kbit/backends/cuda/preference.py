@@ -114,10 +114,10 @@ def _decided(
 def _behind(
     tiling: wgmma_config.Tiling, m: int, shape: tuple[int, int, int, bool, driver.DeviceLimits]
 ) -> float:
-    """How many times as long a launch takes as the fastest, by estimate; inf if it may not take the problem.
+    """Estimated time of a launch over that of the estimated best; inf if it may not take the problem.
 
-    256 tokens a tile suit 1024 of them, and waste a quarter of the work for 576. How far the estimate is from
-    a launch that was measured as the fastest is its error, and much the same for a few tokens less.
+    Tiles of 256 tokens suit 1024 tokens, but waste a quarter of the work on 576. For a launch that was
+    measured as the fastest, this ratio is the estimate's error, much the same for somewhat fewer tokens.
     """
     costs, plan = wgmma.candidates(m, *shape), wgmma.plan_of(tiling, m, *shape)
     return math.inf if plan is None else costs[plan] / min(costs.values())
@@ -168,7 +168,7 @@ def reasons(
     device: driver.DeviceLimits,
     known: tuple[tables.Table, ...] = (),
 ) -> dict[str, str]:
-    """For every kernel in words whether it is taken, could be, or may not, why, and the taken one's launch.
+    """Every kernel, with words on whether it is taken, could be, or may not; why; and the taken one's launch.
 
     Raises:
         ValueError: see `decide`.

@@ -24,10 +24,10 @@ _ABSMAX_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
 # the search), for a block that stays builds its tables once; so does tiled dequantize, whose blocks have 16
 # warps. The others: a few times that, which evens out the end.
 _QUANTIZE_PER_SM = {False: 6, True: 8}
-_RARE_PER_SM = 2  # of the pass that has nothing to do but for weights beyond E4M4's range
+_RARE_PER_SM = 2  # of the second pass, which only weights beyond E4M4's range need
 _DEQUANTIZE_PER_SM = 64
 _DECODE_PER_SM, _DECODE_WARPS = 2, 16  # of dequantize_tiled.cu
-_STATS_BYTES = 16  # what a block of quantize.cu tells of a matrix
+_STATS_BYTES = 16  # that a block of quantize.cu writes about a matrix
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> Kerne
 
 
 def _table_bytes(bits: int) -> int:
-    """Of dequantize_tiled.cu's look-up table for 16-bit results; blocks are many, and small."""
+    """Size of dequantize_tiled.cu's look-up table for 16-bit results; its blocks are many, and small."""
     return operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
 
 

@@ -1,7 +1,7 @@
 """The prefill kernel for Hopper, csrc/wgmma.cu: which configuration takes a problem, and its launch.
 
-Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where
-no table of measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
+Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where no table of
+measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from kbit.format.codebook import bits_of
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
-# What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
-# lacking, are no multiple of most: an H200 takes 39 clusters of 3 and 17 of 6.
+# Share of the multiprocessors that clusters of so many blocks fill at once. A cluster stays in one group of
+# 16 or 18 multiprocessors, some lacking, which most sizes do not divide: an H200 takes 39 clusters of 3, 17
+# of 6.
 _CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
-# Activations that stay in a quarter of an H200's L2 cache while all of the weight passes by. With 8192
+# Bytes of activations, a quarter of an H200's L2 cache, that stay there while the weight is read. With 8192
 # columns and 4096 tokens, 64 MB, tiles in plain order took 10% longer.
 _NEAR_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: its tiling, blocks in all, teams of a block."""
+    """A launch.
+
+    Attributes:
+        tiling: what a block takes, and how blocks work together.
+        grid: blocks in all.
+        teams: groups of warpgroups in a block that take turns at the steps of K.
+    """
 
     tiling: config.Tiling
     grid: int
@@ -55,7 +62,7 @@ def plan(
 def candidates(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> Mapping[Plan, float]:
-    """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
+    """Every launch that can take a legal problem, with its estimated clocks; see `_clocks`."""
     plans = {}
     for cluster in _CLUSTERS:
         for block in config.blocks(bits, in_features, cluster, gated):
@@ -79,7 +86,7 @@ def plan_of(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch that a tiling makes of a legal problem; None if it may not take it."""
+    """The launch of a legal problem with a given tiling; None if that cannot take it."""
     found = candidates(m, out_features, in_features, bits, gated, device)
     return next((plan for plan in found if plan.tiling == tiling), None)
 
@@ -94,7 +101,7 @@ def grouped_plan(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan:
-    """The launch for several weights, as if m rows were dealt to them evenly."""
+    """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
     costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
         for cluster in _CLUSTERS:
@@ -108,27 +115,27 @@ def grouped_plan(
 
 
 def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
-    """Blocks of rows of W; pairs of them if the launch is of pairs."""
+    """Number of row blocks of W, or of pairs of them where blocks share activations in pairs."""
     halves = 2 if gated else 1
     return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
 
 
 def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
-    """Blocks: as many clusters as run at once, if there are tiles for them."""
+    """Blocks of a launch: as many clusters as run at once, but no more than there are tiles."""
     return cluster * max(1, min(tiles, int(_CLUSTERS[cluster] * multiprocessors / cluster)))
 
 
 def _alone(tiles: int, grid: int, cluster: int) -> int:
-    """How many tiles are of one block each, as Problem::find_alone in wgmma.cuh.
+    """How many tiles one block computes alone, without splitting K; Problem::find_alone in wgmma.cuh.
 
-    Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.
+    Those of full waves; or all, if clusters would need as many rounds for the rest as they have blocks.
     """
     whole = tiles // grid * grid
     return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
 
 
 def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int) -> float:
-    """Estimate: tiles of 64 columns, bound by shared memory or by the tensor cores; ends of tiles; sums.
+    """Estimated clocks: steps of K, bound by shared memory or tensor cores; ends of tiles; sums of clusters.
 
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
     the best on average.
@@ -167,9 +174,9 @@ def linear(
     chosen: Plan | None = None,
     row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`.
+    """Launch the kernel on a legal problem; arguments as in `products.linear_tiled`.
 
-    NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
+    Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
     bits = bits_of(codebook)
     if chosen is None:
@@ -192,7 +199,7 @@ def grouped_linear(
     silu_and_mul: bool,
     out: torch.Tensor,
 ) -> None:
-    """Launch the kernel on a legal problem of several weights; see `kbit.backends.cuda.products`."""
+    """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
     bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(x.device.index)
     chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
