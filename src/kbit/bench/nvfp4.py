@@ -158,7 +158,7 @@ def _decoded(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _quantized(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
-    """As layers do it: with factors of rows."""
+    """Quantize and multiply as layers do, with factors of rows."""
     return lambda: gemm_nvfp4(quantize_nvfp4(x, row_scale=True), w, "tc")
 
 

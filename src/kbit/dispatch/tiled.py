@@ -15,7 +15,7 @@ from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 
 def _weight(tiled, codebook, scale):
-    """A weight as backends' products want it."""
+    """A weight as products want it, see `kbit.backends.cuda.weights`; without a copy where it is so."""
     return ready(tiled), ready(codebook, multiple=1), ready(scale, multiple=1)
 
 

@@ -34,7 +34,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model. K of the expert products is no multiple of 64, so padding is exercised."""
+    """Sizes of the model. K of the expert products is no multiple of 64, so padding is exercised."""
 
     vocabulary: int = 96
     hidden: int = 80

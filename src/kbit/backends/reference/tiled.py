@@ -1,4 +1,4 @@
-"""The ops on tiled weights in pure PyTorch, on any device: undo a few row tiles at a time, then as ever.
+"""The ops on tiled weights in pure PyTorch, on any device: a few row tiles at a time are made canonical.
 
 It is what other backends' tiled kernels are tested against, and what runs where there are none.
 """
