@@ -65,7 +65,7 @@ def _ranks() -> int:
 
 
 def _failed_anywhere(here: bool, device: torch.device) -> bool:
-    """Whether any rank failed: all must go on in the same way, or they wait for each other for ever."""
+    """Whether any rank failed: all must go on in the same way, or they wait for each other forever."""
     flag = torch.tensor([here], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())

@@ -153,7 +153,7 @@ def tune(
     on_done: Callable[[Problem, int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Measure what the record lacks, and write it after each problem's last M and at the end, come what may.
+    """Measure what the record lacks, and write it after each problem's last M and in any case at the end.
 
     Args:
         tasks: (problem, M), those of a problem together.

@@ -143,7 +143,7 @@ def _run_grouped(
     x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source, out
 ):
     check_offsets(expert_offsets, out.shape[0])
-    if not tiled.numel():  # no experts, so every row is nobody's
+    if not tiled.numel():  # no experts, so no row has one
         return out.zero_()
     if out.numel():
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled

@@ -72,7 +72,7 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 
 
 class KbitExperts(QuantizedModule):
-    """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
+    """Replaces transformers' fused experts (Qwen3MoeExperts and classes like it), with the same call.
 
     Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
     sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
@@ -227,7 +227,7 @@ class KbitExperts(QuantizedModule):
             return self.grouped(rows, "gate_up_proj", bounds)
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
-        # up; rows of nobody, expert E here, end at the last row.
+        # up; rows of no expert, E here, end at the last row.
         position = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         ids = torch.searchsorted(bounds[1:], position, right=True)
         ends = torch.cat([bounds, bounds.new_full((1,), len(rows))])

@@ -54,10 +54,10 @@ def grouped_linear_tiled_grad_input(
     if each == experts:
         rows.dequantize_tiled(tiled, codebook, scale, bits, 0, w)
         result = torch._grouped_mm(grad, w, offs=offsets[1:])
-        # Rows of nobody are not written, and those before the first expert's were taken for its own.
+        # Rows of no expert are not written, and those in front of the first expert's were taken for its own.
         position = torch.arange(len(grad), device=grad.device, dtype=offsets.dtype)
-        nobody = (position < offsets[0]) | (position >= offsets[-1])
-        return result.masked_fill_(nobody[:, None], 0)
+        unrouted = (position < offsets[0]) | (position >= offsets[-1])
+        return result.masked_fill_(unrouted[:, None], 0)
     result, bounds = grad.new_zeros(len(grad), in_features), offsets.tolist()
     for first in range(0, experts, each):
         last = min(first + each, experts)

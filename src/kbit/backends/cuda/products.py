@@ -1,7 +1,7 @@
 """y = x @ W^T on the GPU, by the kernel that `kbit.backends.cuda.preference` takes for a problem.
 
-Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device but
-what says so.
+Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device
+unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -94,10 +94,13 @@ def grouped_linear_tiled(
     source: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Multiply rows sorted by expert, each by its expert's weight, in one launch; nothing waits.
+    """Multiply rows sorted by expert, each by its expert's weight.
+
+    Nothing waits, except where cuBLAS multiplies expert by expert (float32, more experts than kernels list,
+    or forced): then the host reads the offsets.
 
     Args:
-        x: [T, K], float16 or bfloat16; float32 goes expert by expert on the host's word.
+        x: [T, K], float16, bfloat16 or float32.
         tiled: int32 [E, row tiles, column tiles, words].
         codebook: float32 [2^bits].
         scale: float32 [E].

@@ -16,9 +16,9 @@ from kbit.ops import moe_checks
 
 
 class NVFP4Experts(NVFP4Module):
-    """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
+    """Replaces transformers' fused experts (Qwen3MoeExperts and classes like it), with the same call.
 
-    Not differentiable, under W4A16 neither: no gradient reaches activations or routing weights.
+    Not differentiable, not even under W4A16: no gradient reaches activations or routing weights.
 
     Attributes:
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
