@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import kbit
+from bench_runs import refuse, run
 from kbit.bench import (
     dequant,
     gpu_timing,
@@ -25,22 +25,10 @@ from kbit.bench import (
     timing,
 )
 from kbit.bench.kernel_rows import BASELINE, OURS, PEER
-from kbit.cli import app
 from kbit.format import SUPPORTED_BITS
 from made_up_rows import BANDWIDTH, made_up, problem
 
 MB = 2**20
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
-def refuse(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, ValueError | OSError | ImportError), repr(result.exception)
-    return str(result.exception)
 
 
 # -- shapes --------------------------------------------------------------------------------------------------

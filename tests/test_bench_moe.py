@@ -13,6 +13,7 @@ from kbit.bench import moe, moe_layer
 from kbit.bench.gpu_timing import GpuTiming
 from kbit.bench.kernel_rows import BASELINE, OURS
 from kbit.bench.moe import MoeRow
+from kbit.bench.routings import ROUTINGS
 from kbit.cli import app
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_wrong_products_are_not_measured():
         moe._check_grouped(weights, x, arms)
 
 
-@pytest.mark.parametrize("routing", moe_layer.ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_every_layer_arm_computes_the_layer(tokens, routing):
     layers = moe_layer.make_layers(SIZE, tokens, (4,), CPU)
@@ -69,7 +70,7 @@ def test_every_layer_arm_computes_the_layer(tokens, routing):
 def test_zipf_is_skewed_and_choices_differ():
     size = moe_layer.LayerSize()
     counts = {}
-    for routing in moe_layer.ROUTINGS:
+    for routing in ROUTINGS:
         ids = moe_layer.route(routing, 256, size, CPU).ids
         assert all(len(set(row)) == size.chosen for row in ids.tolist())
         counts[routing] = ids.flatten().bincount(minlength=size.experts).max().item()

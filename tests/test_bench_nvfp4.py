@@ -9,6 +9,7 @@ import torch
 
 from kbit.bench import gpu_timing, nvfp4, nvfp4_layer
 from kbit.bench.gpu_timing import GpuTiming
+from kbit.bench.routings import ROUTINGS
 from kbit.bench.shapes import LayerShape
 from kbit.nvfp4.moe import DEDUP
 
@@ -40,7 +41,7 @@ def test_quantize_and_gemm_rows() -> None:
     assert items[1]["vs_bf16"] == 0.5
 
 
-@pytest.mark.parametrize("routing", nvfp4_layer.ROUTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_layer_rows(routing: str) -> None:
     rows = list(nvfp4_layer.layer_rows([3], [routing], ["exact"], 7, call_each, SIZE))
     layer = {row.arm: row for row in rows if row.part == "layer"}

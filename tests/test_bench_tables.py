@@ -9,23 +9,11 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+from bench_runs import refuse, run
 from kbit.bench import check, dequant, kernel_rows, kernel_tables, plots, targets
 from kbit.bench.workload import times
-from kbit.cli import app
 from made_up_rows import BANDWIDTH, made_up, problem, result_file
-
-
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
-def refuse(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, ValueError | OSError | ImportError), repr(result.exception)
-    return str(result.exception)
 
 
 def text_of(table) -> str:

@@ -13,7 +13,7 @@ import torch
 from kbit.backends import reference as backend
 from kbit.backends.cuda import layout, rows
 from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook
-from kbit.format.codebook import midpoints
+from kbit.format.codebook import bits_of, midpoints
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers import quantize as reference_quantize
 from kbit.quantizers.scale_search import WINDOWS
@@ -70,7 +70,7 @@ def guarded(*shape: int, dtype: torch.dtype, offset: int = 0) -> tuple[torch.Ten
 
 
 def check_quantize(w: torch.Tensor, codebook: torch.Tensor, search: bool, *context: object) -> None:
-    bits = codebook.numel().bit_length() - 1
+    bits = bits_of(codebook)
     window = WINDOWS[bits] if search else None
     got = rows.quantize(w.to(DEVICE), codebook.to(DEVICE), midpoints(codebook).to(DEVICE), bits, window)
     want = reference_quantize(w, codebook, "e4m4", search)

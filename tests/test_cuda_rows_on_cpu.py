@@ -10,7 +10,7 @@ import cuda_rows_on_cpu
 from kbit.backends import reference as backend
 from kbit.backends.cuda import layout, rows
 from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook
-from kbit.format.codebook import midpoints
+from kbit.format.codebook import bits_of, midpoints
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers import quantize as reference_quantize
 from kbit.quantizers.scale_search import WINDOWS
@@ -32,7 +32,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_rows_on_cpu.Kernels) -
 
 
 def check_quantize(w: torch.Tensor, codebook: torch.Tensor, *context: object, search: bool = False) -> None:
-    bits = codebook.numel().bit_length() - 1
+    bits = bits_of(codebook)
     got = rows.quantize(w, codebook, midpoints(codebook), bits, WINDOWS[bits] if search else None)
     want = reference_quantize(w, codebook, "e4m4", search)
     for name, have, expected in zip(("scale", "absmax", "packed"), got[::-1], want[::-1], strict=True):

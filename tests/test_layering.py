@@ -34,7 +34,7 @@ MAX_CXX_LINES = 350
 MODULES = sorted((SRC / "kbit").rglob("*.py"))
 PYTHON_FILES = sorted(
     path
-    for folder in ("src", "tests", "tools", "benchmarks")
+    for folder in ("src", "tests", "tools", "examples")
     for path in (ROOT / folder).rglob("*.py")
     if "__pycache__" not in path.parts
 )

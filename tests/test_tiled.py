@@ -467,12 +467,12 @@ def test_both_forms_multiply_alike(n, k, bits, m, dtype, seed):
 
 def test_backends_get_aligned_contiguous_tiles_and_no_copy_of_such(monkeypatch) -> None:
     """The copy engine takes multiples of 16 bytes; kernels may read weights before a copy is done."""
-    settled = []
-    monkeypatch.setattr("kbit.backends.cuda.layout.settled", settled.append)
+    fenced = []
+    monkeypatch.setattr("kbit.backends.cuda.weights.fenced", lambda weight: fenced.append(weight) or weight)
     q = kbit.quantize(torch.randn(32, 128), bits=4).tile()
     given = q.tiled, q.codebook, q.scale
     assert all(mine is theirs for mine, theirs in zip(dispatch_tiled._weight(*given), given, strict=True))
-    assert not settled
+    assert not fenced
 
     memory = torch.empty(q.tiled.numel() + 1, dtype=torch.int32)
     odd = memory[1:].view(q.tiled.shape).copy_(q.tiled)
@@ -482,4 +482,4 @@ def test_backends_get_aligned_contiguous_tiles_and_no_copy_of_such(monkeypatch) 
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
         assert torch.equal(found, q.tiled)
-        assert settled.pop() is found
+        assert fenced.pop() is found

@@ -112,7 +112,7 @@ def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) ->
     for m in range(128, 257):
         choice = preference.decide(m, torch.float16, *SIZE, known)
         kept[m] = behind(tiling, m) <= 1.1 * behind(tiling, 256)
-        assert choice.tiles == (wgmma.plan_of(tiling, m, *SIZE) if kept[m] else wgmma.plan(m, *SIZE))
+        assert choice.plan == (wgmma.plan_of(tiling, m, *SIZE) if kept[m] else wgmma.plan(m, *SIZE))
         assert (choice.row is not None) == kept[m]  # its time is said only of its launch
     assert kept[256]
     assert not all(kept.values())
@@ -120,10 +120,10 @@ def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) ->
 
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
     known = (table(item(512, tokens=128, cluster=1)),)
-    few, many = (preference.decide(m, torch.float16, *SIZE, known).tiles for m in (500, 512))
+    few, many = (preference.decide(m, torch.float16, *SIZE, known).plan for m in (500, 512))
     assert few == many == wgmma.plan_of(Tiling(128, 1), 512, *SIZE)
     # Three tiles of 128 tokens, one of them for a single token.
-    assert preference.decide(257, torch.float16, *SIZE, known).tiles == wgmma.plan(257, *SIZE)
+    assert preference.decide(257, torch.float16, *SIZE, known).plan == wgmma.plan(257, *SIZE)
 
 
 def test_the_other_dtype_and_nothing_else_shares_a_row() -> None:
@@ -160,7 +160,7 @@ def test_the_first_table_that_has_a_problem_counts() -> None:
 def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
     choice = preference.decide(m, torch.float16, *SIZE, (table(row),))
     assert (choice.row, choice.kernel) == (None, kernel)
-    assert choice.tiles == wgmma.plan(m, *SIZE)
+    assert choice.plan == wgmma.plan(m, *SIZE)
 
 
 def test_wgmma_of_a_table_is_not_taken_where_there_is_none() -> None:
@@ -173,7 +173,7 @@ def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KBIT_KERNEL", "wgmma")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert choice.forced
-    assert choice.tiles == wgmma.plan_of(Tiling(64, 1), 64, *SIZE)
+    assert choice.plan == wgmma.plan_of(Tiling(64, 1), 64, *SIZE)
     monkeypatch.setenv("KBIT_KERNEL", "cublas")
     choice = preference.decide(64, torch.float16, *SIZE, known)
     assert (choice.kernel, choice.row, choice.why) == ("cublas", None, "forced by KBIT_KERNEL")
@@ -403,7 +403,7 @@ def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits
             kernels = {choice.kernel for choice in found.values()}
             assert preference.decide(m, dtype, *size).kernel in kernels
             assert "cublas" in kernels
-            plans = [choice.tiles for choice in found.values() if choice.tiles]
+            plans = [choice.plan for choice in found.values() if choice.plan]
             kinds = Counter((plan.tiling.rows, plan.tiling.multicast) for plan in plans)
             assert all(count <= tune.MOST_PLANS for count in kinds.values())
             assert kinds.keys() == near_best(m, size)

@@ -145,7 +145,7 @@ class Running:
 def ready(waiting: Sequence[Job], running: Sequence[Running], free: int) -> Job | None:
     """The first waiting job whose GPUs are free and that waits for none of the others.
 
-    A job that needs more GPUs than are free holds back those after it, or it would wait for ever.
+    A job that needs more GPUs than are free holds back those after it, or it would wait forever.
     """
     unfinished = {job.name for job in waiting} | {each.job.name for each in running}
     for job in waiting:

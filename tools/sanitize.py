@@ -110,6 +110,7 @@ def _multiply(weight, dtype) -> None:
     import torch
 
     from kbit.backends.cuda import driver, stream, wgmma, wgmma_config
+    from kbit.format.codebook import bits_of
 
     *_, n, k, gated = weight
     width = n // 2 if gated else n
@@ -125,7 +126,7 @@ def _multiply(weight, dtype) -> None:
         assert torch.isfinite(out).all()
     if driver.device_arch(torch.cuda.current_device()) != wgmma.ARCH:
         return
-    bits = weight[1].shape[0].bit_length() - 1
+    bits = bits_of(weight[1])
     few = ((20, 16, 1, 2), (40, 32, 2, 1), (40, 32, 2, 2), (70, 64, 3, 1), (70, 64, 1, 2))
     launches = [(*one, 128, False) for one in (*few, (100, 256, 1, 1), (200, 96, 2, 1), (200, 96, 2, 2))]
     launches += [(300, 176, 1, 1, 128, True)]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from kbit.bench import machine
-from kbit.bench.timing import check_repeats
+from kbit.bench.timing import check_repeats, median_and_spread
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -99,6 +98,11 @@ def copies_needed(nbytes: int, cache_bytes: int, max_bytes: int = MAX_COPY_BYTES
 def l2_bytes() -> int:
     """Size of the current GPU's L2 cache."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+
+def cold_copies(nbytes: int) -> int:
+    """`copies_needed` of a weight of `nbytes` on the current GPU."""
+    return copies_needed(nbytes, l2_bytes())
 
 
 @contextmanager
@@ -190,8 +194,7 @@ def measure(arms: Mapping[Key, Arm], repeats: int = DEFAULT_REPEATS) -> dict[Key
 
 def summarize(microseconds: Sequence[float]) -> GpuTiming:
     """Median and spread of samples."""
-    median = statistics.median(microseconds)
-    return GpuTiming(median, (max(microseconds) - min(microseconds)) / median if median else 0.0)
+    return GpuTiming(*median_and_spread(microseconds))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import kbit.ops as ops
 from kbit.bench import gpu_timing, peers
+from kbit.bench.correctness import require_close
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, OURS, PEER, KernelRow
 from kbit.bench.shapes import LayerShape
@@ -24,8 +25,6 @@ DEVICE = "cuda"
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CUBLAS, DEQUANTIZE = "cublas", "dq+cublas"
-# A benchmark of a wrong kernel is worth nothing: 16-bit rounding is 0.002 of an output at most.
-MAX_RELATIVE_ERROR = 0.01
 CHECKED_ROWS = 16
 
 
@@ -59,16 +58,15 @@ class Weights:
             reasons.append(reason)
 
 
-def _copies(nbytes: int) -> int:
-    return gpu_timing.copies_needed(nbytes, gpu_timing.l2_bytes())
+def packed_copies(w: torch.Tensor, bits: int, copies: Callable[[int], int]) -> list[QuantizedTensor]:
+    """A quantized weight as often as `copies` says for its bytes.
 
-
-def _packed_copies(w: torch.Tensor, bits: int) -> list[QuantizedTensor]:
-    """Objects made from scratch: a copy of the object would share the kernel layout, and so stay warm."""
+    The objects are made from scratch: copies of one would share its tiles, and so stay warm.
+    """
     q = ops.quantize(w, bits=bits, search=False)
     return [
         QuantizedTensor(q.packed.clone(), q.absmax.clone(), q.codebook, q.scale, q.bits, q.shape)
-        for _ in range(_copies(q.nbytes))
+        for _ in range(copies(q.nbytes))
     ]
 
 
@@ -77,12 +75,12 @@ def make_weights(shape: LayerShape, plan: Plan, absent: dict[str, list[str]] | N
     generator = torch.Generator(DEVICE).manual_seed(0)
     size = (shape.out_features, shape.in_features)
     w = torch.randn(size, generator=generator, device=DEVICE).to(DTYPES[plan.dtype])
-    dense = [w.clone() for _ in range(_copies(w.nbytes))]
-    weights = Weights(dense, {bits: _packed_copies(w, bits) for bits in plan.bits})
+    dense = [w.clone() for _ in range(gpu_timing.cold_copies(w.nbytes))]
+    weights = Weights(dense, {bits: packed_copies(w, bits, gpu_timing.cold_copies) for bits in plan.bits})
     weights.absent = {} if absent is None else absent
     for peer in peers.PEERS if plan.with_peers else ():
         for bits in plan.bits:
-            made = peers.build(peer, w, bits, _copies)
+            made = peers.build(peer, w, bits, gpu_timing.cold_copies)
             if isinstance(made, str):
                 weights.note(peer.name, made)
             else:
@@ -146,14 +144,10 @@ def _check_results(shape: LayerShape, x: torch.Tensor, weights: Weights, plan: P
         expected = x[some].float() @ ops.dequantize(q, x.dtype).float().T
         for settings in ({}, *plan.variants):
             with gpu_timing.environment(settings):
-                y = ops.linear(x, q)[some].float()
-            error = float((y - expected).norm() / expected.norm())
-            if not error < MAX_RELATIVE_ERROR:
-                raise ValueError(
-                    f"bench: {variant_name(settings)} is wrong on {shape.name} "
-                    f"({shape.in_features}x{shape.out_features}) at M={x.shape[0]}, k={bits}, {plan.dtype}: "
-                    f"relative error {error:.3g}, at most {MAX_RELATIVE_ERROR} expected. Not measured."
-                )
+                y = ops.linear(x, q)[some]
+            size = f"{shape.in_features}x{shape.out_features}"
+            problem = f"{shape.name} ({size}) at M={x.shape[0]}, k={bits}, {plan.dtype}"
+            require_close(f"bench: {variant_name(settings)}", y, expected, problem)
 
 
 def shape_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def last_level_cache_bytes() -> int:
         unit = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
         sizes.append(int(text.rstrip("KM")) * unit)
     return max(sizes) or 32 * 2**20
+
+
+def peak_resident_bytes() -> int | None:
+    """Largest resident memory of this process so far; None where it is not told as Linux does."""
+    try:
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
 
 
 def _commit() -> str | None:

@@ -18,7 +18,6 @@ What a captured step of transformers' static cache has to keep out of Python, an
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from kbit.bench.timing import median_and_spread
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows
@@ -41,8 +42,7 @@ class Timing:
 
 
 def _summary(samples: list[float], reason: str | None) -> Timing:
-    median = statistics.median(samples)
-    return Timing(median, (max(samples) - min(samples)) / median if median else 0.0, reason)
+    return Timing(*median_and_spread(samples), reason)
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
@@ -65,7 +65,7 @@ def _ranks() -> int:
 
 
 def _failed_anywhere(here: bool, device: torch.device) -> bool:
-    """Whether any rank failed: all must go on in the same way, or they wait for each other for ever."""
+    """Whether any rank failed: all must go on in the same way, or they wait for each other forever."""
     flag = torch.tensor([here], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())

@@ -58,7 +58,7 @@ class Job:
     timeout_s: float = 600.0
 
     def to_json(self) -> str:
-        """For `from_json`, in another process."""
+        """This job as text, for `from_json` in another process."""
         plan = {key: value for key, value in asdict(self.plan).items() if key != "dtype"}
         policies = {name: policy and policy.to_dict() for name, policy in self.policies.items()}
         return json.dumps(vars(self) | {"plan": plan, "policies": policies})

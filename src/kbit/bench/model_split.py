@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kbit.bench import model_build
+from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.policy import QuantizationPolicy
-from kbit.nn.parts import PARTS, QuantizedModule
+from kbit.nn.parts import QuantizedModule
 
 # Unless the user says otherwise. NVLink multicast has nothing to give to a few GPUs, and not every virtual
 # machine that has NVLink can do it.
@@ -132,12 +133,11 @@ def _take_parts(module: QuantizedModule, owner: Any) -> None:
     owner.restore()
     for weight in module.shapes:
         module._parameters.pop(weight, None)  # what the loader would look for
-        packed, absmax, scale = (getattr(owner, f"{weight}_{part}") for part in PARTS)
-        for part, tensor in zip(PARTS[:2], (packed, absmax), strict=True):
-            key = f"{weight}_{part}"
-            module._parameters[key] = _part(tensor, module._parameters[key])
+        for key in (weight + PACKED, weight + ABSMAX):
+            module._parameters[key] = _part(getattr(owner, key), module._parameters[key])
+        scale = getattr(owner, weight + SCALE)
         if scale.dim():  # one for each expert
-            scale = sharded.owned(scale, module._parameters[f"{weight}_packed"])
+            scale = sharded.owned(scale, module._parameters[weight + PACKED])
         module.set_scale(weight, scale)
     module.codebook = owner.codebook
 

@@ -15,9 +15,10 @@ import torch
 
 import kbit.ops as ops
 from kbit.bench import gpu_timing
+from kbit.bench.correctness import require_close
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, OURS
-from kbit.bench.kernels import MAX_RELATIVE_ERROR
+from kbit.bench.kernels import packed_copies
 from kbit.format import QuantizedTensor
 
 # name -> (in-features, out-features): an expert of Qwen3-Coder-Next.
@@ -89,14 +90,6 @@ def copies_of(nbytes: int, read_bytes: int, device: torch.device) -> int:
     return max(2, min(max(gpu_timing.MIN_COPIES, wanted), int(_FREE * free) // max(1, nbytes)))
 
 
-def _packed_copies(w: torch.Tensor, bits: int) -> list[QuantizedTensor]:
-    q = ops.quantize(w, bits=bits, search=False)
-    return [
-        QuantizedTensor(q.packed.clone(), q.absmax.clone(), q.codebook, q.scale, q.bits, q.shape)
-        for _ in range(copies_of(q.nbytes, q.nbytes, w.device))
-    ]
-
-
 # -- grouped products ----------------------------------------------------------------------------------------
 
 
@@ -115,8 +108,12 @@ def make_grouped(
     generator = torch.Generator(device).manual_seed(0)
     size = (experts, shape[1], shape[0])
     w = torch.randn(size, generator=generator, device=device).to(torch.bfloat16)
-    dense = [w.clone() for _ in range(copies_of(w.nbytes, w.nbytes, device))]
-    return GroupedWeights(dense, {width: _packed_copies(w, width) for width in bits})
+
+    def copies(nbytes: int) -> int:
+        return copies_of(nbytes, nbytes, device)
+
+    dense = [w.clone() for _ in range(copies(w.nbytes))]
+    return GroupedWeights(dense, {width: packed_copies(w, width, copies) for width in bits})
 
 
 # Kernel, width, kind, bytes of the weights that a call reads.
@@ -153,18 +150,8 @@ def _check_grouped(weights: GroupedWeights, x: torch.Tensor, arms: dict[Label, A
         expected = torch.bmm(some, w.transpose(-2, -1))
         found = arm.calls[0]()
         assert isinstance(found, torch.Tensor)
-        y = found.view(*x.shape[:2], -1)[:, : some.shape[1]].float()
-        compare(f"{kernel}, k={bits}, {tuple(x.shape)}", y, expected)
-
-
-def compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises ValueError where two results differ by more than 16-bit rounding."""
-    error = float((found - expected).norm() / expected.norm())
-    if not error < MAX_RELATIVE_ERROR:
-        raise ValueError(
-            f"bench moe: {what} is wrong: relative error {error:.3g}, at most {MAX_RELATIVE_ERROR} expected. "
-            f"Not measured."
-        )
+        y = found.view(*x.shape[:2], -1)[:, : some.shape[1]]
+        require_close(f"bench moe: {kernel}, k={bits}, {tuple(x.shape)}", y, expected)
 
 
 def grouped_rows(

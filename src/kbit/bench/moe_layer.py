@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kbit.bench.correctness import require_close
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.kernel_rows import BASELINE, DISPATCHED, OURS
-from kbit.bench.moe import GROUPED, Label, MoeRow, compare, copies_of, measured
-from kbit.bench.routings import ROUTINGS as ROUTINGS
-from kbit.bench.routings import chosen_experts
+from kbit.bench.moe import GROUPED, Label, MoeRow, copies_of, measured
+from kbit.bench.routings import ROUTINGS, chosen_experts
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitExperts
 
@@ -137,8 +137,9 @@ def check_layer(layer: KbitExperts, routed: Routed, tokens: int = 4) -> None:
         for expert, weight in zip(routed.ids[token].tolist(), routed.weights[token].float(), strict=True):
             gate, up = F.linear(routed.x[token].float(), gate_up[expert].float()).chunk(2)
             expected[token] += weight * F.linear(F.silu(gate) * up, down[expert].float())
-    found = layer(routed.x, routed.ids, routed.weights)[:tokens].float()
-    compare(f"layer of {layer.num_experts} experts, k={layer.bits}, {len(routed.x)} tokens", found, expected)
+    found = layer(routed.x, routed.ids, routed.weights)[:tokens]
+    what = f"bench moe: layer of {layer.num_experts} experts, k={layer.bits}, {len(routed.x)} tokens"
+    require_close(what, found, expected)
 
 
 def layer_rows(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.bench import gpu_timing
+from kbit.bench.correctness import require_close
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.shapes import LayerShape
 from kbit.nvfp4 import (
@@ -30,8 +31,6 @@ CUBLAS, DEQUANTIZE = "bf16 cuBLAS", "dequantize + cuBLAS"
 UNTILED, WEIGHT_ONLY = "tc, layout nv", "W4A16"
 ACCUMULATIONS = ("tc", "seq16", "exact")
 QUANTIZE_COLUMNS = 2048
-# A benchmark of a wrong kernel is worth nothing: bfloat16 rounds by 0.002 of an output at most.
-_MAX_RELATIVE_ERROR = 0.01
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ def rows_of(
         yield NVFP4Row(part, problem, count, name, timing.us, timing.spread, *numbers)
 
 
-def copies_of(nbytes: int) -> int:
-    """Copies of an operand that are rotated so that it is cold."""
-    return gpu_timing.copies_needed(nbytes, gpu_timing.l2_bytes())
-
-
 def quantize_rows(
     counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
 ) -> Iterator[NVFP4Row]:
@@ -98,7 +92,7 @@ def quantize_rows(
     columns = QUANTIZE_COLUMNS
     for count in counts:
         x = torch.randn(count, columns, device=DEVICE).bfloat16()
-        copies = [x.clone() for _ in range(copies_of(x.nbytes))]
+        copies = [x.clone() for _ in range(gpu_timing.cold_copies(x.nbytes))]
         nbytes = x.nbytes + count * columns * 9 // 16
         arms = {}
         for name, search in (("search", True), ("plain", False)):
@@ -119,9 +113,9 @@ def gemm_rows(
     size = (shape.out_features, shape.in_features)
     dense = torch.randn(size, generator=generator, device=DEVICE).bfloat16()
     packed = quantize_nvfp4(dense)
-    weights = [_clone(packed) for _ in range(copies_of(packed.nbytes))]
+    weights = [_clone(packed) for _ in range(gpu_timing.cold_copies(packed.nbytes))]
     tiled = [repack_nvfp4(each, "tiled") for each in weights]
-    dense_copies = [dense.clone() for _ in range(copies_of(dense.nbytes))]
+    dense_copies = [dense.clone() for _ in range(gpu_timing.cold_copies(dense.nbytes))]
     for count in counts:
         x = torch.randn(count, shape.in_features, generator=generator, device=DEVICE).bfloat16()
         arms = _gemm_arms(x, dense_copies, weights, tiled)
@@ -164,7 +158,7 @@ def _decoded(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _quantized(x: torch.Tensor, w: NVFP4Tensor) -> Callable[[], torch.Tensor]:
-    """As layers do it: with factors of rows."""
+    """Quantize and multiply as layers do, with factors of rows."""
     return lambda: gemm_nvfp4(quantize_nvfp4(x, row_scale=True), w, "tc")
 
 
@@ -176,13 +170,7 @@ def _check(shape: LayerShape, x: torch.Tensor, w: NVFP4Tensor) -> None:
     results |= {UNTILED: results["tc"], "tc": gemm_nvfp4(a, tiled, "tc")}
     results[WEIGHT_ONLY] = linear_nvfp4(dequantize_nvfp4(a, x.dtype), tiled)
     for accum, y in results.items():
-        y = y.float()
-        error = float((y - expected).norm() / expected.norm())
-        if not error < _MAX_RELATIVE_ERROR:
-            raise ValueError(
-                f"bench nvfp4: {accum} is wrong on {shape.name} at M={x.shape[0]}: relative error "
-                f"{error:.3g}, at most {_MAX_RELATIVE_ERROR} expected. Not measured."
-            )
+        require_close(f"bench nvfp4: {accum}", y, expected, f"{shape.name} at M={x.shape[0]}")
 
 
 def as_json(rows: Sequence[NVFP4Row]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ import torch
 from kbit.bench import gpu_timing
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.nvfp4 import DEVICE, Measured, NVFP4Row, rows_of
-from kbit.bench.routings import ROUTINGS as ROUTINGS
 from kbit.bench.routings import chosen_experts
 from kbit.nvfp4 import (
     NVFP4Tensor,
@@ -87,7 +86,7 @@ def make_layer(size: LayerSize, seed: int) -> Layer:
 
 
 def make_batch(size: LayerSize, tokens: int, routing: str, seed: int) -> Batch:
-    """Random tokens, and experts by one of ROUTINGS."""
+    """Random tokens, and experts as `chosen_experts` chooses them."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.Generator().manual_seed(0)
     ids = chosen_experts(routing, tokens, size.experts, size.chosen, generator, order)

@@ -91,21 +91,25 @@ def intensity(row: KernelRow) -> float:
     return 2 * row.rows * row.in_features * row.out_features / row.weight_bytes
 
 
-def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str, file: Path) -> None:
-    """Write a PNG of TFLOP/s over operations per weight byte.
+def roofline(rows: Sequence[KernelRow], bandwidth: float) -> list[tuple[float, float]]:
+    """Three points of the measured roofs over rows of one dtype: (operations per byte, TFLOP/s).
 
-    The slanted roof is the measured read bandwidth (GB/s), the flat one the fastest 16-bit cuBLAS row.
+    The slanted roof is the read bandwidth (GB/s), the flat one the fastest 16-bit cuBLAS row.
     """
+    top = max(row.tflop_s for row in rows if row.kind == BASELINE)
+    corner = top * 1e3 / bandwidth
+    places = [intensity(row) for row in rows]
+    least, most = min(places), max(*places, 2 * corner)
+    return [(least, least * bandwidth / 1e3), (corner, top), (most, top)]
+
+
+def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str, file: Path) -> None:
+    """Write a PNG of TFLOP/s over operations per weight byte, under the roofs of `roofline`."""
     figure, [axes] = figure_of()
     rows = [row for row in rows if row.dtype == dtype]
     baselines = [row for row in rows if row.kind == BASELINE]
-    roof = max(row.tflop_s for row in baselines)
-    corner = roof * 1e3 / bandwidth
-    least = min(intensity(row) for row in rows)
-    most = max([*(intensity(row) for row in rows), 2 * corner])
-    axes.plot(
-        [least, corner, most], [least * bandwidth / 1e3, roof, roof], color="black", label="measured roofs"
-    )
+    roofs = roofline(rows, bandwidth)
+    axes.plot(*zip(*roofs, strict=True), color="black", label="measured roofs")
     _scatter(axes, baselines, f"{dtype} cuBLAS", BASELINE_COLOR, "x")
     for bits, color in COLORS.items():
         _scatter(
@@ -115,7 +119,7 @@ def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: 
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte of weights")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{gpu}: {bandwidth:.0f} GB/s read, {roof:.0f} TFLOP/s {dtype} at most")
+    axes.set_title(f"{gpu}: {bandwidth:.0f} GB/s read, {roofs[-1][1]:.0f} TFLOP/s {dtype} at most")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)

@@ -51,7 +51,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """Of the step."""
+        """Its part of the step's time."""
         return self.us / self.step_us
 
     @property

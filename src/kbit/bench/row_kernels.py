@@ -66,7 +66,7 @@ def _arms(dense: Sequence[torch.Tensor], bits: int) -> tuple[dict[str, Arm], dic
     codebook = get_codebook("nf", bits).to(w.device)
     how = (codebook, midpoints(codebook), bits, None)
     packed, absmax, scale = rows.quantize(w, *how)
-    copies = gpu_timing.copies_needed(packed.nbytes + absmax.nbytes, gpu_timing.l2_bytes())
+    copies = gpu_timing.cold_copies(packed.nbytes + absmax.nbytes)
     parts = [(packed.clone(), absmax.clone()) for _ in range(copies)]
     tiles = [rows.to_tiled(p, a, bits, w.shape[1]) for p, a in parts]
     calls: dict[str, list[Callable[[], object]]] = {
@@ -105,7 +105,7 @@ def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[
     generator = torch.Generator(device).manual_seed(0)
     size = (shape.out_features, shape.in_features)
     w = (torch.randn(size, generator=generator, device=device) * 0.02).to(DTYPES[plan.dtype])
-    copies = gpu_timing.copies_needed(w.nbytes, gpu_timing.l2_bytes())
+    copies = gpu_timing.cold_copies(w.nbytes)
     for bits in plan.bits:
         arms, nbytes, waiting = _arms([w.clone() for _ in range(copies)], bits)
         results = {WAITING: _waiting(waiting, plan.repeats)} | plan.timer(arms, plan.repeats)

@@ -88,6 +88,12 @@ def summarize(milliseconds: Sequence[float]) -> Timing:
     return Timing(statistics.median(milliseconds), min(milliseconds), max(milliseconds))
 
 
+def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Median of samples, and (max - min) / median; 0 for samples of 0."""
+    median = statistics.median(samples)
+    return median, (max(samples) - min(samples)) / median if median else 0.0
+
+
 def read_bandwidth(repeats: int = 9) -> float:
     """GB/s at which all torch threads together read memory: the median sum of 512 MB of float32."""
     data = torch.ones(128 * 2**20, dtype=torch.float32)

@@ -7,8 +7,8 @@ in the bf16 arm (it adds B A to the 16-bit parameter) and kbit's in the others (
 
 from __future__ import annotations
 
+import contextlib
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from kbit.bench import model_build
-from kbit.bench.timing import MIN_REPEATS, check_repeats
+from kbit.bench import machine, model_build
+from kbit.bench.timing import MIN_REPEATS, check_repeats, median_and_spread
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.experts import is_experts
 
@@ -127,9 +127,7 @@ def _train(
         losses.append(loss.detach())
         _synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
-    timed = times[2:]
-    median = statistics.median(timed)
-    spread = (max(timed) - min(timed)) / median
+    median, spread = median_and_spread(times[2:])
     adapters = sum(parameter.nbytes for parameter in trained)
     return ArmResult(
         name, built.weight_bytes, adapters, _peak(device), median, spread, float(losses[0]), float(losses[-1])
@@ -175,26 +173,15 @@ def _synchronize(device: torch.device) -> None:
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        _write_clear_refs()
-
-
-def _write_clear_refs() -> None:
-    """Have Linux count the peak of resident memory from now on."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
         return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux counts the peak from now on
 
 
 def _peak(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+    return machine.peak_resident_bytes()
 
 
 def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:

@@ -71,9 +71,10 @@ def moe(
     """Products and layers of many experts against 16-bit paths. Cold weights, CUDA-graph replays."""
     from kbit.bench import gpu_timing, moe_layer
     from kbit.bench import moe as bench
+    from kbit.bench.routings import ROUTINGS
 
     shapes = names("--shape", shape, list(bench.SHAPES))
-    routings = names("--routing", routing, moe_layer.ROUTINGS)
+    routings = names("--routing", routing, ROUTINGS)
     widths, counts = numbers("--bits", bits), numbers("--rows", rows)
     sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
     gpu_timing.require_gpu("kbit bench moe")

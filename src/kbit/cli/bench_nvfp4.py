@@ -74,11 +74,12 @@ def nvfp4(
     """W4A4 in NVFP4 against bf16 cuBLAS. And ways to quantize for experts; cold weights, graph replays."""
     from kbit.bench import gpu_timing, nvfp4_layer, shapes
     from kbit.bench import nvfp4 as bench
+    from kbit.bench.routings import ROUTINGS
 
     chosen = shapes.select(names("--shape", shape, [each.name for each in shapes.DENSE]))
     counts, quantized = numbers("--rows", rows), numbers("--quantize-rows", quantize_rows)
     batches = numbers("--batch", batch)
-    routings = names("--routing", routing, nvfp4_layer.ROUTINGS)
+    routings = names("--routing", routing, ROUTINGS)
     accums = names("--accum", accum, bench.ACCUMULATIONS)
     gpu_timing.require_gpu("kbit bench nvfp4")
     runs: list[Iterator[NVFP4Row]] = []

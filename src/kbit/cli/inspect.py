@@ -81,7 +81,7 @@ def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | N
         index: see `kbit.format.model_files.read_index`.
         policy: the checkpoint's, None if it is not quantized.
     """
-    from kbit.format.names import module_of, original_of
+    from kbit.format.names import ABSMAX, module_of, original_of
 
     modules: dict[str, Module] = {}
     for name, info in index.items():
@@ -91,7 +91,7 @@ def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | N
         key = owner if quantized else name
         module = modules.setdefault(key, Module(key, bits))
         module.bytes += info.nbytes
-        if name.endswith("_absmax"):
+        if name.endswith(ABSMAX):
             module.tensors += 1
             module.weights += 32 * math.prod(info.shape)
         elif not quantized:

@@ -43,7 +43,7 @@ JsonFile = Annotated[
 
 
 def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
-    """Write a result, if it is wanted: readers, and whoever interrupts, find the old file or the new one.
+    """Write a result, if a file is given: at any moment, a reader finds the old file or the new one.
 
     Raises:
         OSError: the disk is full, say; the old file is still there.
@@ -51,7 +51,7 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     if file is None:
         return
     text = json.dumps(result, indent=1) + "\n"
-    if _is_stdout(file):  # /dev/stdout, perhaps led into a file
+    if _is_stdout(file):  # /dev/stdout, perhaps redirected to a file
         sys.stdout.write(text)
         return
     if not _can_be_replaced(file):

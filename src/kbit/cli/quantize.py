@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from contextlib import ExitStack
@@ -118,6 +117,7 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:
     """A run as JSON values, with the time that 80 billion weights would take at its speed."""
     from kbit.bench import machine
+    from kbit.bench.quantize import PROJECTED_WEIGHTS
 
     values = vars(report) | {"shards": len(report.shards), "bits_per_weight": report.bits_per_weight}
     speed = report.weights_per_second
@@ -127,7 +127,7 @@ def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[s
         "policy": policy.to_dict(),
         **values,
         "weights_per_second": speed,
-        "seconds_for_80b": 80e9 / speed if speed else None,
+        "seconds_for_80b": PROJECTED_WEIGHTS / speed if speed else None,
         "peak_memory_mb": peak_memory_mb(),
     }
 
@@ -153,11 +153,12 @@ def _per_second(weights: float) -> str:
 
 def peak_memory_mb() -> float:
     """Largest resident memory of this process so far, in millions of bytes."""
-    status = Path("/proc/self/status")
-    # Linux counts into ru_maxrss what the process that started this one had resident.
-    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
+    from kbit.bench import machine
+
+    # Not ru_maxrss where it can be avoided: Linux counts into that what the parent process had resident.
+    peak = machine.peak_resident_bytes()
     if peak is not None:
-        return int(peak[1]) * 1024 / 1e6
+        return peak / 1e6
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

@@ -19,8 +19,8 @@ def show(table: Table) -> None:
     """Print a table.
 
     What is no terminal has no width: there it is as wide as it wants. On a terminal that is narrower than
-    that it loses its frame, and cells of several words take several lines. Words are broken in columns with
-    `overflow="fold"` alone, rather the terminal wraps whole lines.
+    that it loses its frame, and cells of several words take several lines. Only columns with
+    `overflow="fold"` break words; beyond that the terminal wraps whole lines.
     """
     console = Console()
     wanted = Console(width=_UNLIMITED).measure(table).maximum

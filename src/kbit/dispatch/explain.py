@@ -31,7 +31,7 @@ def explain(
         activation: None or "silu_and_mul".
 
     Returns:
-        A few lines: the backend and what keeps earlier ones away, then its kernels likewise.
+        A few lines: the backend and why not an earlier one, then its kernels in the same way.
 
     Raises:
         TypeError: q is not quantized, x_shape no sizes, or dtype not float32, float16 or bfloat16.

@@ -129,7 +129,7 @@ def check_offsets(expert_offsets, rows):
 
 def _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out):
     check_offsets(expert_offsets, x.shape[0])
-    if not packed.numel():  # no experts, so every row is nobody's
+    if not packed.numel():  # no experts, so no row has one
         return out.zero_()
     if out.numel():
         run = backend_for("grouped_linear", x.device, absmax.dtype).module.grouped_linear

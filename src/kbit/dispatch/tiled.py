@@ -6,22 +6,17 @@ import torch
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
-from kbit.backends.cuda import layout, operands, row_launch
+from kbit.backends.cuda import operands
+from kbit.backends.cuda.weights import ready
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
+from kbit.format.codebook import bits_of
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 
-def _width(codebook):
-    return codebook.shape[0].bit_length() - 1
-
-
 def _weight(tiled, codebook, scale):
-    """As backends want them, for kernels that read a weight before the kernel in front of them is done."""
-    weight = (row_launch.aligned(tiled), *contiguous(codebook, scale))
-    if weight[0] is not tiled or weight[1] is not codebook or weight[2] is not scale:
-        layout.settled(weight[0])
-    return weight
+    """A weight as products want it, see `kbit.backends.cuda.weights`; without a copy where it is so."""
+    return ready(tiled), ready(codebook, multiple=1), ready(scale, multiple=1)
 
 
 @implement("tile")
@@ -60,7 +55,7 @@ def _dequantize_out(tiled, codebook, scale, out_features, in_features, dtype, *,
 def _run_dequantize(tiled, codebook, scale, out):
     if out.numel():
         run = backend_for("dequantize_tiled", tiled.device, torch.uint8).module.dequantize_tiled
-        run(*contiguous(tiled, codebook, scale), _width(codebook), 0, out)
+        run(*contiguous(tiled, codebook, scale), bits_of(codebook), 0, out)
     return out
 
 
@@ -148,7 +143,7 @@ def _run_grouped(
     x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source, out
 ):
     check_offsets(expert_offsets, out.shape[0])
-    if not tiled.numel():  # no experts, so every row is nobody's
+    if not tiled.numel():  # no experts, so no row has one
         return out.zero_()
     if out.numel():
         if not x.shape[0]:  # kernels take a row of x for any number, the nearest one that there is
@@ -167,7 +162,7 @@ def _run_grouped(
 def _decoder(tiled, codebook, scale, device):
     """decode(first, panel) of one matrix, for `reference.grad_input`."""
     run = backend_for("dequantize_tiled", device, torch.uint8).module.dequantize_tiled
-    return lambda first, panel: run(tiled, codebook, scale, _width(codebook), first, panel)
+    return lambda first, panel: run(tiled, codebook, scale, bits_of(codebook), first, panel)
 
 
 @implement("linear_tiled_grad_input")

@@ -132,6 +132,11 @@ def _from_numbers(levels: Sequence[float]) -> torch.Tensor:
         ) from None
 
 
+def bits_of(codebook: torch.Tensor) -> int:
+    """Code width of a codebook [2^bits]."""
+    return codebook.shape[0].bit_length() - 1
+
+
 def midpoints(codebook: torch.Tensor) -> torch.Tensor:
     """The decision thresholds between neighbouring levels.
 

@@ -55,10 +55,10 @@ def is_found(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _choices(pattern: str) -> tuple[int, int]:
-    """Of a legal pattern: its repeats, more than 64 counted as 64, and the ways beside those.
+    """(repeats, ways) of a legal pattern: its repeats, at most 64 of them counted, and the ways beside those.
 
-    The latter are the product of its alternatives and of how often groups must be there: one that matches
-    nothing is tried as often.
+    Ways are the product of the alternatives and of the least counts of groups: a group that matches nothing
+    is tried that often.
     """
     repeats, ways = 0, 1
     alternatives, chooses = [1], [False]  # of each open group, the whole pattern first

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.format import bitplanes
-from kbit.format.codebook import BLOCK_SIZE, nearest_code
+from kbit.format.codebook import BLOCK_SIZE, bits_of, nearest_code
 from kbit.format.scales import absmax_format
 
 
@@ -85,7 +85,7 @@ def dequantize(
     Returns:
         [..., N, K] of `dtype`.
     """
-    bits = codebook.numel().bit_length() - 1
+    bits = bits_of(codebook)
     levels = codebook.to(dtype).float()
     block_scale = absmax_format(absmax.dtype).decode(absmax)
     codes = bitplanes.unpack(packed, bits).unflatten(-1, (-1, BLOCK_SIZE))

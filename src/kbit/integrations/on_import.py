@@ -21,7 +21,7 @@ def when_imported(name: str, action: Action, complete: str) -> None:
 
     Args:
         name: dotted name of the module.
-        action: what to do; may run twice, so it must not mind.
+        action: what to do; it may run twice, so it must be idempotent.
         complete: an attribute of the module that shows that it was imported to its end.
     """
     module = sys.modules.get(name)

@@ -75,7 +75,7 @@ def dequantize_model(
 
 
 def _first_dtype(model: nn.Module) -> torch.dtype:
-    """Of the first parameter whose dtype is the model's: block scales and factors have their own."""
+    """The dtype of the first parameter that has the model's; block scales and factors have their own."""
     parts = {
         id(parameter)
         for module in model.modules()

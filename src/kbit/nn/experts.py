@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
@@ -71,7 +72,7 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 
 
 class KbitExperts(QuantizedModule):
-    """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
+    """Replaces transformers' fused experts (Qwen3MoeExperts and classes like it), with the same call.
 
     Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
     sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
@@ -226,7 +227,7 @@ class KbitExperts(QuantizedModule):
             return self.grouped(rows, "gate_up_proj", bounds)
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
-        # up; rows of nobody, expert E here, end at the last row.
+        # up; rows of no expert, E here, end at the last row.
         position = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         ids = torch.searchsorted(bounds[1:], position, right=True)
         ends = torch.cat([bounds, bounds.new_full((1,), len(rows))])
@@ -251,7 +252,7 @@ class KbitExperts(QuantizedModule):
         if needs_grad:
             grad_checks.no_transform("experts", self.layer_name)
         *rows, columns = self._matrices(name)
-        scale = getattr(self, name + "_scale").flatten()
+        scale = getattr(self, name + SCALE).flatten()
         ops: Any = torch.ops.kbit
         if tiled is not None:
             arguments = (x, tiled, self.codebook, scale, offsets, rows[-1], columns)
@@ -260,7 +261,7 @@ class KbitExperts(QuantizedModule):
             return ops.grouped_linear_tiled(*arguments, silu_and_mul, source)
         if source is not None:
             x = x.index_select(0, source)
-        packed, absmax = (getattr(self, f"{name}_{part}").view(*rows, -1) for part in ("packed", "absmax"))
+        packed, absmax = (getattr(self, name + part).view(*rows, -1) for part in (PACKED, ABSMAX))
         op = ops.grouped_linear_train if needs_grad else ops.grouped_linear
         results = op(x, packed, absmax, self.codebook, scale, offsets, columns)
         return api.silu_and_mul(results) if silu_and_mul else results
@@ -268,7 +269,7 @@ class KbitExperts(QuantizedModule):
     def _matrices(self, name: str) -> tuple[int, ...]:
         """A weight as one matrix per factor: E, or 2E where gate and up have factors of their own."""
         experts, rows, columns = self.shapes[name]
-        count = getattr(self, name + "_scale").numel()
+        count = getattr(self, name + SCALE).numel()
         return count, experts * rows // count, columns
 
     def quantized(self, name: str = "gate_up_proj") -> QuantizedTensor:

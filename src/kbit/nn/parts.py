@@ -17,14 +17,13 @@ from torch import nn
 
 from kbit.format import scales
 from kbit.format.codebook import get_codebook
+from kbit.format.names import ABSMAX, PACKED, PARTS, SCALE
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
 from kbit.nn.fuse import Parts
-from kbit.nn.tiling import TileableModule
+from kbit.nn.tiling import TILED, TileableModule
 from kbit.ops import forms
-
-PARTS = ("packed", "absmax", "scale")
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +62,7 @@ class QuantizedModule(TileableModule):
     weight_absmax: torch.Tensor
     weight_scale: torch.Tensor
 
-    _canonical_parts = ("_packed", "_absmax")
+    _canonical_parts = (PACKED, ABSMAX)
     # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
     _op: str | None = None
 
@@ -88,9 +87,9 @@ class QuantizedModule(TileableModule):
             blocks = blocks_of(columns)
             stored = scales.absmax_format(absmax).dtype
             self._set_parameter(
-                name + "_packed", torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
+                name + PACKED, torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
             )
-            self._set_parameter(name + "_absmax", torch.zeros(*rows, blocks, dtype=stored, device=device))
+            self._set_parameter(name + ABSMAX, torch.zeros(*rows, blocks, dtype=stored, device=device))
             self.set_scale(name, None)
         self.levels = levels.tolist()
         self.register_buffer("codebook", levels.to(self._main_device()), persistent=False)
@@ -99,9 +98,7 @@ class QuantizedModule(TileableModule):
     def absmax_format(self) -> str:
         """Name of the format that the block scales have; those in tiles have E4M4's."""
         stored = {
-            part.dtype
-            for key, part in self._parameters.items()
-            if part is not None and key.endswith("_absmax")
+            part.dtype for key, part in self._parameters.items() if part is not None and key.endswith(ABSMAX)
         }
         return scales.absmax_format(stored.pop() if stored else torch.uint8).name
 
@@ -113,7 +110,7 @@ class QuantizedModule(TileableModule):
             scale: float32, one per matrix; it becomes a parameter and is saved. None, or all 1 where that can
                 be seen, makes it a buffer of ones that is not saved.
         """
-        key = name + "_scale"
+        key = name + SCALE
         shape = self.shapes[name][:-2] if scale is None else tuple(scale.shape)
         if hasattr(self, key) and shape != tuple(getattr(self, key).shape):
             self.restore(name)  # tiles are those of one matrix per factor
@@ -131,9 +128,9 @@ class QuantizedModule(TileableModule):
 
         On a GPU they change to tiles at once; the caller's are freed when it lets go of them.
         """
-        self._parameters.pop(name + "_tiled", None)
-        self._set_parameter(name + "_packed", parts.packed)
-        self._set_parameter(name + "_absmax", parts.absmax)
+        self._parameters.pop(name + TILED, None)
+        self._set_parameter(name + PACKED, parts.packed)
+        self._set_parameter(name + ABSMAX, parts.absmax)
         self.set_scale(name, parts.scale)
         self._set_codebook(parts.codebook)
         self._change_to_tiles(name, force=False)
@@ -154,10 +151,10 @@ class QuantizedModule(TileableModule):
                 f"{other.layer_name or 'the other'} {theirs[0]} at {theirs[1]}. Build both alike."
             )
         other.restore(name)
-        self._parameters.pop(name + "_tiled", None)
+        self._parameters.pop(name + TILED, None)
         self.stays_canonical = other.stays_canonical = True
         for part in PARTS:
-            key = f"{name}_{part}"
+            key = name + part
             self._parameters.pop(key, None)
             self._buffers.pop(key, None)
             if key in other._parameters:
@@ -172,7 +169,7 @@ class QuantizedModule(TileableModule):
         Needed after a module was built on the meta device.
         """
         for name in self.shapes:
-            if name + "_scale" in self._buffers:
+            if name + SCALE in self._buffers:
                 self.set_scale(name, None)
         self._set_codebook(codebook.to(self._main_device()))
 
@@ -186,8 +183,8 @@ class QuantizedModule(TileableModule):
             return
         constants = {"codebook": torch.tensor(self.levels, dtype=torch.float32, device="cpu")}
         for name, shape in self.shapes.items():
-            if name + "_scale" in self._buffers:
-                constants[name + "_scale"] = torch.ones(shape[:-2], dtype=torch.float32, device="cpu")
+            if name + SCALE in self._buffers:
+                constants[name + SCALE] = torch.ones(shape[:-2], dtype=torch.float32, device="cpu")
         with torch.no_grad():
             for key, value in constants.items():
                 held = getattr(self, key)
@@ -208,7 +205,7 @@ class QuantizedModule(TileableModule):
         """Turn gradients off for all parts; a bias keeps its own setting."""
         for name in self.shapes:
             for part in PARTS:
-                parameter = self._parameters.get(f"{name}_{part}")
+                parameter = self._parameters.get(name + part)
                 if parameter is not None:
                     parameter.requires_grad_(False)
 
@@ -219,7 +216,7 @@ class QuantizedModule(TileableModule):
             Of the weight's shape; fused experts whose gate and up differ in factors give [2E, I, H].
         """
         shape = self._matrices(name)
-        scale = getattr(self, name + "_scale").detach().reshape(shape[:-2])
+        scale = getattr(self, name + SCALE).detach().reshape(shape[:-2])
         tiled = self._held(name)
         if tiled is not None:
             return QuantizedTensor.from_tiles(tiled.detach(), self.codebook, scale, self.bits, shape)
@@ -228,7 +225,7 @@ class QuantizedModule(TileableModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Move the parts with the module, but never cast them: model.half() must not touch a scale."""
-        names = ["codebook"] + [f"{name}_{part}" for name in self.shapes for part in (*PARTS, "tiled")]
+        names = ["codebook"] + [name + part for name in self.shapes for part in (*PARTS, TILED)]
         held = (self._parameters.get(name, self._buffers.get(name)) for name in names)
         parts = {id(tensor) for tensor in held}
 
@@ -243,9 +240,9 @@ class QuantizedModule(TileableModule):
     def _before_loading(self, state_dict, prefix) -> None:
         """Accept state dicts with and without `_scale`: it is there only if some factor is not 1."""
         for name in self.shapes:
-            key = name + "_scale"
+            key = name + SCALE
             stored = state_dict.get(prefix + key)
-            if stored is None and key in self._parameters and prefix + name + "_packed" in state_dict:
+            if stored is None and key in self._parameters and prefix + name + PACKED in state_dict:
                 self.set_scale(name, None)
             elif stored is not None and self._is_scale_shape(name, stored.shape):
                 device = self._device_of(name)

@@ -31,7 +31,7 @@ NOTHING_QUANTIZED = (
     "modules_to_not_convert, overrides and embedding_bits."
 )
 
-# A parameter above this size that stays 16-bit although the policy would quantize it is worth a word.
+# Elements from which on a parameter that stays 16-bit against the policy is worth a warning.
 LARGE = 1_000_000
 
 

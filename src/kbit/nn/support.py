@@ -12,9 +12,9 @@ from kbit.nn.experts import is_experts, unsupported_experts
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
 _READERS = (
     (r"Mamba\w*Mixer$", "dt_proj"),  # Mamba, FalconMamba, Jamba, Zamba: dt_proj.weight @ time_step
-    (r"ActDense$|VisionMlp$", "wo|fc2"),  # T5 and its kin: x.to(wo.weight.dtype)
-    (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and its kin, likewise
-    (r"^(Falcon)?Mamba2?ForCausalLM$|^xLSTMForCausalLM$", "lm_head"),  # likewise
+    (r"ActDense$|VisionMlp$", "wo|fc2"),  # T5 and models like it: x.to(wo.weight.dtype)
+    (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it: the same
+    (r"^(Falcon)?Mamba2?ForCausalLM$|^xLSTMForCausalLM$", "lm_head"),  # the same
 )
 
 _HOOKS = (

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-_TILED = "_tiled"
+# Suffix of the parameter that holds a weight's tiles.
+TILED = "_tiled"
 
 # One thread at a time changes a form. Held once per weight, for as long as its tiles are made.
 _lock = threading.Lock()
@@ -81,9 +82,9 @@ class TileableModule(nn.Module):
         change, so do not while a CUDA graph that captured this module is in use.
         """
         for weight in self.shapes if name is None else (name,):
-            if weight + _TILED in self._parameters:
+            if weight + TILED in self._parameters:
                 canonical = self._canonical(weight)
-                del self._parameters[weight + _TILED]
+                del self._parameters[weight + TILED]
                 for part, tensor in zip(self._canonical_parts, canonical, strict=True):
                     self._set_parameter(weight + part, tensor)
 
@@ -103,9 +104,9 @@ class TileableModule(nn.Module):
 
     def _held(self, name: str) -> torch.Tensor | None:
         """A weight's tiles, or None if it is canonical."""
-        tiled = self._parameters.get(name + _TILED)
+        tiled = self._parameters.get(name + TILED)
         # In a replica that DataParallel made for one call, parameters are plain attributes.
-        return self.__dict__.get(name + _TILED) if tiled is None else tiled
+        return self.__dict__.get(name + TILED) if tiled is None else tiled
 
     def _change_to_tiles(self, name: str, force: bool) -> None:
         parts = self._plain_parts(name)
@@ -119,7 +120,7 @@ class TileableModule(nn.Module):
             tiled = self._to_tiles(name, *(part.detach() for part in parts))
             wait_for(tiled)  # and the canonical form can be freed
             # First add, then remove: another thread finds one form or the other.
-            self._set_parameter(name + _TILED, tiled)
+            self._set_parameter(name + TILED, tiled)
             for part in self._canonical_parts:
                 self._parameters.pop(name + part, None)
 
@@ -187,7 +188,7 @@ class TileableModule(nn.Module):
         """Save the canonical form; from tiles it is made anew, and takes memory until the caller drops it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.shapes:
-            if destination.pop(f"{prefix}{name}{_TILED}", None) is not None:
+            if destination.pop(f"{prefix}{name}{TILED}", None) is not None:
                 for part, tensor in zip(self._canonical_parts, self._canonical(name), strict=True):
                     destination[f"{prefix}{name}{part}"] = tensor
 
@@ -215,4 +216,4 @@ class TileableModule(nn.Module):
             with torch.no_grad():
                 tiles.copy_(made)
             wait_for(tiles)
-            self._set_parameter(name + _TILED, tiles)
+            self._set_parameter(name + TILED, tiles)

@@ -1,4 +1,4 @@
-"""Operations that PyTorch has not, or not with defined bits: fma, exact rounding of integers, one exp.
+"""Operations that PyTorch lacks, or does not define to the bit: fma, rounding of integers, exp.
 
 Everything is elementwise and made of IEEE operations, so every device gives the same bits.
 """

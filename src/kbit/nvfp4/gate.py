@@ -25,7 +25,7 @@ STORED = tuple(name for name in ACCUMULATIONS if name != "tc")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one lever at one batch.
+    """Whether one lever changed a byte at one batch size.
 
     Attributes:
         lever: what was on, such as "dedup=gather".

@@ -34,7 +34,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model. K of the expert products is no multiple of 64, so padding is exercised."""
+    """Sizes of the model. K of the expert products is no multiple of 64, so padding is exercised."""
 
     vocabulary: int = 96
     hidden: int = 80
@@ -193,7 +193,7 @@ class TinyMoE:
         recorder.add(f"layer{index}.gathered", *(part[rows.long()] for part in a.tensor.nv()))
         gate_up = expert_product(a, routing, self.gate_up[index], levers.accum, norm.dtype, levers.tile)
         recorder.add(f"layer{index}.gate_up.gemm", gate_up)
-        activated = self._activate(gate_up, levers, recorder)
+        activated = self._quantized_activation(gate_up, levers, recorder)
         recorder.add(f"layer{index}.activated.quantized", *activated.tensor.nv())
         down = expert_product(activated, routing, self.down[index], levers.accum, norm.dtype, levers.tile)
         if levers.tile is not None:
@@ -212,7 +212,7 @@ class TinyMoE:
             return ExpertInput(quantized, routing.source, len(norm), 0)
         return ExpertInput(gather_rows(quantized, routing.source), None, len(norm), len(routing.source))
 
-    def _activate(self, gate_up: torch.Tensor, levers: Levers, recorder: Recorder) -> ExpertInput:
+    def _quantized_activation(self, gate_up: torch.Tensor, levers: Levers, recorder: Recorder) -> ExpertInput:
         if levers.fold:
             recorder.count("folded activations")
             return ExpertInput(silu_mul_quantize_nvfp4(gate_up), None, len(gate_up), 0)

@@ -219,7 +219,7 @@ def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:
 def moe_combine(
     y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
-    """`kbit::moe_combine` with gradients: a gather and a sum, for atomic adds have no order.
+    """`kbit::moe_combine` with gradients: a gather and a sum, because atomic adds have no fixed order.
 
     Args:
         y: [R, H], rows sorted by expert.
@@ -244,7 +244,7 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
 
     Args:
         ids: int32 or int64, any shape, each in 0..N-1.
-        q: table [N, K]; best in canonical form, for tiles are undone at every call.
+        q: table [N, K]; best in canonical form: tiles are converted back at every call.
         dtype: float32, float16 or bfloat16.
 
     Returns:

@@ -14,7 +14,7 @@ import torch
 from kbit.ops import tiled_schemas  # noqa: F401  (its ops are differentiated here)
 from kbit.ops.schemas import LIBRARY
 
-# The inputs of a training op: x, the weight's tensors, bias or offsets, sizes. So many tensors a weight is:
+# Inputs of a training op are x, the weight's tensors, bias or offsets, and sizes. The number of the weight's:
 _CANONICAL, _TILED = 4, 3
 
 Product = Callable[[torch.Tensor], torch.Tensor]

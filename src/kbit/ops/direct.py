@@ -1,4 +1,4 @@
-"""Products of a layer without PyTorch's dispatcher, where nothing would listen to it.
+"""Products of a layer past PyTorch's dispatcher, where nothing relies on seeing the op.
 
 Through an op that is written in Python a product costs a CPU as much as half a dozen of PyTorch's own, and
 decoding without a CUDA graph waits for the CPU. So a layer asks here first. It gets its product unless
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-_OWN = (torch.Tensor, torch.nn.Parameter)  # and nobody's subclass, such as a DTensor
+_OWN = (torch.Tensor, torch.nn.Parameter)  # these types exactly; no subclass such as DTensor
 
 # multiply(x [..., K], *parts, bias, N, K) -> [..., N]
 Multiply = Callable[..., torch.Tensor]
@@ -34,18 +34,18 @@ def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multi
     """Set who multiplies on devices of a type.
 
     Args:
-        device: "cpu", "cuda".
-        parts: how many the weight has: 3 in tiles, as `kbit::linear_tiled` takes it, 4 as `kbit::linear`.
-        dtypes: of activations.
+        device: "cpu" or "cuda".
+        parts: tensors of the weight: 3 in tiles, as `kbit::linear_tiled` takes it, or 4, as `kbit::linear`.
+        dtypes: activations that it takes.
         multiply: (x, *parts, bias, out_features, in_features) to the product.
     """
     _ways[device] = _Way(multiply, parts, dtypes)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing listens to what is done to a tensor, and its memory holds it as it is.
+    """Whether no mode, transform or profiler may see ops on a tensor, and its memory holds its very values.
 
-    Gradients are the caller's to know.
+    Whether gradients are needed is the caller's to know.
     """
     return not (
         type(tensor) is not torch.Tensor

@@ -33,10 +33,10 @@ _rule: Rule = _never
 
 
 def set_rule(rule: Rule) -> Rule:
-    """Set who decides.
+    """Set the rule.
 
     Returns:
-        Who did before.
+        The rule before.
     """
     global _rule
     before, _rule = _rule, rule
@@ -54,7 +54,7 @@ def should_tile(holder: Holder, op: str, device: torch.device, absmax_dtype: tor
 
 
 def may_change(holder: Holder, device: torch.device) -> bool:
-    """Whether a weight may leave its canonical form now: torch.compile does not trace.
+    """Whether a weight may leave its canonical form now: not while torch.compile traces.
 
     A CUDA graph that records the canonical form will read it at every replay, so the holder keeps it then.
     """

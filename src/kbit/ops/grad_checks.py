@@ -11,7 +11,7 @@ from kbit.ops import checks
 
 
 def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
-    """Raise NotImplementedError if one of `inputs` has a forward-mode tangent: ops would take it for zero."""
+    """Raise NotImplementedError if one of `inputs` has a forward-mode tangent, which ops would ignore."""
     # The level is -1 outside dual_level and torch.func.jvp; nothing public says so as quickly.
     if forward_ad._current_level < 0:
         return
@@ -23,7 +23,7 @@ def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
 
 
 def no_transform(op: str, where: str) -> None:
-    """Raise NotImplementedError inside torch.func.grad and its kin; asked only where gradients are wanted."""
+    """Raise NotImplementedError inside torch.func.grad, vjp or jacrev; asked where gradients are wanted."""
     # Nothing public says so; while torch.compile traces, torch's own error is left.
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return

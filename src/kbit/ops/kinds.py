@@ -1,4 +1,4 @@
-"""What an argument is at all: a tensor, a quantized weight. Ops' schemas say the same, less clearly."""
+"""Type checks of arguments: a dense tensor, a quantized weight. Ops' schemas would say it less clearly."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.format import bitplanes, reference
+from kbit.format.codebook import bits_of
 from kbit.format.scales import AbsmaxFormat
 
 
@@ -42,4 +43,4 @@ def quantize_blocks(
     """
     stored, scale = encode_absmax(blocks, fmt, factor)
     codes = reference.codes_for_scale(blocks, scale, codebook)
-    return bitplanes.pack(codes.flatten(-2), codebook.numel().bit_length() - 1), stored
+    return bitplanes.pack(codes.flatten(-2), bits_of(codebook)), stored

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kbit.format import bitplanes, reference
+from kbit.format.codebook import bits_of
 from kbit.format.scales import AbsmaxFormat
 from kbit.quantizers.absmax import encode_absmax
 
@@ -43,7 +44,7 @@ def quantize_blocks(
 
     Args, returns: as `kbit.quantizers.absmax.quantize_blocks`.
     """
-    bits = codebook.numel().bit_length() - 1
+    bits = bits_of(codebook)
     plain, scale = encode_absmax(blocks, fmt, factor)
     best = plain
     codes = reference.codes_for_scale(blocks, scale, codebook)

@@ -26,7 +26,7 @@ def panels_win(tokens: int, dtype: torch.dtype, isa: str) -> bool:
 
     In float32 and float16 the fused kernels win at any M: 2.2 to 2.5 times faster than torch's matmul at
     256 tokens on Zen 5. In bfloat16 they equal it (0.94 to 1.04 from 64 to 512 tokens, 4096 -> 14336) where
-    they have dot products themselves; torch is faster where they have not (at 64 tokens AVX2 takes 34 ms,
+    they have dot products themselves; torch is faster where they do not (at 64 tokens AVX2 takes 34 ms,
     panels decoded by AVX2 23), and is taken to be with AMX, which is not measured.
     """
     if tokens < 32 or dtype != torch.bfloat16:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kbit.backends.cuda import operands, rows
+from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: 256 MB of 16-bit weights, more than a layer of most models.
 _CHUNK_WEIGHTS = 128 * 2**20
@@ -25,7 +26,7 @@ def linear_tiled(
 ) -> None:
     """Multiply by a weight in the tiled layout; see `kbit.backends.cuda.products.linear_tiled`."""
     target = x.new_empty((x.shape[0], out_features)) if silu_and_mul else out
-    bits = codebook.shape[0].bit_length() - 1
+    bits = bits_of(codebook)
 
     def decode(first: int, w: torch.Tensor) -> None:
         rows.dequantize_tiled(tiled, codebook, scale, bits, first, w)

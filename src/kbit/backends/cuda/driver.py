@@ -52,7 +52,7 @@ def driver_library() -> ctypes.CDLL:
 
 
 def device_handle(index: int) -> Any:
-    """The driver's name of a device.
+    """The driver's handle of a device.
 
     Raises:
         DriverError: there is no such device.
@@ -105,7 +105,7 @@ def check(result: tuple[Any, ...], function: str) -> Any:
 
 
 def error_text(code: int) -> str:
-    """Such as "CUDA_ERROR_INVALID_VALUE (invalid argument)"."""
+    """An error code in words, such as "CUDA_ERROR_INVALID_VALUE (invalid argument)"."""
     cuda = api()
     result = cuda.CUresult(int(code))
     _, text = cuda.cuGetErrorString(result)
@@ -133,7 +133,7 @@ def device_arch(device_index: int) -> str:
 
 
 def device_name(device_index: int) -> str:
-    """Such as "NVIDIA H200".
+    """Name of a device, such as "NVIDIA H200".
 
     Raises:
         DriverError: no driver, or no such device.
@@ -163,12 +163,12 @@ def driver_version() -> str:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What plans of launches depend on.
+    """What the plan of a launch depends on.
 
     Attributes:
-        multiprocessors: how many there are.
-        shared_bytes: most shared memory of a block.
-        arch: such as "90a".
+        multiprocessors: their number.
+        shared_bytes: most shared memory that a block may have.
+        arch: architecture, such as "90a".
     """
 
     multiprocessors: int

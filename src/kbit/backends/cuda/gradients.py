@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends.cuda import rows
+from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: all experts of a layer of Qwen3-30B-A3B (gate and up: 403 million).
 _CHUNK_WEIGHTS = 512 * 2**20
@@ -48,7 +49,7 @@ def grouped_linear_tiled_grad_input(
         out_features: N.
         in_features: K.
     """
-    experts, bits = tiled.shape[0], codebook.shape[0].bit_length() - 1
+    experts, bits = tiled.shape[0], bits_of(codebook)
     each = min(experts, max(1, _CHUNK_WEIGHTS // (out_features * in_features)))
     # As csrc/groups.cuh takes them; torch's product would go beyond the rows there are.
     offsets = offsets.clamp(0, len(grad))
@@ -56,10 +57,10 @@ def grouped_linear_tiled_grad_input(
     if each == experts:
         rows.dequantize_tiled(tiled, codebook, scale, bits, 0, w)
         result = torch._grouped_mm(grad, w, offs=offsets[1:])
-        # Rows of nobody are not written, and those before the first expert's were taken for its own.
+        # Rows of no expert are not written, and those in front of the first expert's were taken for its own.
         position = torch.arange(len(grad), device=grad.device, dtype=offsets.dtype)
-        nobody = (position < offsets[0]) | (position >= offsets[-1])
-        return result.masked_fill_(nobody[:, None], 0)
+        unrouted = (position < offsets[0]) | (position >= offsets[-1])
+        return result.masked_fill_(unrouted[:, None], 0)
     result, bounds = grad.new_zeros(len(grad), in_features), offsets.tolist()
     for first in range(0, experts, each):
         last = min(first + each, experts)

@@ -13,9 +13,9 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.format.codebook import SUPPORTED_BITS
+from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
-TOKENS = (8, 16)  # the kernel is compiled for at most so many of an expert at once
+TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 _FORMAT = "QQQQQQQ" + "i" * 14
 _WARP = 32
 _STAGE_TILES = 4
@@ -23,13 +23,14 @@ _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
 _ROW_BYTES = 128  # of 32 sums
 _RESERVED_BYTES = 1024
-# Of a multiprocessor; more need the larger blocks' warps: 10 experts of 1024 x 2048 (155 tiles) take 9.2 us
-# with them and 10.6 without, 8 of 2048 x 512 (62) 5.5 and 5.0.
+# Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
+# take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
-_HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose table leaves so much free
-# A block's list of pieces of experts; beyond, blocks wait for a multiprocessor.
+_HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose look-up table has holes, and the bytes in them
+# Pieces of experts in a block's list, at most about; for more pieces there are several blocks a
+# multiprocessor.
 _MOST_JOBS = 64
-_ANY_ROWS = 2**24  # that take as much shared memory as more
+_ANY_ROWS = 2**24  # from here on, more rows take no more shared memory
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Config:
     """Compile-time choices of grouped.cu.
 
     Attributes:
-        warps: of a block.
-        blocks: of which so many run at once on a multiprocessor.
+        warps: warps of a block.
+        blocks: blocks that run at once on a multiprocessor.
         stages: groups of four tiles that a warp has in flight.
-        in_holes: activations are in what the table of 3 and 4 bits leaves free.
-        table_bytes: of the look-up table, see decode.cuh.
+        in_holes: whether activations lie in what the look-up table of 3 and 4 bits leaves free.
+        table_bytes: size of the look-up table, see decode.cuh.
     """
 
     warps: int
@@ -66,19 +67,25 @@ class Config:
         )
 
 
-# As a launch looks it up.
+# Cached, because every launch looks its kernel up.
 _kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch.
+    """A launch. Places in shared memory are byte offsets, as the header of grouped.cu lays it out.
 
     Attributes:
-        tokens: the kernel is compiled for so many of an expert at once.
-        most: of them that are taken, fewer where shared memory is short.
+        config: the kernel's compile-time choices.
+        tokens: tokens of one expert at a time that the kernel is compiled for.
+        most: how many of these are taken at a time; fewer where shared memory is short.
+        grid: blocks.
         span: warps that split K.
-        x_room: bytes for activations in shared memory, 0 if an expert's do not fit.
+        x_at, x_room: where activations are, and bytes for them: 0 if one expert's do not fit.
+        ring_at: where tiles in flight are.
+        jobs_at: where the block's list of pieces of experts is.
+        parts_at: where the sums of warps that split K are.
+        shared_bytes: dynamic shared memory of a block.
     """
 
     config: Config
@@ -95,7 +102,7 @@ class Plan:
 
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
-    """What a multiprocessor with so much shared memory a block is asked to run, the best first."""
+    """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
     if shared_bytes <= operands.SMALL_MEMORY:
         table_bytes = operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
         return [Config(8, 1, 1, in_holes=bits in _HOLES, table_bytes=table_bytes)]
@@ -109,7 +116,7 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
-    """Every kernel that `plan` may choose on such a multiprocessor."""
+    """Every kernel that `plan` may choose on a GPU whose blocks may have `shared_bytes` of shared memory."""
     return [
         config.spec(bits, dtype, tokens)
         for bits in SUPPORTED_BITS
@@ -144,9 +151,9 @@ def plan(
     bits: int,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch for so many rows, dealt to experts in any way; None if shared memory is short.
+    """The launch for so many rows, dealt to experts in any way; None if shared memory is too small.
 
-    It never is for fewer rows where it is not for more.
+    Where it is enough for some number of rows, it is for any smaller one.
     """
     shape = (out_features, in_features, bits, device)
     preferred = _preferred(rows, experts, *shape)
@@ -162,7 +169,7 @@ def plan(
 
 
 def _active(rows: int, experts: int) -> float:
-    """Experts that have rows, if these are dealt at random."""
+    """Expected number of experts that get any of so many rows, dealt at random."""
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 
@@ -188,9 +195,9 @@ def _lay_out(
     bits: int,
     device: driver.DeviceLimits,
 ) -> Plan:
-    """Shared memory as the header of grouped.cu says; x may have too little, for no expert.
+    """The launch of a configuration, K split by `fewer` times fewer warps than would be fastest.
 
-    K is split by `fewer` times fewer warps than would be fastest.
+    Its `x_room` is 0 where not even one expert's activations fit.
     """
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
@@ -236,11 +243,11 @@ def linear(
 ) -> None:
     """Launch the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`."""
     index, rows = x.device.index, out.shape[0]
-    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(index)
     chosen = plan(rows, experts, out_features, in_features, bits, limits)
     assert chosen is not None
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
     kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, _FORMAT)
     pointers = (tiled, codebook, scale, x, out, offsets)

@@ -1,4 +1,4 @@
-"""Which kernel takes rows sorted by expert: legality and preference; as `kbit.backends.cuda.preference`."""
+"""Which kernel takes rows sorted by expert: legality and preference, as `preference` for one weight."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reasons(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> dict[str, str]:
-    """For every kernel in words whether it is taken, could be, or may not, and the taken one's launch.
+    """Every kernel, with words on whether it is taken, could be, or may not, and the taken one's launch.
 
     Raises:
         ValueError: see `choose`.
@@ -67,8 +67,8 @@ def reasons(
         warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
     elif chosen == "wgmma":
-        tiles = wgmma.grouped_plan(m, *shape, bits, gated, device)
-        words[chosen] += f": {tiles.grid} blocks of {tiles.tiling.tokens} tokens"
+        launch = wgmma.grouped_plan(m, *shape, bits, gated, device)
+        words[chosen] += f": {launch.grid} blocks of {launch.tiling.tokens} tokens"
     return words
 
 

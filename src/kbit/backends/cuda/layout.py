@@ -30,6 +30,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.backends.cuda import weights
 from kbit.format import bitplanes
 from kbit.format.codebook import BLOCK_SIZE, check_bits
 from kbit.format.tiles import SCALE_WORDS, TILE_COLUMNS, TILE_ROWS, tile_shape, tile_words
@@ -51,7 +52,6 @@ __all__ = [
     "is_nvfp4",
     "lane_words",
     "nvfp4_config",
-    "settled",
     "tile_shape",
     "tile_words",
     "to_tiled",
@@ -168,7 +168,7 @@ def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _spare_bit(bits: int, extra: int) -> int:
-    """Where each word holds two bits of the pair that has no field of its own, number `extra` of those."""
+    """Lowest of the two bits that each word holds of pair number `extra` of those without a field."""
     return 8 * extra + 6 if bits == 3 else 30
 
 
@@ -206,17 +206,6 @@ def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: 
             f"{', '.join(map(str, expected))}], got {tiled.dtype} {tuple(tiled.shape)}. "
             f"Were sizes or bits of another layer given?"
         )
-
-
-def settled(weight: torch.Tensor) -> torch.Tensor:
-    """`weight`, that the last kernel of the current stream writes, fit for the kernels of products.
-
-    Launched as dependents, these read weights before the kernel in front of them is done. A small one that is
-    no dependent waits for the weight, and then stands in front.
-    """
-    if weight.is_cuda:
-        weight.new_zeros(1, dtype=torch.uint8)
-    return weight
 
 
 def words_of(bits: int, nvfp4: bool) -> int:
@@ -259,7 +248,7 @@ def to_tiled_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     flat[..., :_NVFP4_CODE_BYTES].view(-1, row_tiles, column_tiles, 8, 4, 4, 2, 2).copy_(pairs)
     bytes_of = scales.reshape(-1, row_tiles, 2, 8, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
     flat[..., _NVFP4_CODE_BYTES:].view(-1, row_tiles, column_tiles, 8, 2, 4).copy_(bytes_of)
-    return settled(tiles)
+    return weights.fenced(tiles)
 
 
 def from_tiled_nvfp4(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends.cuda import driver, layout, operands, stream, stream_config
+from kbit.format.codebook import bits_of
 
 MOST_SLOTS = 32  # a lane of a warp each
 
@@ -74,7 +75,7 @@ def _launch_experts(
     shape: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    bits, (out_features, in_features, gated) = codebook.shape[0].bit_length() - 1, sizes
+    bits, (out_features, in_features, gated) = bits_of(codebook), sizes
     limits = driver.device_limits(x.device.index)
     chosen = stream.plan(1, *shape, bits, gated, limits, experts=experts)
     spec = stream_config.kernel_of(chosen.config, bits, x.dtype, 1, False, experts)

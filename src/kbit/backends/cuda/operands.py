@@ -1,4 +1,4 @@
-"""What the fused kernels, stream and wgmma, ask of their operands alike."""
+"""What the fused kernels (stream, grouped, wgmma) ask of their operands alike."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from kbit.backends.cuda import layout
 
 DTYPES = (torch.float16, torch.bfloat16)
-MOST_EXPERTS = 1024  # whose list has room in shared memory
-# The look-up table of decode.cuh. At 5 bits one of pairs is as large if two lanes share a copy, and twice as
-# large if none do; single levels take the least, and most instructions.
+MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
+# Sizes of decode.cuh's look-up table. Of pairs of levels: up to 4 bits, and at 5 bits if two lanes share a
+# copy; at 5 bits with a copy for each lane. Of single levels, which take the least memory and the most
+# instructions.
 TABLE_BYTES, WIDE_TABLE_BYTES, LEVELS_BYTES = 65536, 131072, 4096
-# Shared memory of a block: what sm_86, 89 and 120 have; above what there is room for the wide table beside
-# much else, with which one token of 8192 x 28672 takes 50 us at 5 bits, and 72 with single levels.
+# Shared memory of a block: all that sm_86, 89 and 120 have; and the most with which the wide table leaves too
+# little for the rest. With that table one token of 8192 x 28672 takes 50 us at 5 bits, with single levels 72.
 SMALL_MEMORY, WIDE_TABLE_MEMORY = 99 * 1024, 200 * 1024
 
 
 def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:
-    """Why neither kernel may take a problem, or None."""
+    """Why no fused kernel may take a problem, or None."""
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, got {dtype}"
     if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
@@ -26,21 +27,21 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
     return None
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous x [M, K], its rows at multiples of 16 bytes, with zeros behind K up to the next one."""
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros to 8."""
     if x.shape[1] % 8:
         return F.pad(x, (0, -x.shape[1] % 8))
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def grouped_refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool, experts: int) -> str | None:
-    """Why neither kernel may take a problem of several weights, or None."""
+    """Why no fused kernel may take a problem of several experts, or None."""
     if experts > MOST_EXPERTS:
         return f"it lists up to {MOST_EXPERTS} experts, got {experts}"
     return refusal(dtype, out_features, silu_and_mul)
 
 
 def activate(both: torch.Tensor, out: torch.Tensor) -> None:
-    """out [M, I] = silu(gate) * up of [M, 2I], gates first, where no kernel does it on the way."""
+    """out [M, I] = silu(gate) * up of [M, 2I], gates first; for products that do not fuse it."""
     gate, up = both.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=out)

@@ -32,15 +32,18 @@ _MOST_BEHIND = 1.1
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel for a problem, `tiles` its launch if it is wgmma, and why: a row of a table, or None.
+    """The kernel for a problem, and why it was taken.
 
     Attributes:
-        file: of the row.
-        forced: by KBIT_KERNEL.
+        kernel: one of `KERNELS`.
+        plan: the launch if the kernel is wgmma, else None: the others plan theirs when they are called.
+        row: the row of a table of measurements that decided; None if an estimate or the user did.
+        file: the table's file; empty without a row.
+        forced: whether KBIT_KERNEL named the kernel.
     """
 
     kernel: str
-    tiles: wgmma.Plan | None = None
+    plan: wgmma.Plan | None = None
     row: tables.Row | None = None
     file: str = ""
     forced: bool = False
@@ -98,12 +101,12 @@ def _decided(
             continue
         if row.tiling is None:
             return Choice(row.kernel, None, row, table.file, bool(forced))
-        tiles = wgmma.plan_of(row.tiling, m, *shape)
-        if tiles is None:
+        plan = wgmma.plan_of(row.tiling, m, *shape)
+        if plan is None:
             continue
         if _behind(row.tiling, m, shape) > _MOST_BEHIND * _behind(row.tiling, row.m, shape):
             return Choice(row.kernel, wgmma.plan(m, *shape), forced=bool(forced))
-        return Choice(row.kernel, tiles, row, table.file, bool(forced))
+        return Choice(row.kernel, plan, row, table.file, bool(forced))
     kernel = forced or _estimated(refusals, m, out_features, in_features)
     return Choice(kernel, wgmma.plan(m, *shape) if kernel == "wgmma" else None, forced=bool(forced))
 
@@ -111,10 +114,10 @@ def _decided(
 def _behind(
     tiling: wgmma_config.Tiling, m: int, shape: tuple[int, int, int, bool, driver.DeviceLimits]
 ) -> float:
-    """How many times as long a launch takes as the fastest, by estimate; inf if it may not take the problem.
+    """Estimated time of a launch over that of the estimated best; inf if it may not take the problem.
 
-    256 tokens a tile suit 1024 of them, and waste a quarter of the work for 576. How far the estimate is from
-    a launch that was measured as the fastest is its error, and much the same for a few tokens less.
+    Tiles of 256 tokens suit 1024 tokens, but waste a quarter of the work on 576. For a launch that was
+    measured as the fastest, this ratio is the estimate's error, much the same for somewhat fewer tokens.
     """
     costs, plan = wgmma.candidates(m, *shape), wgmma.plan_of(tiling, m, *shape)
     return math.inf if plan is None else costs[plan] / min(costs.values())
@@ -165,7 +168,7 @@ def reasons(
     device: driver.DeviceLimits,
     known: tuple[tables.Table, ...] = (),
 ) -> dict[str, str]:
-    """For every kernel in words whether it is taken, could be, or may not, why, and the taken one's launch.
+    """Every kernel, with words on whether it is taken, could be, or may not; why; and the taken one's launch.
 
     Raises:
         ValueError: see `decide`.
@@ -179,11 +182,11 @@ def reasons(
         plan = stream.plan(min(m, stream.TOKENS[-1]), *shape)
         launches = -(-m // stream.TOKENS[-1])
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
-    elif choice.tiles is not None:
-        tiling = choice.tiles.tiling
-        words["wgmma"] += f": {choice.tiles.grid} blocks of {tiling.rows} rows by {tiling.tokens} tokens"
+    elif choice.plan is not None:
+        tiling = choice.plan.tiling
+        words["wgmma"] += f": {choice.plan.grid} blocks of {tiling.rows} rows by {tiling.tokens} tokens"
         words["wgmma"] += " in pairs" if tiling.multicast else f" in clusters of {tiling.cluster}"
-        words["wgmma"] += ", two teams each" if choice.tiles.teams == 2 else ""
+        words["wgmma"] += ", two teams each" if choice.plan.teams == 2 else ""
     return words
 
 

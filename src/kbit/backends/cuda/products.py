@@ -1,7 +1,7 @@
 """y = x @ W^T on the GPU, by the kernel that `kbit.backends.cuda.preference` takes for a problem.
 
-Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device but
-what says so.
+Operands are contiguous, on one CUDA device, and checked by the op layer. Nothing waits for the device
+unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kbit.backends.cuda import (
     wgmma,
 )
 from kbit.backends.cuda.preference import Choice, decide
+from kbit.format.codebook import bits_of
 
 
 def linear_tiled(
@@ -53,7 +54,7 @@ def linear_tiled(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
-    index, bits = x.device.index, codebook.shape[0].bit_length() - 1
+    index, bits = x.device.index, bits_of(codebook)
     shape = (out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
     choice = decide(x.shape[0], x.dtype, *shape, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
@@ -76,7 +77,7 @@ def launch(
     if choice.kernel == "stream":
         stream.linear(x, *weight, out)
     elif choice.kernel == "wgmma":
-        wgmma.linear(x, *weight, out, choice.tiles)
+        wgmma.linear(x, *weight, out, choice.plan)
     else:
         decoded.linear_tiled(x, *weight, out)
 
@@ -93,10 +94,13 @@ def grouped_linear_tiled(
     source: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Multiply rows sorted by expert, each by its expert's weight, in one launch; nothing waits.
+    """Multiply rows sorted by expert, each by its expert's weight.
+
+    Nothing waits, except where cuBLAS multiplies expert by expert (float32, more experts than kernels list,
+    or forced): then the host reads the offsets.
 
     Args:
-        x: [T, K], float16 or bfloat16; float32 goes expert by expert on the host's word.
+        x: [T, K], float16, bfloat16 or float32.
         tiled: int32 [E, row tiles, column tiles, words].
         codebook: float32 [2^bits].
         scale: float32 [E].
@@ -118,7 +122,7 @@ def grouped_linear_tiled(
         grouped_linear_tiled(x, *weight, out_features, in_features, False, source, both)
         operands.activate(both, out)
         return
-    bits, limits = codebook.shape[0].bit_length() - 1, driver.device_limits(x.device.index)
+    bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
     shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
     kernel = grouped_preference.choose(out.shape[0], x.dtype, *shape, limits)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)

@@ -13,9 +13,9 @@ import torch
 
 from kbit.backends.cuda import launcher
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.reference import moe as reference
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
 _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
 _WARP, _MAX_THREADS = 32, 1024
 # Up to so many ids one block sorts them all, in one launch.
@@ -38,12 +38,12 @@ def align_spec(dtype: torch.dtype) -> KernelSpec:
 @functools.cache
 def combine_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
     """The kernel that sums rows of a dtype, 16 bytes or one element at a time."""
-    return KernelSpec.make("moe_combine.cu", dtype=_DTYPES[dtype], vector=vector)
+    return KernelSpec.make("moe_combine.cu", dtype=DTYPES[dtype], vector=vector)
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    combine = [combine_spec(dtype, vector) for dtype in _DTYPES for vector in (False, True)]
+    combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     return [align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
@@ -123,7 +123,7 @@ def moe_combine(
         return
     end = 0 if bounds is None else bounds.data_ptr() + 4 * (bounds.shape[0] - 1)
     pointers = (y.data_ptr(), inverse.data_ptr(), weights.data_ptr(), end, out.data_ptr())
-    sizes = (rows, columns, inverse.shape[1], _DTYPES[weights.dtype])
+    sizes = (rows, columns, inverse.shape[1], DTYPES[weights.dtype])
     kernel = launcher.load(combine_spec(y.dtype, vector), index, _COMBINE_FORMAT)
     grid = (out.shape[0], blocks, 1)
     launcher.launch_on(index, kernel, grid, _COMBINE_THREADS, (*pointers, *sizes), pdl=True)

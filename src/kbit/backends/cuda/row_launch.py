@@ -10,17 +10,13 @@ from kbit.format.codebook import BLOCK_SIZE
 
 Grid = tuple[int, int, int]
 
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as Dense<DTYPE> of rows.cuh
+
 _TILES = 32  # blocks a warp takes at a time in quantize and dequantize
 _MAX_BLOCKS = 2**31 - 1  # of one matrix: their numbers are 32 bits in the kernels
 _MAX_GRID = 65535  # in y and z
 _WARP = 32
 _TILED_PER_SM = 8  # blocks of repack: a few times what runs at once, which evens out the end
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and at an address for 16-byte loads; views at odd offsets are copied."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def joined(dense: torch.Tensor, columns: int) -> int:

@@ -13,21 +13,21 @@ import torch
 
 from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.row_launch import aligned, block_grid, joined, launch, staying_grid, tile_grid
-from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS
+from kbit.backends.cuda.row_launch import DTYPES, block_grid, joined, launch, staying_grid, tile_grid
+from kbit.backends.cuda.weights import aligned, fenced
+from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
 _ABSMAX_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 6 without
 # the search), for a block that stays builds its tables once; so does tiled dequantize, whose blocks have 16
 # warps. The others: a few times that, which evens out the end.
 _QUANTIZE_PER_SM = {False: 6, True: 8}
-_RARE_PER_SM = 2  # of the pass that has nothing to do but for weights beyond E4M4's range
+_RARE_PER_SM = 2  # of the second pass, which only weights beyond E4M4's range need
 _DEQUANTIZE_PER_SM = 64
 _DECODE_PER_SM, _DECODE_WARPS = 2, 16  # of dequantize_tiled.cu
-_STATS_BYTES = 16  # what a block of quantize.cu tells of a matrix
+_STATS_BYTES = 16  # that a block of quantize.cu writes about a matrix
 
 
 @functools.cache
@@ -35,20 +35,20 @@ def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] 
     """The kernel that quantizes; `search_window` as in `quantize`."""
     low, high = search_window or (0, 0)
     search = search_window is not None
-    return KernelSpec.make("quantize.cu", bits=bits, dtype=_DTYPES[dtype], search=search, low=low, high=high)
+    return KernelSpec.make("quantize.cu", bits=bits, dtype=DTYPES[dtype], search=search, low=low, high=high)
 
 
 @functools.cache
 def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> KernelSpec:
     """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout."""
     if not tiled:
-        return KernelSpec.make("dequantize.cu", bits=bits, dtype=_DTYPES[dtype])
+        return KernelSpec.make("dequantize.cu", bits=bits, dtype=DTYPES[dtype])
     table_bytes = _table_bytes(bits)
-    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=_DTYPES[dtype], table_bytes=table_bytes)
+    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=DTYPES[dtype], table_bytes=table_bytes)
 
 
 def _table_bytes(bits: int) -> int:
-    """Of dequantize_tiled.cu's look-up table for 16-bit results; blocks are many, and small."""
+    """Size of dequantize_tiled.cu's look-up table for 16-bit results; its blocks are many, and small."""
     return operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
 
 
@@ -62,7 +62,7 @@ def row_specs() -> list[KernelSpec]:
     """Every kernel of this module, with the default search windows."""
     specs = []
     for bits in SUPPORTED_BITS:
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             specs += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
             specs += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
         specs += [repack_spec(bits, inverse) for inverse in (False, True)]
@@ -198,7 +198,7 @@ def _decode(
         return
     matrices = sources if ids is None else ids.numel()
     n, blocks = absmax.shape[-2:]
-    spec = dequantize_spec(codebook.numel().bit_length() - 1, out.dtype)
+    spec = dequantize_spec(bits_of(codebook), out.dtype)
     packed, absmax = aligned(packed), absmax.contiguous()
     pointers = tuple(t.data_ptr() for t in (packed, absmax, codebook, scale))
     pointers += (0 if ids is None else ids.data_ptr(), out.data_ptr())
@@ -256,7 +256,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
-    return layout.settled(tiled)
+    return fenced(tiled)
 
 
 def from_tiled(

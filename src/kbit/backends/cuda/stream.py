@@ -23,6 +23,7 @@ from kbit.backends.cuda.stream_config import (
     kernel_of,
     sums_of,
 )
+from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
@@ -34,7 +35,18 @@ _ROW_BYTES = 128  # of 32 sums
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: configuration, blocks, warps that split K, and places in shared memory."""
+    """A launch. Places in shared memory are byte offsets, as the header of stream.cu lays it out.
+
+    Attributes:
+        config: the kernel's compile-time choices.
+        tokens: most tokens that the kernel is compiled for.
+        grid: blocks.
+        workers: warps of a block that split K; one more adds up their sums.
+        ring_at: where tiles in flight are.
+        parts_at: where the workers' partial sums are.
+        totals_at: where totals are kept, of gates and between passes over K.
+        shared_bytes: dynamic shared memory of a block.
+    """
 
     config: Config
     tokens: int
@@ -87,7 +99,14 @@ def plan(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What would be fastest: most workers, stages, blocks at once on a multiprocessor, whose kernel."""
+    """What would be fastest.
+
+    Attributes:
+        workers: warps that split K, at most.
+        stages: groups of tiles that a worker has in flight.
+        blocks: blocks at once on a multiprocessor.
+        compiled_for: most workers of the kernel to use; fewer leave each more registers.
+    """
 
     workers: int
     stages: int
@@ -96,7 +115,7 @@ class _Wanted:
 
 
 def _by_shape(m: int, groups: int, share: float) -> _Wanted:
-    """By measurements of 14 shapes (k = 4) on an H200. `share`: row tiles of a multiprocessor.
+    """What was fastest for 14 shapes (k = 4) on an H200; `share` is row tiles per multiprocessor.
 
     Two blocks, or one beside the next kernel's, need 96 registers or fewer. One stage where there are few
     row tiles: weights that are fetched early come before the activations, which are waited for.
@@ -129,7 +148,7 @@ def _by_shape(m: int, groups: int, share: float) -> _Wanted:
 
 
 def _by_groups(m: int, groups: int) -> _Wanted:
-    """Where tables are large, or nothing has been measured."""
+    """What to use where look-up tables are large, or nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
     narrow = groups <= 8 or (m > 1 and 16 < groups <= 24)
     return _Wanted(8, 2, compiled_for=8) if narrow else _Wanted(16, 2)
@@ -192,7 +211,7 @@ def launch(
     routing: Routing = NO_ROUTING,
 ) -> None:
     """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated."""
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     out_features, in_features, m, gated = sizes
     launcher.launch_on(
         x.device.index,
@@ -234,9 +253,9 @@ def linear(
     out: torch.Tensor,
     row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem, or one of more tokens, 16 at a time; see `products`.
+    """Launch the kernel on a legal problem, 16 tokens at a time; arguments as in `products.linear_tiled`.
 
-    NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
+    Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
     most = TOKENS[-1]
     if x.shape[0] > most:
@@ -245,7 +264,7 @@ def linear(
             part = slice(first, first + most)
             linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
         return
-    bits, nvfp4 = codebook.shape[0].bit_length() - 1, layout.is_nvfp4(tiled)
+    bits, nvfp4 = bits_of(codebook), layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
     spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)

@@ -11,10 +11,10 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
-TOKENS = (1, 8, 16)  # the kernel is compiled for at most so many
-# One weight, or those of the experts of a token: their rows above, or their columns beside each other.
+TOKENS = (1, 8, 16)  # most tokens that a compiled kernel takes
+# What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
-MEASURED_ARCH = "90a"  # which alone has the latter, and some launches of the former
+MEASURED_ARCH = "90a"  # experts, and some launches of one weight, are compiled for this one alone
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Config:
     """Compile-time choices of stream.cu.
 
     Attributes:
-        workers: most warps that split K; a launch may have fewer. Their number bounds their registers.
+        workers: most warps that split K, which bounds their registers; a launch may have fewer.
         stages: groups of four tiles that a worker has in flight.
-        table_bytes: of the look-up table, see decode.cuh.
+        table_bytes: size of the look-up table, see decode.cuh.
     """
 
     workers: int
@@ -50,7 +50,7 @@ class Config:
         )
 
     def buffers(self, tokens: int) -> int:
-        """How many row tiles' sums of the workers may wait to be added up."""
+        """How many row tiles may have partial sums that wait to be added up."""
         return 4 if self.workers * sums_of(tokens) <= 32 else 2
 
     def in_holes(self, bits: int, tokens: int) -> bool:
@@ -58,17 +58,17 @@ class Config:
         return bits in (3, 4) and self.buffers(tokens) * self.workers * sums_of(tokens) <= 256
 
 
-# As a launch looks it up.
+# Cached, because every launch looks its kernel up.
 kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
 
 
 def sums_of(tokens: int) -> int:
-    """Sums that a lane has of a row tile, in the kernel for so many tokens; as kSums in stream.cuh."""
+    """Sums of a row tile that a lane holds, in the kernel for so many tokens; kSums in stream.cuh."""
     return 2 if tokens == 1 else tokens // 2
 
 
 def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE) -> list[Config]:
-    """What a multiprocessor of an architecture, with so much shared memory a block, may be asked to run."""
+    """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory."""
     if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)]
     if bits == 5:  # either table leaves room for one stage of many warps
@@ -88,7 +88,7 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int =
 
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
-    """Every kernel that `plan` may choose on such a multiprocessor."""
+    """Every kernel that `plan` may choose for such an architecture."""
     formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
     kernels = [(*one, tokens, DENSE) for one in formats for tokens in TOKENS]
     if arch == MEASURED_ARCH:

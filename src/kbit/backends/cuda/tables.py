@@ -28,7 +28,7 @@ from kbit.format.errors import KbitError
 VERSION = 1
 SHIPPED = Path(__file__).parent / "tables"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-KERNELS = ("stream", "wgmma", "cublas")
+KERNELS = ("stream", "wgmma", "cublas")  # of one weight; products of experts have no table
 # A row also serves fewer tokens, down to half: the plan for 8192 tokens says nothing of 65.
 _REACH = 2
 _MOST_BYTES = 16 * 2**20
@@ -96,6 +96,11 @@ def user_file(gpu: str) -> Path:
     return cubin_folder().parent / "tables" / f"{slug(gpu)}.json"
 
 
+def files_of(gpu: str) -> tuple[Path, Path]:
+    """Where tables of a GPU are looked for, the user's first; they need not exist."""
+    return user_file(gpu), SHIPPED / f"{slug(gpu)}.json"
+
+
 @functools.cache
 def for_device(index: int) -> tuple[Table, ...]:
     """The tables of a device, the user's first; read once, at the first product.
@@ -104,7 +109,7 @@ def for_device(index: int) -> tuple[Table, ...]:
         DriverError: no driver, or no such device.
     """
     gpu = driver.device_name(index)
-    return load_all((user_file(gpu), SHIPPED / f"{slug(gpu)}.json"), driver.device_limits(index))
+    return load_all(files_of(gpu), driver.device_limits(index))
 
 
 def load_all(files: tuple[Path, ...], device: driver.DeviceLimits) -> tuple[Table, ...]:

@@ -1,7 +1,7 @@
 """The prefill kernel for Hopper, csrc/wgmma.cu: which configuration takes a problem, and its launch.
 
-Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where
-no table of measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
+Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where no table of
+measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ import torch
 from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
+from kbit.format.codebook import bits_of
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
-# What part of the multiprocessors clusters of so many blocks fill at once. Groups of 16 or 18 of them, some
-# lacking, are no multiple of most: an H200 takes 39 clusters of 3 and 17 of 6.
+# Share of the multiprocessors that clusters of so many blocks fill at once. A cluster stays in one group of
+# 16 or 18 multiprocessors, some lacking, which most sizes do not divide: an H200 takes 39 clusters of 3, 17
+# of 6.
 _CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
-# Activations that stay in a quarter of an H200's L2 cache while all of the weight passes by. With 8192
+# Bytes of activations, a quarter of an H200's L2 cache, that stay there while the weight is read. With 8192
 # columns and 4096 tokens, 64 MB, tiles in plain order took 10% longer.
 _NEAR_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: its tiling, blocks in all, teams of a block."""
+    """A launch.
+
+    Attributes:
+        tiling: what a block takes, and how blocks work together.
+        grid: blocks in all.
+        teams: groups of warpgroups in a block that take turns at the steps of K.
+    """
 
     tiling: config.Tiling
     grid: int
@@ -54,7 +62,7 @@ def plan(
 def candidates(
     m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
 ) -> Mapping[Plan, float]:
-    """Every launch that may take a legal problem, and its estimated clocks, see `_clocks`."""
+    """Every launch that can take a legal problem, with its estimated clocks; see `_clocks`."""
     plans = {}
     for cluster in _CLUSTERS:
         for block in config.blocks(bits, in_features, cluster, gated):
@@ -78,7 +86,7 @@ def plan_of(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan | None:
-    """The launch that a tiling makes of a legal problem; None if it may not take it."""
+    """The launch of a legal problem with a given tiling; None if that cannot take it."""
     found = candidates(m, out_features, in_features, bits, gated, device)
     return next((plan for plan in found if plan.tiling == tiling), None)
 
@@ -93,7 +101,7 @@ def grouped_plan(
     gated: bool,
     device: driver.DeviceLimits,
 ) -> Plan:
-    """The launch for several weights, as if m rows were dealt to them evenly."""
+    """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
     costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
         for cluster in _CLUSTERS:
@@ -107,27 +115,27 @@ def grouped_plan(
 
 
 def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
-    """Blocks of rows of W; pairs of them if the launch is of pairs."""
+    """Number of row blocks of W, or of pairs of them where blocks share activations in pairs."""
     halves = 2 if gated else 1
     return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
 
 
 def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
-    """Blocks: as many clusters as run at once, if there are tiles for them."""
+    """Blocks of a launch: as many clusters as run at once, but no more than there are tiles."""
     return cluster * max(1, min(tiles, int(_CLUSTERS[cluster] * multiprocessors / cluster)))
 
 
 def _alone(tiles: int, grid: int, cluster: int) -> int:
-    """How many tiles are of one block each, as Problem::find_alone in wgmma.cuh.
+    """How many tiles one block computes alone, without splitting K; Problem::find_alone in wgmma.cuh.
 
-    Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.
+    Those of full waves; or all, if clusters would need as many rounds for the rest as they have blocks.
     """
     whole = tiles // grid * grid
     return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
 
 
 def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int) -> float:
-    """Estimate: tiles of 64 columns, bound by shared memory or by the tensor cores; ends of tiles; sums.
+    """Estimated clocks: steps of K, bound by shared memory or tensor cores; ends of tiles; sums of clusters.
 
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
     the best on average.
@@ -166,18 +174,18 @@ def linear(
     chosen: Plan | None = None,
     row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products`.
+    """Launch the kernel on a legal problem; arguments as in `products.linear_tiled`.
 
-    NVFP4's tiles are known by their size, and rows of the result may have factors with them: float32 [M].
+    Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
-    bits = codebook.shape[0].bit_length() - 1
+    bits = bits_of(codebook)
     if chosen is None:
         limits = driver.device_limits(x.device.index)
         chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
     bias_at, factors_at = (0 if tensor is None else tensor.data_ptr() for tensor in (bias, row_scale))
     pointers = (codebook.data_ptr(), scale.data_ptr(), bias_at, factors_at, out.data_ptr(), 0)
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul, out)
+    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul)
 
 
 def grouped_linear(
@@ -191,13 +199,13 @@ def grouped_linear(
     silu_and_mul: bool,
     out: torch.Tensor,
 ) -> None:
-    """Launch the kernel on a legal problem of several weights; see `kbit.backends.cuda.products`."""
-    bits, experts = codebook.shape[0].bit_length() - 1, tiled.shape[0]
+    """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
+    bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(x.device.index)
     chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul, out)
+    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
 
 
 def _launch(
@@ -209,13 +217,24 @@ def _launch(
     sizes: tuple[int, int, int],
     experts: int,
     gated: bool,
-    out: torch.Tensor,
 ) -> None:
+    """Launch as planned.
+
+    Args:
+        chosen: the launch.
+        bits: code width.
+        x: [M, K].
+        tiled: int32 [row tiles, column tiles, words]; those of all experts, one after the other.
+        pointers: of codebook, scale, bias, factors of rows, result and offsets; 0 where there is none.
+        sizes: N, K and M.
+        experts: how many; 0 for one weight.
+        gated: the rows of a weight are gates and then as many ups.
+    """
     index = x.device.index
     tiling = chosen.tiling
     block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
-    x = operands.aligned(x)
+    x = operands.aligned_rows(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
     alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))

@@ -11,33 +11,36 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
-TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 256)  # a block's, at compile time
+TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 256)  # of a block, fixed at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
-HALF_TOKENS = (16, 32, 64, 96, 128)  # with 64 rows of W, by two teams of one warpgroup
-MULTICAST_TOKENS = (176, 256)  # by pairs of blocks that copy activations for each other
-# That two teams of two warpgroups take, too; not of experts: 128 of 1024 x 2048 by 16 rows each took 33.3 us
-# on an H200, by one team 32.0.
+HALF_TOKENS = (16, 32, 64, 96, 128)  # of blocks of 64 rows, two teams of one warpgroup each
+MULTICAST_TOKENS = (176, 256)  # of pairs of blocks that copy activations for each other
+# Of blocks of two teams of two warpgroups each. Not for experts: 128 of 1024 x 2048 by 16 rows each took
+# 33.3 us on an H200, with one team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
 TILE_COLUMNS, TILE_ROWS = 64, 16
-ROWS, HALF_ROWS = 128, 64  # of W, a block's
-# Up to so many columns of a block two teams lose more at the end, in adding up, than they gain.
+ROWS, HALF_ROWS = 128, 64  # rows of W of a block
+# Up to so many columns a block, two teams lose more by adding up at the end than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
 _SHARED_BYTES = 227 * 1024
 _MOST_STAGES = 12
-# What is unused of a table of 3 or 4 bits, in pieces of 128 bytes.
+# Bytes of a look-up table of 3 or 4 bits that are unused, in pieces of 128.
 _HOLE_BYTES = operands.TABLE_BYTES // 2
-# Where the sums of a cluster have a place of their own, which saves it a barrier.
+# By tokens: where a cluster's sums have memory of their own, which saves a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
-_STAGING_BYTES = 256  # of y: two buffers of a warpgroup with 128 bytes a token
+_STAGING_BYTES = 256  # for a token of y: two buffers of a warpgroup of 128 bytes each
 _BARRIER_BYTES = 32
 _SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
 class Tiling(NamedTuple):
-    """What tells a problem's launches apart: a block's tokens and rows of W, and how blocks work together.
+    """What tells the launches of one problem apart.
 
-    `cluster` blocks split K; with `multicast`, two have the same activations.
+    Attributes:
+        tokens, rows: tokens, and rows of W, of a block.
+        cluster: blocks that split K.
+        multicast: whether two blocks have the same activations and copy them for each other.
     """
 
     tokens: int
@@ -47,7 +50,7 @@ class Tiling(NamedTuple):
 
     @property
     def sharers(self) -> int:
-        """Blocks that have the same activations."""
+        """How many blocks have the same activations."""
         return 2 if self.multicast else 1
 
     def __str__(self) -> str:
@@ -56,9 +59,15 @@ class Tiling(NamedTuple):
 
 
 class Config(NamedTuple):
-    """A block: tokens and rows of W that it takes, teams, kind of weights; `nvfp4`: NVFP4's tiles.
+    """A compiled block.
 
-    A team has a warpgroup for 64 rows. `multicast`: two blocks copy activations for each other.
+    Attributes:
+        bits: code width.
+        tokens, rows: tokens, and rows of W, of a block.
+        teams: groups that take turns at the steps of K; each has a warpgroup for every 64 rows.
+        grouped: whether it multiplies experts.
+        nvfp4: whether tiles are those of NVFP4.
+        multicast: whether two blocks copy activations for each other.
     """
 
     bits: int
@@ -70,31 +79,31 @@ class Config(NamedTuple):
     multicast: bool = False
 
     def tiling(self, cluster: int) -> Tiling:
-        """Of launches whose clusters split K among so many."""
+        """The tiling of launches of this block in clusters of so many."""
         return Tiling(self.tokens, cluster, self.rows, self.multicast)
 
     @property
     def warpgroups(self) -> int:
-        """That multiply."""
+        """Warpgroups that multiply."""
         return self.teams * self.rows // HALF_ROWS
 
     @property
     def threads(self) -> int:
-        """A warpgroup copies, the others multiply."""
+        """Threads of a block: one warpgroup copies, the others multiply."""
         return 128 * (1 + self.warpgroups)
 
     @property
     def columns(self) -> int:
-        """Of a step: two tiles, where the latencies of decoding are more than the products take."""
+        """Columns of a step: those of two tiles, where decoding has more latency than products hide."""
         few = self.tokens <= (64 if self.warpgroups == 2 and (self.teams == 1 or self.bits < 5) else 32)
         return 2 * TILE_COLUMNS if few else TILE_COLUMNS
 
     def steps_of(self, in_features: int) -> int:
-        """Of a tile; a cluster's blocks share them."""
+        """Steps that K takes; the blocks of a cluster share them."""
         return -(-in_features // self.columns)
 
     def splits(self, in_features: int, cluster: int) -> bool:
-        """Whether every block of a cluster has steps, and the sums that it is sent have room."""
+        """Whether every block of a cluster has steps of its own, and room for the sums it is sent."""
         if self.steps_of(in_features) < cluster * self.teams:
             return False
         units = -(-(self.tokens // 16 * (self.rows // 32)) // cluster)
@@ -103,15 +112,20 @@ class Config(NamedTuple):
 
 
 def of_tiling(bits: int, tiling: Tiling, teams: int, grouped: bool, nvfp4: bool) -> Config:
-    """The block of a launch, which knows nothing of NVFP4; four warpgroups have no registers for 96 of it."""
+    """The block that a launch runs.
+
+    Launches are planned alike for k-bit weights and NVFP4, but four warpgroups lack registers for 96 tokens
+    of NVFP4, so those get one team.
+    """
     most = 1 if nvfp4 and tiling.rows == ROWS and tiling.tokens == TEAM_TOKENS[-1] else 2
     return Config(bits, tiling.tokens, min(teams, most), grouped, nvfp4, tiling.rows, tiling.multicast)
 
 
 def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Config]:
-    """What a block may be if so many of a cluster split K.
+    """The blocks that may be launched in clusters of so many.
 
-    Gated ones have 128 rows: the copy engine wants multiples of 128 bytes, which two row tiles are not.
+    Blocks of gated weights have 128 rows: the copy engine takes multiples of 128 bytes, and two row tiles are
+    none.
     """
     found = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
     if not gated:
@@ -122,10 +136,11 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
 
 
 def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
-    """How many are faster: 4096 x 14336 by 16 tokens takes 13.2 us on an H200, by one team 14.9.
+    """The number of teams, 1 or 2, that is faster.
 
-    A block of few steps has one: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us, by one team 3.4. So
-    has one of 64 tokens at 5 bits, where two teams have but six steps in flight: 25.2 us, by one team 22.4.
+    Two: 4096 x 14336 by 16 tokens takes 13.2 us on an H200, with one team 14.9. One where a block has few
+    steps: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us with two teams, 3.4 with one. One also for 64
+    tokens at 5 bits, where two teams have only six steps in flight: 25.2 us, with one team 22.4.
     """
     return 2 if in_features > _FEW_COLUMNS * cluster and _has_teams(bits, tokens) else 1
 
@@ -135,7 +150,7 @@ def _has_teams(bits: int, tokens: int) -> bool:
 
 
 def _round(config: Config) -> int:
-    """Tokens of y that are staged at once; at 5 bits fewer make room for a fourth step of 256 tokens."""
+    """Tokens of y staged at a time; at 5 bits, fewer leave room for a fourth step in flight of 256 tokens."""
     few = config.tokens // config.teams <= 16 or (config.bits == 5 and config.tokens == 256)
     return 16 if few else 32
 
@@ -156,7 +171,7 @@ def _stage_bytes(config: Config) -> int:
 
 @functools.cache
 def stages(config: Config) -> int:
-    """Steps in flight: as many as fit, and as many for each team."""
+    """Steps in flight: as many as fit, the same number for each team."""
     fit = min(_MOST_STAGES, (_SHARED_BYTES - _fixed_bytes(config)) // _stage_bytes(config))
     return fit // config.teams * config.teams
 

@@ -1,4 +1,4 @@
-"""What the reference on canonical and on tiled weights share: chunks of rows, products, gradients."""
+"""What the ops on canonical and on tiled weights share: chunks of rows, products, gradients."""
 
 from __future__ import annotations
 

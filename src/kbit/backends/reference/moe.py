@@ -35,6 +35,6 @@ def moe_combine(
     total = y.new_zeros(out.shape, dtype=torch.float32)
     for choice in range(inverse.shape[1]):
         product = y.index_select(0, slots[:, choice]).float() * weights[:, choice, None].float()
-        # Rows of nobody may hold anything, NaN too.
+        # Rows of no expert may hold anything, NaN too.
         total += torch.where(mine[:, choice, None], product, 0.0)
     out.copy_(total)

@@ -1,4 +1,4 @@
-"""The ops on tiled weights in pure PyTorch, on any device: undo a few row tiles at a time, then as ever.
+"""The ops on tiled weights in pure PyTorch, on any device: a few row tiles at a time are made canonical.
 
 It is what other backends' tiled kernels are tested against, and what runs where there are none.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from kbit.backends.cuda import layout
 from kbit.backends.reference import common
 from kbit.format import reference as fmt
+from kbit.format.codebook import bits_of
 from kbit.format.tiles import TILE_ROWS
 
 
@@ -74,7 +75,7 @@ def linear_tiled(
 ) -> torch.Tensor:
     """`kbit::linear_tiled` into `out` [M, N], or [M, N / 2] with silu_and_mul; x is [M, K]."""
     y = x.new_empty((x.shape[0], out_features)) if silu_and_mul else out
-    bits = codebook.shape[0].bit_length() - 1
+    bits = bits_of(codebook)
     for part, packed, absmax in _chunks(tiled, bits, 0, out_features, in_features):
         w = fmt.dequantize(packed, absmax, codebook, scale, in_features, x.dtype)
         y[:, part] = common.matmul(x, w, None if bias is None else bias[part])

@@ -182,11 +182,7 @@ def _rooflines(results: Sequence[Result]) -> str:
 
 def _roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, device: str) -> str:
     dense = [row for row in rows if row.kind == BASELINE]
-    roof = max(row.tflop_s for row in dense)
-    corner = roof * 1e3 / bandwidth
-    places = [plots.intensity(row) for row in rows]
-    least, most = min(places), max(*places, 2 * corner)
-    roofs = [(least, least * bandwidth / 1e3), (corner, roof), (most, roof)]
+    roofs = plots.roofline(rows, bandwidth)
     series = [
         Series("measured roofs", roofs, "roof", mark=False),
         _points(dense, f"{dtype} cuBLAS", "base", 1),
@@ -195,7 +191,7 @@ def _roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, device: s
         ours = [row for row in rows if row.kernel == DISPATCHED and row.bits == bits]
         if ours:
             series.append(_points(ours, f"kbit, k={bits}", f"k{bits}", bits))
-    title = f"{device}, {dtype}: {bandwidth:.0f} GB/s read, at most {roof:.0f} TFLOP/s"
+    title = f"{device}, {dtype}: {bandwidth:.0f} GB/s read, at most {roofs[-1][1]:.0f} TFLOP/s"
     axes = Axis("operations per byte of weights", log=True), Axis("TFLOP/s", log=True)
     return svg.draw(Chart(title, *axes, series))
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kbit.backends.cuda import driver, preference, tables
+from kbit.backends.cuda import preference, tables
+from kbit.backends.cuda.compiler import arch_of
 from kbit.bench import gpu_timing
 from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
 from kbit.bench.kernels import DEQUANTIZE, DTYPES
@@ -66,16 +67,23 @@ Key = tuple[str, int | None]  # (shape, bits; None for 16-bit cuBLAS)
 
 @dataclass(frozen=True)
 class Times:
-    """Curves of dense layers over M, and of grouped ones over tokens per expert by number of experts."""
+    """Times of layers, of one dtype on one GPU.
+
+    Attributes:
+        dtype: "fp16" or "bf16".
+        dense: {(shape, bits): microseconds over M}; bits are None for 16-bit cuBLAS.
+        kernels: {(shape, bits, measured M): the kernel of that row}.
+        grouped: {(shape, bits): {number of experts: microseconds over tokens per expert}}.
+        arch: architecture of the GPU; None if unknown or without kernels.
+        known: tables of measured choices of the GPU, by which kbit.linear goes before it estimates.
+    """
 
     dtype: str
     dense: Mapping[Key, Curve]
     kernels: Mapping[tuple[str, int, float], str]
-    """Which kernel a (shape, bits, measured M) row is of."""
     grouped: Mapping[Key, Mapping[int, Curve]] = field(default_factory=dict)
     arch: str | None = None
     known: tuple[tables.Table, ...] = ()
-    """Measured choices of the GPU, by which kbit.linear goes before it estimates."""
 
     def bits(self, model: ModelLayers) -> list[int]:
         """Widths measured for every dense layer of a model, beside 16-bit cuBLAS."""
@@ -228,7 +236,7 @@ def _arch(machine: Mapping[str, Any]) -> str | None:
     """Architecture of a result's GPU; None where it is not told or has no kernels."""
     try:
         major, minor = str(machine["compute_capability"]).split(".")
-        return driver.arch_of(int(major), int(minor))
+        return arch_of(int(major), int(minor))
     except (KeyError, ValueError, KbitError):
         return None
 
@@ -236,9 +244,8 @@ def _arch(machine: Mapping[str, Any]) -> str | None:
 def _tables(machine: Mapping[str, Any]) -> tuple[tables.Table, ...]:
     """The tables of choices of a result's GPU that are here, the user's first; damaged ones are left out."""
     gpu = str(machine.get("gpu") or "")
-    files = (tables.user_file(gpu), tables.SHIPPED / f"{tables.slug(gpu)}.json") if gpu else ()
     found = []
-    for file in files:
+    for file in tables.files_of(gpu) if gpu else ():
         with contextlib.suppress(tables.TableError, OSError):
             found.append(tables.load(file))
     return tuple(table for table in found if table is not None)

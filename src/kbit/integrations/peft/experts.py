@@ -31,7 +31,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> to
         [R, N].
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
-        # Rows of nobody are not written, neither here nor in the gradient.
+        # Rows of no expert are not written, neither here nor in the gradient.
         mine = (torch.arange(len(x), device=x.device, dtype=bounds.dtype) < bounds[-1])[:, None]
         y = torch._grouped_mm(x.where(mine, 0), w, offs=bounds[1:])
         return y.where(mine, 0)

@@ -46,7 +46,7 @@ class Unmergeable:
     base_layer: Any
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Not possible in place.
+        """Refuse: codes cannot be merged in place.
 
         Raises:
             ValueError: always; the message says what to do.

@@ -68,7 +68,7 @@ class Report:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the quantized tensors."""
+        """Stored bits per weight of the quantized tensors."""
         return 8 * self.quantized_bytes / max(1, self.quantized_weights)
 
 

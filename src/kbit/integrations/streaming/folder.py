@@ -114,7 +114,7 @@ def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[
 
 
 def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]]) -> str:
-    """Of all that the shards' bytes follow from; config.json has a say in the bits of each job."""
+    """Hash of all that the shards' bytes follow from; of config.json, the bits that it gives each job."""
     files = sorted({job.info.file for jobs in shards.values() for job in jobs})
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     content = {file: [(job.name, job.bits) for job in jobs] for file, jobs in shards.items()}

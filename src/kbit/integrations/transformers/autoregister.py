@@ -31,7 +31,7 @@ def register(registry: ModuleType) -> None:
     Args:
         registry: the module transformers.quantizers.auto.
     """
-    # Quantizers add themselves: if one is the first to need transformers' registry, this runs in the midst of
+    # Quantizers add themselves: if one is the first to need transformers' registry, this runs during
     # its import, and it has no class yet.
     import kbit.integrations.nvfp4.quantizer
     import kbit.integrations.transformers.quantizer  # noqa: F401

@@ -47,7 +47,7 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
         Why it cannot be, the same on all ranks where one fails; None if it is on.
     """
     key = group.group_name, dtype
-    # Step by step, each agreed on: a rank alone in a collective would wait for ever.
+    # Step by step, each agreed on: a rank alone in a collective would wait forever.
     for step in (_map, _try):
         reason = None
         try:

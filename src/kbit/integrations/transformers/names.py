@@ -76,7 +76,7 @@ def names_in_files(model: Any) -> dict[str, str]:
 
 
 def _undo(name: str, undone: list) -> str:
-    """As transformers does when it saves: one converter at most, then every renaming."""
+    """The stored name of a parameter, as transformers finds it: one converter at most, then all renamings."""
     for entry in undone:
         if isinstance(entry, WeightConverter):
             name, matched = entry.rename_source_key(name)

@@ -44,7 +44,7 @@ class _Sources(dict):
 class GatherSources(MergeModulelist):
     """First and only operation of an experts converter on load: pass the tensors on, unfused.
 
-    Parameters that stay unquantized are fused by the converter's own operations, as ever. It is a
+    Parameters that stay unquantized are fused by the converter's own operations. It is a
     MergeModulelist because to those the loader hands this rank's experts only, where they are split.
     """
 

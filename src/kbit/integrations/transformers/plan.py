@@ -118,7 +118,7 @@ def build_plan(
 def _routes(
     model: Any, index: Mapping[str, TensorInfo] | None, pre_quantized: bool, transforms: Transforms
 ) -> list[Route]:
-    """Of all tensors that are quantized, or can be by their names and shapes."""
+    """The routes of all tensors that are quantized, or can be by their names and shapes."""
     state = model.state_dict()
     tensors: Mapping[str, Any] = state if index is None else index
     names = [

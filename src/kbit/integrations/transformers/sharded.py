@@ -44,7 +44,7 @@ def local_part(whole: torch.Tensor, reference: Any) -> torch.Tensor:
 
 
 def owned(of_experts: Any, reference: Any) -> Any:
-    """Of a list or tensor with an entry per expert: those of the experts that this rank holds.
+    """The entries, of a list or tensor with one per expert, of the experts that this rank holds.
 
     Args:
         of_experts: entries in order of the experts' ids.

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from kbit.backends.cuda import layout as tiles
 from kbit.nvfp4.formats import e2m1
 
-SUB_BLOCK = 16
+SUB_BLOCK = tiles.NVFP4_BLOCK
 LAYOUTS = ("nv", "ggml", "mmq", "tiled")
 
 

@@ -16,9 +16,9 @@ from kbit.ops import moe_checks
 
 
 class NVFP4Experts(NVFP4Module):
-    """Replaces transformers' fused experts (Qwen3MoeExperts and its likes), with the same call.
+    """Replaces transformers' fused experts (Qwen3MoeExperts and classes like it), with the same call.
 
-    Not differentiable, under W4A16 neither: no gradient reaches activations or routing weights.
+    Not differentiable, not even under W4A16: no gradient reaches activations or routing weights.
 
     Attributes:
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
@@ -85,16 +85,18 @@ class NVFP4Experts(NVFP4Module):
         )
         common = (settings.accum, x.dtype, None, self.layer_name)
         gate_up = expert_product(a, routing, self.quantized("gate_up"), *common)
-        down = expert_product(self._activate(gate_up), routing, self.quantized("down"), *common)
+        down = expert_product(self._quantized_activation(gate_up), routing, self.quantized("down"), *common)
         return combine_sorted(down, routing.inverse, p)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """act(gate) * up of [R, 2I]: [R, I] of its dtype."""
         if is_silu(self.act_fn):
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _activate(self, gate_up: torch.Tensor) -> ExpertInput:
+    def _quantized_activation(self, gate_up: torch.Tensor) -> ExpertInput:
+        """act(gate) * up of [R, 2I] in NVFP4, for the down projections."""
         settings = self.settings
         if settings.fold and is_silu(self.act_fn):
             t = silu_mul_quantize_nvfp4(gate_up, settings.search, settings.ties)
@@ -104,7 +106,7 @@ class NVFP4Experts(NVFP4Module):
         return ExpertInput(t, None, len(gate_up), 0)
 
     def _decoded(self, x: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        """W4A16: sorted rows through each expert that has any; looking which waits for the device."""
+        """W4A16: the rows of each expert through its decoded weights; finding out which have any waits."""
         rows = x.index_select(0, source)
         y = torch.zeros_like(rows)
         edges = bounds.tolist()

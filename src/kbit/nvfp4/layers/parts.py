@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.nn.tiling import TileableModule
+from kbit.nn.tiling import TILED, TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
@@ -111,7 +111,7 @@ class NVFP4Module(TileableModule):
         """Take over a quantized weight."""
         codes, scales = t.nv()
         factor = t.global_scale.to(codes.device)
-        self._parameters.pop(f"{name}_tiled", None)
+        self._parameters.pop(name + TILED, None)
         self._host_scales.pop(name, None)
         for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
             setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))

@@ -191,7 +191,7 @@ class _Header:
     def _size(self, kind: int) -> int:
         if kind not in _SCALARS:
             raise ValueError(
-                f"{self.path}: a value has type {kind}, which GGUF has not. The file is damaged."
+                f"{self.path}: a value has type {kind}, which GGUF does not have. The file is damaged."
             )
         return _SCALARS[kind]
 

@@ -30,7 +30,7 @@ class Compiler(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name and version, for messages."""
 
     @property
     def identity(self) -> str:
@@ -40,7 +40,7 @@ class Compiler(Protocol):
         """Command line for an architecture."""
 
     def known_archs(self) -> tuple[str, ...]:
-        """Architectures without letters."""
+        """Architectures that it compiles for, without letters."""
 
     def compile(
         self, kernel: str, sources: Sources, arch: str, options: tuple[str, ...]

@@ -32,7 +32,7 @@ class Nvcc:
 
     @property
     def name(self) -> str:
-        """For messages, such as "nvcc 13.0 (/usr/local/cuda/bin/nvcc)"."""
+        """Name and version for messages, such as "nvcc 13.0 (/usr/local/cuda/bin/nvcc)"."""
         release = re.search(r"release (\d+\.\d+)", self._banner)
         return f"nvcc {release[1] if release else '?'} ({self.path})"
 

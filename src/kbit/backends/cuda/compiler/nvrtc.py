@@ -30,7 +30,7 @@ class Nvrtc:
 
     @property
     def name(self) -> str:
-        """For messages, such as "NVRTC 13.0"."""
+        """Name and version for messages, such as "NVRTC 13.0"."""
         return f"NVRTC {self._version[0]}.{self._version[1]}"
 
     @property

@@ -60,7 +60,7 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """For people, such as "stream[bits=4,bf16=0]"."""
+        """Name for messages and tables, such as "stream[bits=4,bf16=0]"."""
         return f"{self.entry}[{','.join(f'{name}={int(value)}' for name, value in self.config)}]"
 
     @property

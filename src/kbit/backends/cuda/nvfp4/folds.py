@@ -8,7 +8,8 @@ import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, THREADS, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, address, groups_of, run_items
+from kbit.backends.cuda.row_launch import DTYPES
 
 _NORM_FORMAT, _SILU_FORMAT = "QQQQQQQiiiffiii", "QQQQiiifiii"
 _VECTOR = 8  # columns of a thread of the norm

@@ -7,7 +7,6 @@ import torch
 from kbit.backends.cuda import driver, launcher, layout
 from kbit.backends.cuda.compiler import KernelSpec
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # Dense<DTYPE> of rows.cuh
 SUB_BLOCK = layout.NVFP4_BLOCK
 THREADS = 256
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.

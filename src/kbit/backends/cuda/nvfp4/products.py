@@ -13,8 +13,10 @@ import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, run_items
-from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, run_items
+from kbit.backends.cuda.nvfp4.rows import dequantize
+from kbit.backends.cuda.row_launch import DTYPES
+from kbit.backends.cuda.weights import aligned
 
 ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}
 TOKENS = (8, 16, 32, 64)
@@ -210,7 +212,7 @@ def padded_operands(
     if missing:
         per_group = (SUB_BLOCK // 2, 1, SUB_BLOCK // 2, 1)
         operands = tuple(F.pad(t, (0, missing * each)) for t, each in zip(operands, per_group, strict=True))
-    a_codes, a_scales, w_codes, w_scales = (aligned(t, 16) for t in operands)
+    a_codes, a_scales, w_codes, w_scales = (aligned(t) for t in operands)
     return a_codes, a_scales, w_codes, w_scales
 
 

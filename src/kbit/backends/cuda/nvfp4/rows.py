@@ -7,7 +7,9 @@ import functools
 import torch
 
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import DTYPES, SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.row_launch import DTYPES
+from kbit.backends.cuda.weights import aligned
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
@@ -169,8 +171,3 @@ def _is_wide(x: torch.Tensor) -> bool:
 def _word_shift(matrix: torch.Tensor) -> int:
     """log2 of the widest word, up to 16 bytes, that divides a matrix's rows and address."""
     return next(s for s in (4, 3, 2, 1, 0) if (matrix.shape[1] | matrix.data_ptr()) % (1 << s) == 0)
-
-
-def aligned(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """`tensor` at an address that is a multiple; views at odd offsets are copied."""
-    return tensor if tensor.data_ptr() % multiple == 0 else tensor.clone()

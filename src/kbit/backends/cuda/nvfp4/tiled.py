@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, layout, operands, preference, stream, wgmma
 from kbit.backends.cuda.nvfp4 import products
-from kbit.backends.cuda.nvfp4.rows import aligned, dequantize
+from kbit.backends.cuda.nvfp4.rows import dequantize
+from kbit.backends.cuda.weights import fenced, ready
 from kbit.format.codebook import E2M1_MAGNITUDES
 
 # Values of e2m1 codes.
@@ -94,10 +95,7 @@ def _multiply(
     y = x.new_empty((m, out_features))
     if y.numel() == 0:
         return y
-    tiles = aligned(tiled, 16)
-    if tiles is not tiled:
-        layout.settled(tiles)  # the product reads it before the copy in front is done
-    tiles = tiles.view(torch.int32)
+    tiles = ready(tiled).view(torch.int32)
     weight = (tiles, constant(CODEBOOK, x.device), constant((w_scale,), x.device), bias)
     if kernel(m, _arch(x)) == "wgmma":
         wgmma.linear(x, *weight, out_features, columns, False, y, row_scale=row_scale)
@@ -118,7 +116,7 @@ def constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):  # whose current stream may be recorded
         # Filled, not copied from the host, so that a CUDA graph can record it.
         parts = [torch.full((1,), value, dtype=torch.float32, device=device) for value in values]
-        known = layout.settled(torch.cat(parts) if len(parts) > 1 else parts[0])
+        known = fenced(torch.cat(parts) if len(parts) > 1 else parts[0])
         if len(_kept) < _MOST_KEPT and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).synchronize()  # any stream may read it next
             _kept[key] = known
