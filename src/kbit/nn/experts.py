@@ -260,7 +260,7 @@ class KbitExperts(QuantizedModule):
             return ops.grouped_linear_tiled(*arguments, silu_and_mul, source)
         if source is not None:
             x = x.index_select(0, source)
-        packed, absmax = (getattr(self, f"{name}_{part}").view(*rows, -1) for part in ("packed", "absmax"))
+        packed, absmax = self._as_matrices(name, *self._canonical(name))
         op = ops.grouped_linear_train if needs_grad else ops.grouped_linear
         results = op(x, packed, absmax, self.codebook, scale, offsets, columns)
         return api.silu_and_mul(results) if silu_and_mul else results

@@ -223,7 +223,7 @@ class QuantizedModule(TileableModule):
         tiled = self._held(name)
         if tiled is not None:
             return QuantizedTensor.from_tiles(tiled.detach(), self.codebook, scale, self.bits, shape)
-        packed, absmax = (part.detach().view(*shape[:-1], -1) for part in self._canonical(name))
+        packed, absmax = self._as_matrices(name, *(part.detach() for part in self._canonical(name)))
         return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
@@ -253,8 +253,8 @@ class QuantizedModule(TileableModule):
                     self._buffers.pop(key, None)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.reset_parameters()
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
@@ -269,6 +269,13 @@ class QuantizedModule(TileableModule):
         """Shape of a weight as the ops see it: one matrix per factor."""
         return self.shapes[name]
 
+    def _as_matrices(
+        self, name: str, packed: torch.Tensor, absmax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Canonical parts as the ops take them: one matrix per factor, without a copy if contiguous."""
+        rows = self._matrices(name)[:-1]
+        return packed.reshape(*rows, packed.shape[-1]), absmax.reshape(*rows, absmax.shape[-1])
+
     def _tiles_pay(self, device: torch.device) -> bool:
         return self._op is not None and forms.tiles_pay(self._op, device, torch.uint8)
 
@@ -281,10 +288,9 @@ class QuantizedModule(TileableModule):
         return absmax.dtype == torch.uint8 and tuple(absmax.shape) == (*rows, blocks_of(columns))
 
     def _to_tiles(self, name: str, packed: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-        *rows, columns = self._matrices(name)
-        return torch.ops.kbit.tile(packed.view(*rows, -1), absmax.view(*rows, -1), columns, self.bits)
+        return torch.ops.kbit.tile(*self._as_matrices(name, packed, absmax), self.shapes[name][-1], self.bits)
 
     def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         packed, absmax = torch.ops.kbit.untile(tiled, self.bits, *self._matrices(name)[-2:])
         rows = self.shapes[name][:-1]
-        return packed.view(*rows, -1), absmax.view(*rows, -1)
+        return packed.view(*rows, packed.shape[-1]), absmax.view(*rows, absmax.shape[-1])

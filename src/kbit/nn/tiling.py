@@ -9,7 +9,7 @@ canonical form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -191,7 +191,7 @@ class TileableModule(nn.Module):
                 for part, tensor in zip(self._canonical_parts, self._canonical(name), strict=True):
                     destination[f"{prefix}{name}{part}"] = tensor
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load the canonical form.
 
         Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
@@ -199,9 +199,22 @@ class TileableModule(nn.Module):
         tiled = {name: self._held(name) for name in self.shapes}
         self.restore()
         self._before_loading(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        metadata, *_, errors = args
+        if not metadata.get("assign_to_params_buffers", False):  # what is assigned, each call checks
+            errors.extend(self._other_dtypes(state_dict, prefix))
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, tiles in tiled.items():
             self._load_tiles(name, tiles)
+
+    def _other_dtypes(self, state_dict: Any, prefix: str) -> Iterator[str]:
+        """What is wrong with stored parts: copying would convert numbers that are bits of another format."""
+        for key in (name + part for name in self.shapes for part in self._canonical_parts):
+            held, stored = self._parameters.get(key), state_dict.get(prefix + key)
+            if held is not None and isinstance(stored, torch.Tensor) and stored.dtype != held.dtype:
+                yield (
+                    f"dtype mismatch for {prefix}{key}: {stored.dtype} in the checkpoint, {held.dtype} "
+                    f"in this layer. Build it with the format of the checkpoint."
+                )
 
     def _before_loading(self, state_dict: Any, prefix: str) -> None:
         """Make room for what a state dict holds; all weights are canonical."""
