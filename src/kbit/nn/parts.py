@@ -20,6 +20,7 @@ from kbit.format.codebook import get_codebook
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
+from kbit.nn import tied
 from kbit.nn.fuse import Parts
 from kbit.nn.tiling import TileableModule
 from kbit.ops import forms
@@ -53,8 +54,10 @@ class QuantizedModule(TileableModule):
         layer_name: dotted name in the model, for error messages; "" if unknown.
         levels: the codebook's, where no device can lose them.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
+        tied_to: the layer whose weight `share` took; in a tuple, for it is no child of this one.
     """
 
+    tied_to: tuple[QuantizedModule, ...] = ()
     bits: int
     layer_name: str
     codebook: torch.Tensor
@@ -156,14 +159,9 @@ class QuantizedModule(TileableModule):
         other.restore(name)
         self._parameters.pop(name + "_tiled", None)
         self.stays_canonical = other.stays_canonical = True
-        for part in PARTS:
-            key = f"{name}_{part}"
-            self._parameters.pop(key, None)
-            self._buffers.pop(key, None)
-            if key in other._parameters:
-                self._parameters[key] = other._parameters[key]
-            else:
-                self.register_buffer(key, other._buffers[key], persistent=False)
+        tied.take(self, other, [f"{name}_{part}" for part in PARTS])
+        self.tied_to = (other,)
+        other.tied_to = tuple(one for one in other.tied_to if one is not self)
         self.codebook, self.levels = other.codebook, other.levels
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
@@ -255,6 +253,7 @@ class QuantizedModule(TileableModule):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        tied.agree_on_factors(self, state_dict, prefix)
         self.reset_parameters()
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
