@@ -28,23 +28,41 @@ def test_block_scales_of_another_format_are_not_converted(held, stored):
     assert torch.equal(layer.dequantize(), source.dequantize())
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_codes_that_are_no_int32_are_not_converted(prepared):
+@pytest.mark.parametrize(("part", "dtype"), [("packed", "float32"), ("packed", "uint8"), ("absmax", "int8")])
+def test_parts_of_no_format_are_refused(part, dtype, prepared, assign):
     layer = KbitLinear.from_linear(nn.Linear(64, 8))
     if prepared:
         layer.prepare(force=True)
-    state = layer.state_dict()
-    with pytest.raises(RuntimeError, match=r"dtype mismatch for weight_packed: torch\.float32 in the"):
-        layer.load_state_dict(state | {"weight_packed": state["weight_packed"].float()})
+    x, state = torch.randn(2, 64), layer.state_dict()
+    before, names = layer(x), [name for name, _ in layer.named_parameters()]
+    state[f"weight_{part}"] = state[f"weight_{part}"].to(getattr(torch, dtype))
+    with pytest.raises(RuntimeError, match=rf"dtype mismatch for weight_{part}: torch\.{dtype} in the"):
+        layer.load_state_dict(state, assign=assign)
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize(("part", "dtype"), [("packed", torch.uint8), ("scale", torch.bfloat16)])
+def test_no_product_reads_beyond_parts_of_smaller_elements(part, dtype):
+    """Where no gradient is wanted, a layer's product checks less; parts may have been set by hand."""
+    layer = KbitLinear.from_linear(nn.Linear(64, 8))
+    wrong = getattr(layer, f"weight_{part}").to(dtype)
+    delattr(layer, f"weight_{part}")
+    layer.register_buffer(f"weight_{part}", wrong)
+    with torch.no_grad(), pytest.raises(TypeError, match=f"{part} must be \\w+32, got {dtype}"):
+        layer(torch.ones(2, 64))
 
 
 def test_nvfp4_scales_are_not_converted():
     """Stored as the floats that they are, a copy would round them to whole numbers."""
     layer = NVFP4Linear(64, 32, NVFP4Settings())
     state = layer.state_dict()
-    scales = state["weight_scales"].view(torch.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match=r"dtype mismatch for weight_scales: torch\.float8_e4m3fn in the"):
-        layer.load_state_dict(state | {"weight_scales": scales})
+    state["weight_scales"] = state["weight_scales"].view(torch.float8_e4m3fn)
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"mismatch for weight_scales: torch\.float8_e4m3fn in the"):
+            copy.deepcopy(layer).load_state_dict(state, assign=assign)
 
 
 def strided(tensor):

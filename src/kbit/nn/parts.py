@@ -67,6 +67,7 @@ class QuantizedModule(TileableModule):
     weight_scale: torch.Tensor
 
     _canonical_parts = ("_packed", "_absmax")
+    _assignable = tuple(form.dtype for form in scales.ABSMAX_FORMATS.values())
     # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
     _op: str | None = None
 
