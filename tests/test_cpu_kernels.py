@@ -331,6 +331,25 @@ def test_works_in_a_forked_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_works_in_a_child_forked_ahead_of_the_first_call() -> None:
+    """torch's own loops have started the threads by then."""
+    code = """
+import os, signal, torch
+from kbit.backends import cpu
+from kbit.format.codebook import midpoints, normal_float
+torch.set_num_threads(2)
+weight, levels = torch.ones(1 << 22).exp()[: 1 << 20].view(512, 2048), normal_float(4)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    cpu.quantize(weight, levels, midpoints(levels), 4, None)
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_wrong_sizes_are_refused() -> None:
     packed, absmax, codebook, scale = make_weight(8, 64, 4)
     with pytest.raises(ValueError, match="absmax has not"):

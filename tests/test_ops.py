@@ -1,5 +1,6 @@
 """The ops: schemas under opcheck, traced and eager alike, gradients, `out=`, and every refusal."""
 
+import copy
 import importlib
 import subprocess
 import sys
@@ -275,6 +276,21 @@ def test_out_is_written_and_returned(dense):
     assert torch.equal(decoded, kbit.dequantize(dense))
 
 
+def test_autograd_notices_that_out_was_written(dense, experts):
+    x, rows, offsets = torch.randn(3, 72), torch.randn(4, 40), torch.arange(5, dtype=torch.int32)
+    tiled = copy.copy(dense).tile()
+    for out, write in (
+        (torch.ones(3, 48), lambda out: kbit.linear(x, dense, out=out)),
+        (torch.ones(3, 48), lambda out: kbit.linear(x, tiled, out=out)),
+        (torch.ones(48, 72), lambda out: kbit.dequantize(dense, out=out)),
+        (torch.ones(4, 24), lambda out: kbit.grouped_linear(rows, experts, offsets, out=out)),
+    ):
+        product = torch.ones(out.shape, requires_grad=True) * out  # which its gradient needs again
+        write(out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("call", "before", "after"),
     [
@@ -363,6 +379,8 @@ def test_bad_out_is_refused(dense):
         kbit.linear(x, dense, out=torch.empty(48, 3).t())
     with pytest.raises(ValueError, match="out= cannot be combined with gradients"):
         kbit.linear(x.requires_grad_(), dense, out=torch.empty(3, 48))
+    with pytest.raises(ValueError, match="dequantize: out= cannot be combined with gradients"):
+        kbit.dequantize(dense, out=torch.empty(48, 72, requires_grad=True))
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -89,6 +89,19 @@ def test_a_layer_whose_weight_a_hook_computes_stays():
     assert [type(layer) for layer in model] == [KbitLinear, nn.Linear]
 
 
+@IN_PLACE
+def test_layers_with_a_forward_of_their_own_or_without_a_weight_stay(quantize):
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    model[0].forward = lambda x: 2 * nn.Linear.forward(model[0], x)
+    model[1].forward = model[1].forward  # as accelerate leaves it
+    x = torch.ones(1, 32)
+    doubled = model[0](x)
+    model[2].weight = None
+    quantize(model)
+    assert [type(layer) is nn.Linear for layer in model] == [True, False, True, False]
+    assert torch.equal(model[0](x), doubled)
+
+
 class Subclassed(nn.Linear):
     pass
 

@@ -6,7 +6,10 @@ Backends get contiguous tensors with x as [M, K] and write products and decoded 
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
+
+from torch.autograd.graph import increment_version
 
 from kbit.backends import reference
 from kbit.dispatch.backends import backend_for
@@ -20,10 +23,22 @@ def implement(name: str):
     """Register the decorated function as the kernel of an op on every device."""
 
     def register(function):
-        schemas.LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        kernel = _counting(function) if name.endswith(".out") else function
+        schemas.LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         return function
 
     return register
+
+
+def _counting(function):
+    """An `out=` variant that lets autograd notice the write: no op of a library does of itself."""
+
+    @wraps(function)
+    def write(*args, out, **kwargs):
+        function(*args, out=out, **kwargs)
+        increment_version(out)
+
+    return write
 
 
 def contiguous(*tensors) -> tuple[Any, ...]:

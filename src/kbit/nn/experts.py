@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kbit.format.names import ABSMAX, PACKED, SCALE
+from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
@@ -261,7 +261,7 @@ class KbitExperts(QuantizedModule):
             return ops.grouped_linear_tiled(*arguments, silu_and_mul, source)
         if source is not None:
             x = x.index_select(0, source)
-        packed, absmax = (getattr(self, name + part).view(*rows, -1) for part in (PACKED, ABSMAX))
+        packed, absmax = self._as_matrices(name, *self._canonical(name))
         op = ops.grouped_linear_train if needs_grad else ops.grouped_linear
         results = op(x, packed, absmax, self.codebook, scale, offsets, columns)
         return api.silu_and_mul(results) if silu_and_mul else results

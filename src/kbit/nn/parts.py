@@ -21,6 +21,7 @@ from kbit.format.names import ABSMAX, PACKED, PARTS, SCALE
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
+from kbit.nn import tied
 from kbit.nn.fuse import Parts
 from kbit.nn.tiling import TILED, TileableModule
 from kbit.ops import forms
@@ -52,8 +53,10 @@ class QuantizedModule(TileableModule):
         layer_name: dotted name in the model, for error messages; "" if unknown.
         levels: the codebook's, where no device can lose them.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
+        tied_to: the layer whose weight `share` took; in a tuple, for it is no child of this one.
     """
 
+    tied_to: tuple[QuantizedModule, ...] = ()
     bits: int
     layer_name: str
     codebook: torch.Tensor
@@ -63,6 +66,7 @@ class QuantizedModule(TileableModule):
     weight_scale: torch.Tensor
 
     _canonical_parts = (PACKED, ABSMAX)
+    _assignable = tuple(form.dtype for form in scales.ABSMAX_FORMATS.values())
     # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
     _op: str | None = None
 
@@ -153,14 +157,9 @@ class QuantizedModule(TileableModule):
         other.restore(name)
         self._parameters.pop(name + TILED, None)
         self.stays_canonical = other.stays_canonical = True
-        for part in PARTS:
-            key = name + part
-            self._parameters.pop(key, None)
-            self._buffers.pop(key, None)
-            if key in other._parameters:
-                self._parameters[key] = other._parameters[key]
-            else:
-                self.register_buffer(key, other._buffers[key], persistent=False)
+        tied.take(self, other, [name + part for part in PARTS])
+        self.tied_to = (other,)
+        other.tied_to = tuple(one for one in other.tied_to if one is not self)
         self.codebook, self.levels = other.codebook, other.levels
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
@@ -220,7 +219,7 @@ class QuantizedModule(TileableModule):
         tiled = self._held(name)
         if tiled is not None:
             return QuantizedTensor.from_tiles(tiled.detach(), self.codebook, scale, self.bits, shape)
-        packed, absmax = (part.detach().view(*shape[:-1], -1) for part in self._canonical(name))
+        packed, absmax = self._as_matrices(name, *(part.detach() for part in self._canonical(name)))
         return QuantizedTensor(packed, absmax, self.codebook, scale, self.bits, shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
@@ -250,8 +249,9 @@ class QuantizedModule(TileableModule):
                     self._buffers.pop(key, None)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        tied.agree_on_factors(self, state_dict, prefix)
         self.reset_parameters()
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
@@ -266,6 +266,13 @@ class QuantizedModule(TileableModule):
         """Shape of a weight as the ops see it: one matrix per factor."""
         return self.shapes[name]
 
+    def _as_matrices(
+        self, name: str, packed: torch.Tensor, absmax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Canonical parts as the ops take them: one matrix per factor, without a copy if contiguous."""
+        rows = self._matrices(name)[:-1]
+        return packed.reshape(*rows, packed.shape[-1]), absmax.reshape(*rows, absmax.shape[-1])
+
     def _tiles_pay(self, device: torch.device) -> bool:
         return self._op is not None and forms.tiles_pay(self._op, device, torch.uint8)
 
@@ -278,10 +285,9 @@ class QuantizedModule(TileableModule):
         return absmax.dtype == torch.uint8 and tuple(absmax.shape) == (*rows, blocks_of(columns))
 
     def _to_tiles(self, name: str, packed: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-        *rows, columns = self._matrices(name)
-        return torch.ops.kbit.tile(packed.view(*rows, -1), absmax.view(*rows, -1), columns, self.bits)
+        return torch.ops.kbit.tile(*self._as_matrices(name, packed, absmax), self.shapes[name][-1], self.bits)
 
     def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         packed, absmax = torch.ops.kbit.untile(tiled, self.bits, *self._matrices(name)[-2:])
         rows = self.shapes[name][:-1]
-        return packed.view(*rows, -1), absmax.view(*rows, -1)
+        return packed.view(*rows, packed.shape[-1]), absmax.view(*rows, absmax.shape[-1])

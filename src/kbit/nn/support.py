@@ -33,15 +33,27 @@ def unsupported(module: nn.Module) -> str | None:
     """Why a module cannot be replaced by a quantized one, or None if it can.
 
     Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
-    replaced.
+    replaced; and so may a module with a forward of its own, unless it is accelerate's.
     """
+    if has_own_forward(module):
+        return "its forward is not that of its class"
     if type(module) is nn.Linear:
+        if module._parameters.get("weight", module) is None:
+            return "it has no weight"
         return None if "weight" in module._parameters else "a hook computes its weight at every call"
     if type(module) is nn.Embedding:
         return "it has max_norm" if module.max_norm is not None else None
     if is_experts(module):
         return unsupported_experts(module)
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module computes something else than its class does, which one of another class would not."""
+    own = vars(module).get("forward")
+    # accelerate wraps the class's, and leaves that there where it takes its hook away.
+    usual = "_hf_hook" in vars(module) or getattr(own, "__func__", own) is type(module).forward
+    return own is not None and not usual
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:

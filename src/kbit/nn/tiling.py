@@ -9,7 +9,7 @@ canonical form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +44,8 @@ class TileableModule(nn.Module):
 
     # Suffixes of a weight's canonical parts: its codes, then its block scales.
     _canonical_parts: ClassVar[tuple[str, str]]
+    # Dtypes of block scales that take the place of those there are, whatever dtype these have.
+    _assignable: ClassVar[tuple[torch.dtype, ...]] = ()
     stays_canonical = False
 
     def _tiles_pay(self, device: torch.device) -> bool:
@@ -192,17 +194,41 @@ class TileableModule(nn.Module):
                 for part, tensor in zip(self._canonical_parts, self._canonical(name), strict=True):
                     destination[f"{prefix}{name}{part}"] = tensor
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load the canonical form.
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load the canonical form; nothing if its dtypes are of another format.
 
         Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
         """
         tiled = {name: self._held(name) for name in self.shapes}
         self.restore()
-        self._before_loading(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        metadata, *_, errors = args
+        assigned = metadata.get("assign_to_params_buffers", False)
+        wrong = list(self._other_dtypes(state_dict, prefix, self._assignable if assigned else ()))
+        if wrong:
+            errors.extend(wrong)
+        else:
+            self._before_loading(state_dict, prefix)
+            super()._load_from_state_dict(state_dict, prefix, *args)
         for name, tiles in tiled.items():
             self._load_tiles(name, tiles)
+
+    def _other_dtypes(self, state_dict: Any, prefix: str, scales: tuple[torch.dtype, ...]) -> Iterator[str]:
+        """What is wrong with stored parts: copying would convert numbers that are bits of another format.
+
+        Args:
+            state_dict, prefix: of what is loaded.
+            scales: dtypes that block scales may have, beside that of this layer's.
+        """
+        for name in self.shapes:
+            for part, others in zip(self._canonical_parts, ((), scales), strict=True):
+                held, stored = self._parameters.get(name + part), state_dict.get(prefix + name + part)
+                if held is None or not isinstance(stored, torch.Tensor):
+                    continue
+                if stored.dtype not in (held.dtype, *others):
+                    yield (
+                        f"dtype mismatch for {prefix}{name}{part}: {stored.dtype} in the checkpoint, "
+                        f"{held.dtype} in this layer. Build it with the format of the checkpoint."
+                    )
 
     def _before_loading(self, state_dict: Any, prefix: str) -> None:
         """Make room for what a state dict holds; all weights are canonical."""

@@ -86,7 +86,7 @@ def dequantize(
         op = torch.ops.kbit.dequantize_tiled
         arguments = (q.tiled, q.codebook, q.scale, *q.shape[-2:], dtype)
     if out is not None:
-        kinds.tensor("dequantize", "out", out)
+        _check_out("dequantize", out, False)
         op.out(*arguments, out=out)
         return out
     return op(*arguments)
@@ -186,11 +186,7 @@ def _multiply(
 ) -> torch.Tensor:
     """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
     if out is not None:
-        kinds.tensor(name, "out", out)
-    if needs_grad and out is not None:
-        raise ValueError(
-            f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
-        )
+        _check_out(name, out, needs_grad)
     if q.tiled is None and forms.should_tile(q, name, q.device, q.absmax.dtype):
         q.tile()
     if q.tiled is None:
@@ -208,6 +204,15 @@ def _multiply(
         return op(*arguments)
     op.out(*arguments, out=out)
     return out
+
+
+def _check_out(name: str, out: torch.Tensor, needs_grad: bool) -> None:
+    """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
+    kinds.tensor(name, "out", out)
+    if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
+        raise ValueError(
+            f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
+        )
 
 
 def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,9 @@ def linear(
         return None
     if x.shape[-1:] != (in_features,) or len(parts) != way.parts:
         return None
+    # Parts are as long as the layer made them, but who loads or sets them may change what an element is.
+    if parts[0].dtype != torch.int32 or parts[-1].dtype != torch.float32:
+        return None
     if any(part.device != x.device or type(part) not in _OWN for part in parts):
         return None
     if bias is not None and not (

@@ -2,7 +2,7 @@
 
 Functions take contiguous CPU tensors that the op layer has checked. Each takes `isa=` to force an instruction
 set (tests, benchmarks); the environment variable KBIT_CPU_ISA forces it for the whole process. Threads are
-torch's (`torch.set_num_threads`). Results do not depend on the number of threads.
+torch's (`torch.set_num_threads`). Results do not depend on their number, but where torch multiplies panels.
 """
 
 from __future__ import annotations

@@ -17,10 +17,13 @@ namespace {
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 // libgomp's pool does not survive fork: in a child its GOMP_parallel would wait for threads that are gone.
+// Registered as the extension is loaded: a parent may fork before its first product, when torch has started
+// the pool already.
 std::atomic<bool> in_forked_child{false};
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
 
 GompParallel find_gomp() {
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
     return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 }
 

@@ -1,0 +1,115 @@
+"""Parts of quantized layers that are not as the layers make them: other dtypes, other strides, no rows."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kbit.format import ABSMAX_FORMATS
+from kbit.format.policy import QuantizationPolicy
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
+from kbit.nvfp4.layers import NVFP4Linear, NVFP4Settings
+from test_nn import Experts, routed
+
+
+@pytest.mark.parametrize("stored", ABSMAX_FORMATS)
+@pytest.mark.parametrize("held", ABSMAX_FORMATS)
+def test_block_scales_of_another_format_are_not_converted(held, stored):
+    """E4M4's bytes copied into floats, or floats into bytes, are other scales."""
+    source = KbitLinear.from_linear(nn.Linear(64, 8), absmax_format=stored)
+    layer = KbitLinear(64, 8, absmax_format=held)
+    if stored == held:
+        layer.load_state_dict(source.state_dict())
+    else:
+        with pytest.raises(RuntimeError, match=r"dtype mismatch for 0\.weight_absmax: torch\.\w+ in the"):
+            nn.Sequential(layer).load_state_dict(nn.Sequential(source).state_dict())
+    layer.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(layer.dequantize(), source.dequantize())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("part", "dtype"), [("packed", "float32"), ("packed", "uint8"), ("absmax", "int8")])
+def test_parts_of_no_format_are_refused(part, dtype, prepared, assign):
+    layer = KbitLinear.from_linear(nn.Linear(64, 8))
+    if prepared:
+        layer.prepare(force=True)
+    x, state = torch.randn(2, 64), layer.state_dict()
+    before, names = layer(x), [name for name, _ in layer.named_parameters()]
+    state[f"weight_{part}"] = state[f"weight_{part}"].to(getattr(torch, dtype))
+    with pytest.raises(RuntimeError, match=rf"dtype mismatch for weight_{part}: torch\.{dtype} in the"):
+        layer.load_state_dict(state, assign=assign)
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize(("part", "dtype"), [("packed", torch.uint8), ("scale", torch.bfloat16)])
+def test_no_product_reads_beyond_parts_of_smaller_elements(part, dtype):
+    """Where no gradient is wanted, a layer's product checks less; parts may have been set by hand."""
+    layer = KbitLinear.from_linear(nn.Linear(64, 8))
+    wrong = getattr(layer, f"weight_{part}").to(dtype)
+    delattr(layer, f"weight_{part}")
+    layer.register_buffer(f"weight_{part}", wrong)
+    with torch.no_grad(), pytest.raises(TypeError, match=f"{part} must be \\w+32, got {dtype}"):
+        layer(torch.ones(2, 64))
+
+
+def test_nvfp4_scales_are_not_converted():
+    """Stored as the floats that they are, a copy would round them to whole numbers."""
+    layer = NVFP4Linear(64, 32, NVFP4Settings())
+    state = layer.state_dict()
+    state["weight_scales"] = state["weight_scales"].view(torch.float8_e4m3fn)
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"mismatch for weight_scales: torch\.float8_e4m3fn in the"):
+            copy.deepcopy(layer).load_state_dict(state, assign=assign)
+
+
+def strided(tensor):
+    """The same values in memory of another order."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_assigned_parts_may_have_any_strides(apart):
+    experts = Experts()
+    if apart:  # so that gate and up have factors of their own
+        with torch.no_grad():
+            experts.gate_up_proj[1, : experts.gate_up_proj.shape[1] // 2] *= 2000
+    layer, inputs = KbitExperts.from_experts(experts, 4, QuantizationPolicy()), routed()
+    assert (layer.gate_up_proj_scale.dim() == 2) == apart
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict({name: strided(part) for name, part in layer.state_dict().items()}, assign=True)
+    assert not twin.gate_up_proj_packed.is_contiguous()
+    assert torch.equal(twin(*inputs), layer(*inputs))
+    assert torch.equal(twin.dequantize("gate_up_proj"), layer.dequantize("gate_up_proj"))
+    twin.prepare(force=True)
+    assert torch.equal(twin.dequantize("gate_up_proj"), layer.dequantize("gate_up_proj"))
+
+
+def test_layers_without_rows():
+    """A rank's share of a table, for one, may be empty."""
+    linear, table = KbitLinear(40, 0, bias=False), KbitEmbedding(0, 40)
+    assert linear(torch.ones(3, 40)).shape == (3, 0)
+    assert linear.dequantize().shape == table.dequantize().shape == (0, 40)
+    linear.prepare(force=True)
+    assert linear(torch.ones(3, 40)).shape == (3, 0)
+    assert linear.state_dict()["weight_packed"].shape == (0, 8)
+    assert linear.dequantize().shape == (0, 40)
+
+
+@pytest.mark.parametrize("factors", [(2.0**-12, 1.0), (1.0, 2.0**-12), (2.0**-12, 2.0**-20)])
+@pytest.mark.parametrize("left_out", ["table", "head"])
+def test_tied_layers_load_from_a_file_that_has_their_weight_once(left_out, factors):
+    """safetensors.torch.save_model keeps one of the names, the first by the alphabet."""
+    layers = []
+    for factor in factors:
+        table = nn.Embedding(30, 40)
+        table.weight.data.mul_(factor)
+        layer = KbitEmbedding.from_embedding(table)
+        layers.append(nn.ModuleDict({"table": layer, "head": layer.tied_head()}))
+    source, twin = layers[0], copy.deepcopy(layers[1])
+    state = {name: part for name, part in source.state_dict().items() if not name.startswith(left_out)}
+    assert not twin.load_state_dict(state, strict=False).unexpected_keys
+    for name in ("table", "head"):
+        assert torch.equal(twin[name].dequantize(), source[name].dequantize())
