@@ -342,6 +342,14 @@ def test_without_a_gpu_one_line_says_so(command):
     assert "\n" not in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["model", "train", "quantize"])
+def test_without_a_gpu_the_line_names_the_option_that_helps(command):
+    message = refuse(command, "llama-3-8b")
+    assert message.startswith(f"kbit bench {command} needs an NVIDIA GPU: torch ")
+    assert message.endswith(". --device cpu measures on the CPU.")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -391,11 +391,13 @@ def test_generate_says_what_is_missing(folders, tmp_path):
     shutil.copytree(folders["original"], tmp_path / "model", ignore=shutil.ignore_patterns("*token*"))
     assert "has no tokenizer" in refuse("generate", tmp_path / "model", "hello")
     assert "has no tokens" in refuse("generate", folders["original"], "", "--no-chat")
+    message = refuse("generate", folders["original"], "hello", "--system", "Be short.", "--no-chat")
+    assert message.startswith("--system needs a chat template, and --no-chat leaves it out. ")
     assert "no device 'cuda:99'" in refuse("generate", folders["original"], "hello", "--device", "cuda:99")
 
 
 def test_generate_refuses_a_folder_that_is_no_model(tmp_path):
-    assert "not a folder" in refuse("generate", tmp_path / "missing", "hello")
+    assert re.search("not a folder.*hf download", refuse("generate", tmp_path / "missing", "hello"))
     assert "no config.json" in refuse("generate", tmp_path, "hello")
 
 

@@ -247,10 +247,13 @@ def test_unmatched_names_what_is_near_and_what_experts_are_called():
     assert text == (
         r"kbit found no module for override 'self_atn\.q_proj$' (nearest: model.layers.*.self_attn.q_proj, "
         "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj), "
-        "skip 'lm_haed' (nearest: lm_head). "
+        "skip 'lm_haed' (nearest: lm_head). A skip is a whole name, with a layer's number for *. "
         "All experts of a layer are one module: model.layers.*.mlp.experts."
     )
     assert unmatched(QuantizationPolicy(overrides={"q_proj": 3}), layers, []) is None
+    assert unmatched(QuantizationPolicy(overrides={"self_atn": 3}), layers, []) == (
+        "kbit found no module for override 'self_atn' (nearest: model.layers.*.self_attn)."  # a parent's name
+    )
     overrides = QuantizationPolicy(overrides={"gate": 4, "dense": 4})
     assert unmatched(overrides, layers, ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]) == (
         "kbit found no module for override 'gate' (model.layers.*.mlp.gate has no weight that can be "

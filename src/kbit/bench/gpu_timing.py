@@ -75,13 +75,14 @@ def unavailable_reason() -> str | None:
     return f"torch {torch.__version__} sees no CUDA device"
 
 
-def require_gpu(command: str) -> None:
-    """Raises ValueError where there is no GPU to measure on."""
+def require_gpu(command: str, or_cpu: bool = False) -> None:
+    """Raises ValueError where there is no GPU to measure on; `or_cpu`: the command has --device cpu."""
     reason = unavailable_reason()
     if reason is not None:
-        raise ValueError(
-            f"{command} needs an NVIDIA GPU: {reason}. `kbit bench cpu` measures the CPU kernels."
+        instead = (
+            "--device cpu measures on the CPU" if or_cpu else "`kbit bench cpu` measures the CPU kernels"
         )
+        raise ValueError(f"{command} needs an NVIDIA GPU: {reason}. {instead}.")
 
 
 def copies_needed(nbytes: int, cache_bytes: int, max_bytes: int = MAX_COPY_BYTES) -> int:

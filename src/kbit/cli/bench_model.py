@@ -119,7 +119,7 @@ def model(
 
     one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
-        gpu_timing.require_gpu("kbit bench model")
+        gpu_timing.require_gpu("kbit bench model", or_cpu=True)
     counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)
     model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)

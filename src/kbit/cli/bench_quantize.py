@@ -65,7 +65,7 @@ def quantize(
     counts, devices = numbers("--jobs", jobs), words(device)
     on_gpu = any(one.startswith("cuda") for one in devices)
     if on_gpu:
-        gpu_timing.require_gpu("kbit bench quantize")
+        gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
     places(devices or [device], None)  # before a model is written
     about = gpu_timing.describe() if on_gpu else machine.describe()
     policy = QuantizationPolicy(bits=bits, search=not plain)

@@ -65,7 +65,7 @@ def train(
 
     one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
-        gpu_timing.require_gpu("kbit bench train")
+        gpu_timing.require_gpu("kbit bench train", or_cpu=True)
     plan = bench.Plan(sequences, tokens, rank, experts, checkpointing, repeats)
     policies: dict[str, QuantizationPolicy | None] = {bench.BASELINE: None} if baseline else {}
     # Plain scales: random weights need no search.

@@ -90,7 +90,8 @@ def demo(
     console.print()
     console.print(_table(rows))
     console.print(EXPLANATION.format(tokens=ids.shape[0] * (ids.shape[1] - 1), rounds=ROUNDS), style="dim")
-    console.print(f"\nThe models are in {folder}/. Talk on: kbit generate {variants[1][0]} 'your question'")
+    console.print(f"\nThe models are in {folder}/. Talk on:")
+    console.print(f"kbit generate {variants[1][0]} 'your question'", soft_wrap=True)  # to be copied whole
     console.print(f"{time.perf_counter() - start:.0f} s", style="dim")
     about = {"machine": machine.describe(), "eval_tokens": ids.numel()}
     write_json(json_file, about | {"rows": [asdict(row) for row in rows]})

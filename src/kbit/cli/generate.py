@@ -19,9 +19,13 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
     """Token ids [1, T] of a prompt, through the model's chat template where it has one.
 
     Raises:
-        ValueError: the template is damaged, or has no system message, say.
+        ValueError: the template is damaged, or has no system message, say; or there is a system message and
+            no template to put it into.
     """
     if not (chat and tokenizer.chat_template):
+        if system is not None:
+            why = "the tokenizer has none" if chat else "--no-chat leaves it out"
+            raise ValueError(f"--system needs a chat template, and {why}. Put that text into the prompt.")
         return tokenizer(prompt, return_tensors="pt").input_ids
     from jinja2 import TemplateError
 
@@ -60,12 +64,13 @@ def generate(
             f"least {LEAST_TEMPERATURE:g}."
         )
     tokenizer = load_tokenizer(folder)
-    with console.status("loading"):
-        model = load_model(folder, dtype, device)
-    torch.manual_seed(seed)
-    input_ids = encode_prompt(tokenizer, prompt, system, chat).to(model.device)
+    input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
+    with console.status("loading"):
+        model = load_model(folder, dtype, device)
+    input_ids = input_ids.to(model.device)
+    torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}
     start = time.perf_counter()
     output = model.generate(

@@ -41,7 +41,7 @@ def profile(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
-        gpu_timing.require_gpu("kbit profile --device cuda")
+        gpu_timing.require_gpu("kbit profile --device cuda", or_cpu=True)
     model = load_model(folder, dtype, device)
     found = bench.profile_step(model, batch, context, steps, graph)
     about = gpu_timing.describe() if found.device == "cuda" else machine.describe()

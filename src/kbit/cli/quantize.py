@@ -136,13 +136,15 @@ def _print_summary(report: Report, target: Path) -> None:
     resumed = f", {report.resumed_shards} of them from before" if report.resumed_shards else ""
     console.print(
         f"{escape(str(target))}: {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB in "
-        f"{counted(len(report.shards), 'shard')}{resumed}"
+        f"{counted(len(report.shards), 'shard')}{resumed}",
+        soft_wrap=True,
     )
     share = report.quantized_weights / max(1, report.weights)
     console.print(
         f"{share:.1%} of {report.weights / 1e6:.1f} M weights at {report.bits_per_weight:.2f} bits; "
         f"{report.seconds:.1f} s, {_per_second(report.weights_per_second)}, "
-        f"peak memory {peak_memory_mb():.0f} MB"
+        f"peak memory {peak_memory_mb():.0f} MB",
+        soft_wrap=True,
     )
 
 

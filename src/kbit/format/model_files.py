@@ -14,6 +14,10 @@ INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What else holds the weights of a model, beside its safetensors files.
 OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".ot")
+# The remedy for a path with no model, which often is a model's name on a hub.
+GIVE_FOLDER = (
+    "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     path = Path(folder) / CONFIG_NAME
-    return _read_object(path, "Give a model folder in the layout of Hugging Face transformers.")
+    return _read_object(path, GIVE_FOLDER)
 
 
 def _read_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder. Give a folder with config.json and *.safetensors.")
+        raise ValueError(f"{folder}: no such folder. {GIVE_FOLDER}")
     if weight_map := _weight_map(folder):
         return _shards(folder, weight_map)
     if (folder / SINGLE_NAME).is_file():

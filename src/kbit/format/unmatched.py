@@ -26,7 +26,7 @@ def unmatched(
             match them.
     """
     everything = [*quantizable, *others]
-    missed = []
+    missed, rule = [], ""
     for pattern, bits in policy.overrides.items():
         known = quantizable if bits else everything
         if not any(patterns.is_found(pattern, name) for name in known):
@@ -35,21 +35,24 @@ def unmatched(
     for skipped in policy.modules_to_not_convert or ():
         if not any(is_inside(name, skipped) for name in everything):
             missed.append(f"skip '{skipped}'{_nearest(skipped, everything)}")
+            rule = " A skip is a whole name, with a layer's number for *."
     if not missed:
         return None
-    return f"kbit found no module for {', '.join(missed)}.{_about_experts(quantizable)}"
+    return f"kbit found no module for {', '.join(missed)}.{rule}{_about_experts(quantizable)}"
 
 
 def _nearest(pattern: str, names: Collection[str]) -> str:
-    """Names that end much like a pattern, those of all layers as one; nothing if none does."""
+    """Names, or parents, that end much like a pattern, those of all layers as one; nothing if none does."""
     wanted = re.sub(r"\\[a-zA-Z]|[^\w.]", "", pattern)
     parts = wanted.count(".") + 1
-
-    def likeness(name: str) -> float:
-        return SequenceMatcher(None, wanted, ".".join(name.split(".")[-parts:])).ratio()
-
-    near = [name for name in _of_all_layers(names) if likeness(name) >= NEAR]
-    ranked = sorted(near, key=likeness, reverse=True)[:NEAREST]
+    likeness: dict[str, float] = {}
+    for name in _of_all_layers(names):
+        words = name.split(".")
+        for end in range(1, len(words) + 1):
+            ending = ".".join(words[max(0, end - parts) : end])
+            likeness[".".join(words[:end])] = SequenceMatcher(None, wanted, ending).ratio()
+    near = [name for name, value in likeness.items() if value >= NEAR]
+    ranked = sorted(near, key=lambda name: likeness[name], reverse=True)[:NEAREST]
     return f" (nearest: {', '.join(ranked)})" if ranked else ""
 
 
