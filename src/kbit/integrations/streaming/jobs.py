@@ -102,14 +102,14 @@ def meta_model(source: Path) -> Any:
     Raises:
         ValueError: transformers does not know this type of model.
     """
-    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from kbit.integrations.transformers.names import class_in
+
     config = AutoConfig.from_pretrained(source)
-    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
-    known = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
+    known = class_in(config)
     with torch.device("meta"):
-        return architecture(config) if known else AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config) if known is None else known(config)
 
 
 def _parts(

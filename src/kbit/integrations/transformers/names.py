@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
@@ -17,6 +18,12 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.nn.parts import QuantizedModule
 
 Transforms = tuple[list[WeightRenaming], list[WeightConverter]]
+
+
+def class_in(config: Any) -> Any:
+    """The class of models that a config names in `architectures`; None if transformers has none so called."""
+    found: Any = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 def loading_transforms(model: Any) -> Transforms:

@@ -156,8 +156,9 @@ def finish_ties(model: Any, ties: Ties) -> None:
 def rename_tied_parts(model: Any) -> None:
     """For a model quantized in place: tell transformers which parts are tied now."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-        layer = model.get_submodule(holder_of(target))
-        if isinstance(layer, QuantizedModule) and original_of(target) == target:
+        path, _, name = target.rpartition(".")
+        layer = model.get_submodule(path)
+        if isinstance(layer, QuantizedModule) and name in layer.shapes:  # not a bias, which may be tied, too
             scaled = "weight_scale" in layer._parameters
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
 

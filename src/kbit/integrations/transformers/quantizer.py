@@ -175,9 +175,10 @@ class KbitHfQuantizer(HfQuantizer):
                 return gathered_state_dict(model), {}
         return None, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """What `model.dequantize()` calls; see `kbit.dequantize_model`."""
-        return dequantize_model(model, dtype)
+        # By default the config's, of which saving makes a name.
+        return dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     # -- what transformers asks ------------------------------------------------------------------------------
 

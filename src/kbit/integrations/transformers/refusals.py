@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from kbit.format.names import PARTS, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.words import first_of
-from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
+from kbit.integrations.transformers.names import (
+    Transforms,
+    class_in,
+    loading_transforms,
+    names_in_files,
+    parameter_of,
+)
 from kbit.nn.support import unsupported
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ def refuse_missing(
     """Refuse a quantized checkpoint without any tensor of a weight that its config says to be quantized.
 
     transformers would draw it at random. What a task adds to the model that was quantized, such as a head for
-    classes, is not meant to be there.
+    classes or a pooler, is not meant to be there.
 
     Args:
         model, policy, index: see `build_plan`.
@@ -70,12 +77,26 @@ def refuse_missing(
         and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
     ]
+    missing = _of_the_quantized(model, missing)
     if missing:
         folder = next(iter(index.values())).file.parent
         raise ValueError(
             f"{folder} holds no tensors, quantized or not, of {first_of(missing)}. Its files are incomplete, "
             f"or config.json is of another model: fetch it or quantize again."
         )
+
+
+def _of_the_quantized(model: Any, names: Sequence[str]) -> list[str]:
+    """Those of a model's parameters that the class in its config has, too: that of what was quantized."""
+    known = class_in(model.config)
+    if not names or known is None or type(model) is known:
+        return list(names)
+    with torch.device("meta"):
+        base = known(model.config).base_model
+    if type(base) is not type(model.base_model):
+        return list(names)
+    there, path = base.state_dict(), "" if model.base_model is model else model.base_model_prefix + "."
+    return [name for name in names if name.removeprefix(path) in there]
 
 
 def _tied(model: Any, name: str) -> set[str]:

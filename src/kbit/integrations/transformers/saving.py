@@ -101,6 +101,7 @@ def copy_converter(
     converter: WeightConverter, sources: list[str], targets: list[str], operations: list[ConversionOps]
 ) -> WeightConverter:
     """A converter of the same scope with other patterns and operations."""
-    copy = WeightConverter(sources, targets, operations=operations)
+    # Lists of its own: a converter rewrites those it is given, which may be another's.
+    copy = WeightConverter([*sources], [*targets], operations=operations)
     copy.scope_prefix, copy.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return copy
