@@ -8,6 +8,7 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 import kbit
+from kbit.integrations.streaming import quantize_checkpoint
 from kbit.integrations.transformers.saving import copy_converter
 from kbit.nn import KbitLinear
 from tiny_models import build
@@ -72,3 +73,48 @@ def test_a_copied_converter_leaves_the_other_its_patterns():
     wanted = [[*each] for each in patterns]
     copy_converter(entry, *patterns, operations)
     assert [*patterns] == wanted
+
+
+def granite(spread):
+    """A Granite of experts; with `spread`, gate and up of one need different factors."""
+    model = build("granitemoe", torch.float32)
+    if spread:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.block_sparse_moe.experts.gate_up_proj[1, :24] *= 2.0**-12
+    return model
+
+
+@pytest.mark.parametrize("pattern", ["input_linear|output_linear", r"block_sparse_moe\.experts", "nothing"])
+def test_experts_that_files_hold_fused_under_other_names(pattern, tmp_path):
+    """Three ways to one checkpoint, which is loaded, and dequantized has the names that it began with."""
+    config = kbit.KbitConfig(overrides={pattern: 3})
+    granite(spread=True).save_pretrained(tmp_path / "source")
+    kind = transformers.GraniteMoeForCausalLM
+    kbit.quantize_model(kind.from_pretrained(tmp_path / "source"), config).save_pretrained(
+        tmp_path / "memory"
+    )
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    on_load.save_pretrained(tmp_path / "load")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "files", config)
+    wanted = load_file(tmp_path / "load" / "model.safetensors")
+    assert wanted["model.layers.0.block_sparse_moe.experts.gate_up_proj_scale"].shape == (4,)
+    for way in ("memory", "load", "files"):
+        stored = load_file(tmp_path / way / "model.safetensors")
+        assert stored.keys() == wanted.keys()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items())
+        model = kind.from_pretrained(tmp_path / way)
+        assert model.model.layers[0].block_sparse_moe.experts.bits == (4 if pattern == "nothing" else 3)
+        assert torch.equal(model(IDS).logits, on_load(IDS).logits)
+        model.dequantize().save_pretrained(tmp_path / f"plain-{way}")
+        names = [load_file(tmp_path / each / "model.safetensors") for each in ("source", f"plain-{way}")]
+        assert names[0].keys() == names[1].keys()
+
+
+def test_experts_of_which_files_name_the_weights_apart_get_one_width(tmp_path):
+    granite(spread=False).save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(overrides={"input_linear": 3})
+    with pytest.raises(
+        ValueError, match=r"experts: its tensors would get 3 bits \(.*input_linear.* and 4 bits"
+    ):
+        transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)

@@ -15,6 +15,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.nn.experts import is_experts
 from kbit.nn.parts import QuantizedModule
 
 Transforms = tuple[list[WeightRenaming], list[WeightConverter]]
@@ -67,28 +68,54 @@ def names_in_files(model: Any) -> dict[str, str]:
     Args:
         model: a PreTrainedModel, quantized or not.
     """
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = own_conversions(model)
-    try:
-        undone = [entry.reverse_transform() for entry in reversed(conversions)]
-    except NotImplementedError:  # such a model cannot be saved by other names than its own
-        return {}
+    undone = _undone(model)
     names = {}
     for key in model.state_dict():
-        name, stored = module_of(key), module_of(_undo(original_of(key), undone))
+        original = original_of(key)
+        name, stored = module_of(key), module_of(_undo(original, key.removeprefix(original), undone))
         if stored != name:
             names[name] = stored
     return names
 
 
-def _undo(name: str, undone: list) -> str:
-    """As transformers does when it saves: one converter at most, then every renaming."""
+def fused_in_files(model: Any) -> set[str]:
+    """The modules of fused experts of which the files that saving writes hold gate above up in one tensor."""
+    converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    return {
+        name
+        for name in names
+        if all(entry.rename_source_key(f"{name}.gate_up_proj")[1] is None for entry in converters)
+    }
+
+
+def name_of_parts(model: Any, target: str) -> str:
+    """What saving calls a quantized parameter that it does not split, without the suffixes of its parts."""
+    return _undo(target, PACKED, _undone(model)).removesuffix(PACKED)
+
+
+def _undone(model: Any) -> list:
+    """What transformers does when it saves a model, in its order."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = own_conversions(model)
+    try:
+        return [entry.reverse_transform() for entry in reversed(conversions)]
+    except NotImplementedError:  # such a model cannot be saved by other names than its own
+        return []
+
+
+def _undo(name: str, part: str, undone: list) -> str:
+    """As transformers does when it saves a part: one converter at most, then every renaming.
+
+    kbit's converters give parts the names of whole tensors. A renaming of those need not know a part's.
+    """
     for entry in undone:
         if isinstance(entry, WeightConverter):
             name, matched = entry.rename_source_key(name)
             if matched is not None:
                 break
+    name += part
     for entry in undone:
         if not isinstance(entry, WeightConverter):
             name, _ = entry.rename_source_key(name)

@@ -10,8 +10,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from kbit.format.names import PARTS
+from kbit.integrations.transformers.names import own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
-from kbit.nn.experts import KbitExperts
+from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
 
 
 class SplitScales(ConversionOps):
@@ -81,13 +82,38 @@ def with_experts(model: Any, conversions: list) -> list:
     return conversions + ours
 
 
-def without_experts(conversions: list) -> list:
-    """What `with_experts` was given."""
-    return [
+def without_experts(model: Any, conversions: list) -> list:
+    """What `with_experts` was given, and what a model's own checkpoints need for experts.
+
+    Of a model that was loaded with quantized experts, transformers kept only conversions that it had used.
+
+    Args:
+        model: a PreTrainedModel whose experts were dequantized.
+        conversions: what transformers is to undo when it saves.
+    """
+    kept = [
         entry
         for entry in conversions
         if not any(isinstance(op, SplitRows | SplitScales) for op in getattr(entry, "operations", ()))
     ]
+    weights = [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        for weight in WEIGHTS
+    ]
+    missing = [name for name in weights if not any(_renames(entry, name) for entry in kept)]
+    ours = [entry for entry in own_conversions(model) if any(_renames(entry, name) for name in missing)]
+    return kept + ours
+
+
+def _renames(entry: Any, weight: str) -> bool:
+    """Whether undoing a conversion gives the weight itself, not just its modules, another name."""
+    try:
+        renamed, _ = entry.reverse_transform().rename_source_key(weight)
+    except NotImplementedError:  # it cannot be undone; then saving says so
+        return False
+    return renamed.rpartition(".")[2] != weight.rpartition(".")[2]
 
 
 def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:
