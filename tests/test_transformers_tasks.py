@@ -9,6 +9,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 import kbit
 from kbit.integrations.streaming import quantize_checkpoint
+from kbit.integrations.transformers.placement import plan_ties
+from kbit.integrations.transformers.plan import Planned
 from kbit.integrations.transformers.saving import copy_converter
 from kbit.nn import KbitLinear
 from tiny_models import build
@@ -118,3 +120,40 @@ def test_experts_of_which_files_name_the_weights_apart_get_one_width(tmp_path):
         ValueError, match=r"experts: its tensors would get 3 bits \(.*input_linear.* and 4 bits"
     ):
         transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
+
+
+def test_experts_that_a_model_initializes_by_their_names(tmp_path, monkeypatch):
+    """As Qwen3-Omni does, from the block around them, also where it finds every weight in the files."""
+    from transformers import initialization
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    initialize = modeling.Qwen3MoePreTrainedModel._init_weights
+
+    def by_name(self, module):
+        initialize(self, module)
+        if isinstance(module, modeling.Qwen3MoeSparseMoeBlock):
+            initialization.normal_(module.experts.gate_up_proj)
+            initialization.normal_(module.experts.down_proj)
+
+    monkeypatch.setattr(modeling.Qwen3MoePreTrainedModel, "_init_weights", by_name)
+    source = build("qwen3_moe", torch.float32)
+    source.save_pretrained(tmp_path / "source")
+    kind, config = transformers.Qwen3MoeForCausalLM, kbit.KbitConfig(bits=4)
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    on_load.save_pretrained(tmp_path / "saved")
+    wanted = kbit.quantize_model(source, config)(IDS).logits
+    for model in (on_load, kind.from_pretrained(tmp_path / "saved")):
+        assert torch.equal(model(IDS).logits, wanted)
+        assert not hasattr(model.model.layers[0].mlp.experts, "gate_up_proj")
+
+
+def test_all_that_are_tied_stay_with_the_one_that_cannot_be_quantized():
+    sizes = {"vocab_size": 72, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
+    with torch.device("meta"):
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    ties = sorted(model.all_tied_weights_keys.items(), key=lambda pair: pair[0] != "lm_head.weight")
+    assert len(ties) == 3
+    model.all_tied_weights_keys = dict(ties)  # the head first, which could be
+    plan = {"model.shared.weight": Planned(4)}
+    assert plan_ties(model, plan, refuse=False) == []
+    assert plan == {}
