@@ -5,7 +5,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers import modeling_utils
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import kbit
 from kbit.integrations.streaming import quantize_checkpoint
@@ -157,3 +158,29 @@ def test_all_that_are_tied_stay_with_the_one_that_cannot_be_quantized():
     plan = {"model.shared.weight": Planned(4)}
     assert plan_ties(model, plan, refuse=False) == []
     assert plan == {}
+
+
+@pytest.mark.parametrize("boundary", [True, False])
+def test_codes_are_not_converted_as_if_they_were_weights(boundary, tmp_path, monkeypatch):
+    """As in Qwen3-VL-MoE, whose files hold experts transposed, and in GTE, with q, k and v in one tensor."""
+    from kbit.integrations.transformers import names, saving
+
+    # transformers' patterns end where a name does, unless they end with a dot or the like.
+    source, target = (
+        (r"self_attn.q_proj.weight",) * 2 if boundary else (r"self_attn.qq\.", r"self_attn.q_proj\.")
+    )
+    entry = WeightConverter([source], [target], operations=[Transpose(0, 1)])
+    for module in (names, saving):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model, **kwargs: [entry])
+    model = kbit.quantize_model(build("llama", torch.float32), kbit.KbitConfig(bits=4))
+    if not boundary:
+        with pytest.raises(ValueError, match=r"hold in another layout model\.layers\.0\.self_attn\.q_proj, "):
+            model.save_pretrained(tmp_path / "saved")
+        assert not list(tmp_path.glob("saved/*.safetensors"))
+        return
+    model.save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(
+        modeling_utils, "get_model_conversion_mapping", lambda model, *rest, **kwargs: [entry]
+    )
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)

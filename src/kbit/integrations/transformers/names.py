@@ -81,6 +81,7 @@ def names_in_files(model: Any) -> dict[str, str]:
 def fused_in_files(model: Any) -> set[str]:
     """The modules of fused experts of which the files that saving writes hold gate above up in one tensor."""
     converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
+    converters = [entry for entry in converters if len(entry.target_patterns) > 1]  # that split them
     names = [name for name, module in model.named_modules() if is_experts(module)]
     return {
         name
@@ -92,6 +93,17 @@ def fused_in_files(model: Any) -> set[str]:
 def name_of_parts(model: Any, target: str) -> str:
     """What saving calls a quantized parameter that it does not split, without the suffixes of its parts."""
     return _undo(target, PACKED, _undone(model)).removesuffix(PACKED)
+
+
+def converted_parts(model: Any) -> dict[str, WeightConverter]:
+    """{module: what saving does to the codes of it, already reversed} where it does something."""
+    converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
+    found: dict[str, WeightConverter] = {}
+    for name in model.state_dict():
+        if name == original_of(name) + PACKED:
+            first = next((entry for entry in converters if entry.rename_source_key(name)[1]), None)
+            found |= {} if first is None else {module_of(name): first}
+    return found
 
 
 def _undone(model: Any) -> list:

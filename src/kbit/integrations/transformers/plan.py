@@ -134,6 +134,11 @@ def _routes(
         target, pattern = parameter_of(name, transforms, model.base_model_prefix, state)
         if target not in state:
             continue  # a tensor this class of model does not use, such as a prediction head
+        if pattern is not None and name + PACKED in tensors:
+            # transformers may convert whole weights and leave parts alone: then they are the parameter's own.
+            direct = target + PACKED
+            found = parameter_of(name + PACKED, transforms, model.base_model_prefix, {**state, direct: None})
+            pattern = None if found == (direct, None) else pattern
         # The name in the file does not always tell experts: Granite has block_sparse_moe.input_linear.weight.
         shape = shapes.get(name)
         if shape is not None and not is_candidate(name, shape) and not is_candidate(target, shape):

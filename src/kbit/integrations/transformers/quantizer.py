@@ -169,6 +169,9 @@ class KbitHfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict]:
         """Gather a model that is split over ranks: every rank must save. Others transformers asks itself."""
+        from kbit.integrations.transformers import saving
+
+        saving.refuse_conversions(model)
         if _is_distributed():
             from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
 

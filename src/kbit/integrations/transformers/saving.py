@@ -10,7 +10,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from kbit.format.names import PARTS
-from kbit.integrations.transformers.names import own_conversions
+from kbit.format.words import first_of
+from kbit.integrations.transformers.names import converted_parts, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
 from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
 
@@ -59,6 +60,25 @@ class SplitRows(ConversionOps):
     def reverse_op(self) -> ConversionOps:
         """Only ever used reversed."""
         return self
+
+
+def refuse_conversions(model: Any) -> None:
+    """Refuse to save codes that transformers would convert as if they were weights.
+
+    Raises:
+        ValueError: the model was quantized in place, and its checkpoints hold a layer in another layout.
+    """
+    modules = [
+        module
+        for module, entry in converted_parts(model).items()
+        if not any(isinstance(op, SplitRows) for op in entry.operations)
+    ]
+    if modules:
+        raise ValueError(
+            f"save_pretrained: checkpoints of {type(model).__name__} hold in another layout "
+            f"{first_of(modules)}; transformers cannot put codes into it. Save after model.dequantize(), or "
+            f"leave those unquantized by modules_to_not_convert or overrides."
+        )
 
 
 def with_experts(model: Any, conversions: list) -> list:
