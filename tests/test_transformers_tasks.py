@@ -9,6 +9,7 @@ from transformers import modeling_utils
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import kbit
+from kbit.integrations.nvfp4.config import NVFP4Config
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.integrations.transformers.placement import plan_ties
 from kbit.integrations.transformers.plan import Planned
@@ -184,3 +185,22 @@ def test_codes_are_not_converted_as_if_they_were_weights(boundary, tmp_path, mon
     )
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "JambaForCausalLM", "BertForMaskedLM"])
+def test_nvfp4_leaves_alone_on_reload_what_it_left_alone(kind, tmp_path):
+    """What others read the weight of, and what is tied."""
+    t5 = {"vocab_size": 72, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    jamba = {"vocab_size": 72, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    jamba |= {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_offset": 1, "num_experts": 2}
+    jamba |= {"attn_layer_period": 2, "use_mamba_kernels": False}
+    sizes = {"T5": t5, "Jamba": jamba, "BertF": BERT | {"hidden_size": 64, "intermediate_size": 64}}
+    (chosen,) = [each for name, each in sizes.items() if kind.startswith(name)]
+    model = getattr(transformers, kind)
+    model(model.config_class(**chosen)).save_pretrained(tmp_path / "source")
+    once = model.from_pretrained(tmp_path / "source", quantization_config=NVFP4Config())
+    once.save_pretrained(tmp_path / "saved")
+    again = model.from_pretrained(tmp_path / "saved")
+    kinds = [{name: type(each) for name, each in m.named_modules()} for m in (once, again)]
+    assert kinds[0] == kinds[1]
+    assert {each.__name__ for each in kinds[0].values()} >= {"Linear", "NVFP4Linear"}

@@ -85,7 +85,7 @@ class Quantize(ConversionOps):
             # experts only; split otherwise, tensors come whole, so that all ranks find the same factors.
             placeholder = module._parameters.pop(name, None)
             if isinstance(module, KbitExperts):
-                mark_initialized(module, name)
+                mark_initialized(module, [name])
             fused = isinstance(value, _Sources)
             parts = (self._fused if fused else self._single)(value, planned, placeholder)
             if missing_keys is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +70,25 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
             for key in layer.shapes:
                 layer._parameters[key] = module._parameters[key]
         elif isinstance(layer, KbitExperts):
-            mark_initialized(layer, "gate_up_proj")
-            mark_initialized(layer, "down_proj")
+            mark_initialized(layer, layer.shapes)
         for name in names[module]:
             model.set_submodule(name, layer)
 
 
-def mark_initialized(layer: QuantizedModule, name: str) -> None:
-    """Have transformers find a weight that needs no initialization where it has codes, until they are loaded.
+def mark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
+    """Have transformers find weights that need no initialization where it has codes, until they are loaded.
 
     Qwen3-Omni initializes its experts from the block around them, by their names.
     """
-    weight = torch.empty(0)
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
-    layer.__dict__[name] = weight
+    for name in names:
+        weight = torch.empty(0)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        layer.__dict__[name] = weight
 
 
-def unmark_initialized(layer: QuantizedModule) -> None:
+def unmark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
     """Undo `mark_initialized`."""
-    for name in layer.shapes:
+    for name in names:
         layer.__dict__.pop(name, None)
 
 

@@ -138,7 +138,7 @@ class KbitHfQuantizer(HfQuantizer):
             localize(model)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
-                placement.unmark_initialized(module)
+                placement.unmark_initialized(module, module.shapes)
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
