@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import kbit
 import tiny_models
-from kbit.format.checkpoint import validate_checkpoint
+from kbit.format.checkpoint import read_index, validate_checkpoint
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from quantize_runs import altered, content, fail_at, refuse, run
@@ -236,18 +236,29 @@ def test_tensors_that_are_not_those_of_the_config(source, tmp_path, change, mess
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_parts_that_would_not_be_found_are_not_written(tmp_path, monkeypatch):
-    """As in Inkling 2: a pattern of transformers that is for the whole name of a tensor."""
+@pytest.mark.parametrize("by_its_other_name", [True, False])
+def test_parts_that_would_not_be_found_are_not_written(by_its_other_name, tmp_path, monkeypatch):
+    """As in DeepSeek-V4: a pattern of transformers that is for the whole name of a tensor."""
     from transformers.core_model_loading import WeightRenaming
 
     from kbit.integrations.transformers import names, rehearsal
 
-    renaming = r"model\.unembed\.weight$", "lm_head.weight"
+    renamings = [(r"model\.unembed\.weight$", "lm_head.weight")]
+    renamings += [] if by_its_other_name else [(r"lm_head\.weight_packed", "model.norm.weight")]
+
+    def mapping(model, **kwargs):
+        return [WeightRenaming(*each) for each in renamings]
+
     for module in (names, rehearsal):
-        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model: [WeightRenaming(*renaming)])
+        monkeypatch.setattr(module, "get_model_conversion_mapping", mapping)
     whole = tmp_path / "whole"
     tiny_models.build("qwen3", torch.bfloat16).save_pretrained(whole)
     altered(whole, tmp_path / "in", lambda c, t: t.update({"model.unembed.weight": t.pop("lm_head.weight")}))
+    if by_its_other_name:
+        assert run(tmp_path / "in", tmp_path / "out", "--embedding-bits", 5).exit_code == 0
+        assert "lm_head.weight_packed" in read_index(tmp_path / "out")
+        validate_checkpoint(tmp_path / "out")
+        return
     message = refuse(tmp_path / "in", tmp_path / "out", "--embedding-bits", 5)
     assert "part model.unembed.weight_packed" in message
     assert "--skip model.unembed" in message

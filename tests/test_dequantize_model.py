@@ -11,6 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 import kbit
+from kbit.format.checkpoint import read_index
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import KbitExperts, KbitLinear, QuantizedModule, dequantize_model, quantize_model
 from tiny_models import ARCHITECTURES, build
@@ -182,6 +183,8 @@ def test_models_of_transformers(architecture, by, tmp_path):
     assert getattr(model.config, "quantization_config", None) is None
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-3, atol=1e-4)
     model.save_pretrained(tmp_path / "plain")
+    if by == "transformers":
+        assert read_index(tmp_path / "plain").keys() == read_index(tmp_path / "source").keys()
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", output_loading_info=True
     )

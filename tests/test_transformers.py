@@ -1,4 +1,4 @@
-"""transformers: quantize on load, save, reload, generate, on tiny random models of six architectures."""
+"""transformers: quantize on load, save, reload, generate, on tiny random models of seven architectures."""
 
 import subprocess
 import sys
@@ -76,7 +76,9 @@ def test_quantize_save_reload_generate(architecture, embedding_bits, sources, tm
     model = load(sources[architecture], config)
     model.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
-    quantize_files(sources[architecture], tmp_path / "files", config)
+    # Names and shapes alone do not tell what is what in Granite's files.
+    by_names = quantize_checkpoint if architecture == "granitemoe" else quantize_files
+    by_names(sources[architecture], tmp_path / "files", config)
     from_files = load(tmp_path / "files")
     assert_same(model, again)
     assert_same(model, from_files)

@@ -78,6 +78,15 @@ def _mixtral():
     return MixtralConfig(**_COMMON, **sizes, num_experts_per_tok=2)
 
 
+def _granitemoe():
+    """Its checkpoints hold experts fused, as weights of parallel layers: block_sparse_moe.input_linear."""
+    from transformers import GraniteMoeConfig
+
+    common = {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    sizes = {"hidden_size": 48, "intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 1}
+    return GraniteMoeConfig(**common, **sizes, num_experts_per_tok=2, tie_word_embeddings=False)
+
+
 ARCHITECTURES = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -85,6 +94,7 @@ ARCHITECTURES = {
     "qwen3_next": _qwen3_next,
     "glm4_moe_lite": _glm4_moe_lite,
     "mixtral": _mixtral,
+    "granitemoe": _granitemoe,
 }
 
 

@@ -145,9 +145,13 @@ class KbitExperts(QuantizedModule):
 
     @classmethod
     def from_experts(
-        cls, experts: nn.Module, bits: int, policy: QuantizationPolicy, name: str = ""
+        cls, experts: nn.Module, bits: int, policy: QuantizationPolicy, name: str = "", apart: bool = True
     ) -> KbitExperts:
-        """Quantize fused experts, gate and up separately, as their checkpoints store them.
+        """Quantize fused experts.
+
+        Args:
+            experts, bits, policy, name: as in `empty_like`; a policy for the rest.
+            apart: whether gate and up may get factors of their own, as where checkpoints store them apart.
 
         Raises:
             NonFiniteWeightError: a weight holds NaN or Inf.
@@ -159,7 +163,7 @@ class KbitExperts(QuantizedModule):
         for weight, count in WEIGHTS.items():
             source = _weight(experts, weight).detach()
             where = f"{name}.{weight}" if name else weight
-            layer.fill(weight, quantize_fused(source, count, *settings, where=where))
+            layer.fill(weight, quantize_fused(source, count if apart else 1, *settings, where=where))
         return layer
 
     def forward(

@@ -26,6 +26,9 @@ after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
 # Asked before a model is quantized: {module: its name in the model's checkpoints} where that is another one.
 other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
 
+# Asked before a model is quantized: names of the fused experts that its checkpoints hold fused, too.
+fused_experts: list[Callable[[nn.Module], Collection[str]]] = []
+
 NOTHING_QUANTIZED = (
     "kbit quantized no layer: the model has none that can be, or the policy leaves them out. Check "
     "modules_to_not_convert, overrides and embedding_bits."
@@ -90,12 +93,13 @@ def quantize_model(
             f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
         )
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
+    fused = {name for ask in fused_experts for name in ask(model)}
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
     groups = _with_bits(model, layers, policy, names)
     _refuse_other_format(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
-        _replace_group(model, members, bits, policy)
+        _replace_group(model, members, bits, policy, fused)
         if progress is not None:
             progress(done, len(groups), members[0])
     _warn_about_leftovers(model, policy, names)
@@ -174,9 +178,11 @@ def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
     return (names[name], name) if name in names else (name,)
 
 
-def _replace_group(model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy) -> None:
+def _replace_group(
+    model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy, fused: Collection[str]
+) -> None:
     modules = [model.get_submodule(name) for name in names]
-    layer = _quantized(modules[0], bits, policy, names[0])
+    layer = _quantized(modules[0], bits, policy, names[0], apart=names[0] not in fused)
     keep_hooks(modules[0], layer)
     made = {id(modules[0]): layer}
     for name, module in zip(names, modules, strict=True):
@@ -198,11 +204,13 @@ def _tied(
     return tied
 
 
-def _quantized(module: nn.Module, bits: int, policy: QuantizationPolicy, name: str) -> QuantizedModule:
+def _quantized(
+    module: nn.Module, bits: int, policy: QuantizationPolicy, name: str, apart: bool
+) -> QuantizedModule:
     if any(parameter.device.type == "meta" for parameter in module.parameters()):
         raise ValueError(f"{name}: its weight is on the meta device. Load the model's weights first.")
     if is_experts(module):
-        return KbitExperts.from_experts(module, bits, policy, name)
+        return KbitExperts.from_experts(module, bits, policy, name, apart)
     settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search, name)
     if isinstance(module, nn.Linear):
         return KbitLinear.from_linear(module, *settings)

@@ -12,9 +12,16 @@ from kbit.nn.experts import is_experts, unsupported_experts
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
 _READERS = (
     (r"Mamba\w*Mixer$", "dt_proj"),  # Mamba, FalconMamba, Jamba, Zamba: dt_proj.weight @ time_step
-    (r"ActDense$|VisionMlp$", "wo|fc2"),  # T5 and models like it: x.to(wo.weight.dtype)
+    (
+        r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$",
+        "wo|fc2",
+    ),  # T5 and models like it: x.to(wo.weight.dtype)
+    (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2, the same
+    (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),  # the same
+    (r"^GraniteSpeech5Encoder$", "input_linear"),  # the same
+    (r"^ProphetNetDecoder$", "ngram_embeddings"),  # added to what it embeds
     (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it: the same
-    (r"^(Falcon)?Mamba2?ForCausalLM$|^xLSTMForCausalLM$", "lm_head"),  # the same
+    (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$", "lm_head"),  # the same
 )
 
 _HOOKS = (

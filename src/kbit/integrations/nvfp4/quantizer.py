@@ -15,8 +15,13 @@ from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
+from kbit.nn.experts import WEIGHTS
+from kbit.nn.support import left_alone
 from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
+
+# Of the layers that were replaced: models initialize some by name.
+_WEIGHTS = ("weight", *WEIGHTS)
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +47,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return model
         # Imported here because transformers' registry, which imports this module, comes before its loader.
-        from kbit.integrations.transformers.placement import read_index
+        from kbit.integrations.transformers.placement import mark_initialized, read_index
 
         index = read_index(checkpoint_files)
         if index is None:
@@ -55,6 +60,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         targets = {to: index[name] for name, to in _parameters(model, index).items()}
         for name in names:
             _check_stored(name, model.get_submodule(name), targets)
+            mark_initialized(model.get_submodule(name), _WEIGHTS)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -65,8 +71,11 @@ class NVFP4HfQuantizer(HfQuantizer):
             if not names:
                 logger.warning("NVFP4Config chose no layer of %s.", type(model).__name__)
             return model
+        from kbit.integrations.transformers.placement import unmark_initialized
+
         for name, module in model.named_modules():
             if isinstance(module, NVFP4Module):
+                unmark_initialized(module, _WEIGHTS)
                 _check_loaded(name, module)
         return model
 
@@ -99,7 +108,7 @@ def _warn_about_unmatched(model: Any, config: NVFP4Config) -> None:
 
 
 def _chooser(model: Any, config: NVFP4Config, index: Iterable[str]) -> Callable[[str], bool]:
-    """Which modules of a checkpoint are in NVFP4: those whose codes it has, and those the config chooses.
+    """Which modules of a checkpoint are in NVFP4: those with codes, and those quantizing would choose.
 
     `_check_stored` refuses the latter if there are no codes. Names in the files count as well as the model's:
     in a model without its head, modules have no "model." in front.
@@ -108,8 +117,13 @@ def _chooser(model: Any, config: NVFP4Config, index: Iterable[str]) -> Callable[
     coded = {module_of(original) for name, original in originals.items() if name != original}
     stored = {module_of(to): module_of(name) for name, to in _parameters(model, originals.values()).items()}
 
+    alone = left_alone(model)
+    tied = {module_of(name) for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
+
     def choose(name: str) -> bool:
-        return stored.get(name) in coded or config.chooses(name, stored.get(name, name))
+        if stored.get(name) in coded:
+            return True
+        return name not in alone and name not in tied and config.chooses(name, stored.get(name, name))
 
     return choose
 

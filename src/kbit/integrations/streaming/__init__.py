@@ -191,9 +191,9 @@ def _run(job: Job, policy: QuantizationPolicy, device: torch.device = CPU) -> di
         return ops.quantize(w, *settings, where=where).to("cpu")
 
     if len(job.info.shape) == 2:
-        return parts_to_save(job.name, quantized(job.name))
+        return parts_to_save(job.parts_name, quantized(job.name))
     experts = [quantized(f"{job.name}[{expert}]", expert) for expert in range(job.info.shape[0])]
-    return parts_to_save(job.name, QuantizedTensor.stack(experts))
+    return parts_to_save(job.parts_name, QuantizedTensor.stack(experts))
 
 
 def _write_rest(
@@ -210,7 +210,7 @@ def _write_rest(
             copy = partial / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-    widths = {module_of(job.name): job.bits for jobs in shards.values() for job in jobs if job.bits}
+    widths = {module_of(job.parts_name): job.bits for jobs in shards.values() for job in jobs if job.bits}
     config = config | {"quantization_config": policy.stating(widths).to_dict()}
     (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:

@@ -117,7 +117,7 @@ def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, lis
     """Hash of all that the shards' bytes follow from; of config.json, the bits that it gives each job."""
     files = sorted({job.info.file for jobs in shards.values() for job in jobs})
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    content = {file: [(job.name, job.bits) for job in jobs] for file, jobs in shards.items()}
+    content = {file: [(job.name, job.bits, job.parts_name) for job in jobs] for file, jobs in shards.items()}
     task = [__version__, str(source.resolve()), state, policy.to_dict(), content]
     return hashlib.sha256(json.dumps(task).encode()).hexdigest()
 
@@ -129,7 +129,7 @@ def _is_whole(path: Path, jobs: list[Job]) -> bool:
     except (OSError, ValueError):
         return False
     expected = {name: part for job in jobs for name, part in job.parts.items()}
-    factors = {job.name + SCALE: (torch.float32, job.info.shape[:-2]) for job in jobs if job.bits is not None}
+    factors = {job.parts_name + SCALE: (torch.float32, job.info.shape[:-2]) for job in jobs if job.bits}
     return stored == expected | {name: part for name, part in factors.items() if name in stored}
 
 

@@ -31,12 +31,14 @@ class Job:
 
     Attributes:
         parts: {name: (dtype, shape)} of what becomes of it. Factors are not known: they are written if not 1.
+        parts_name: the parts' name without suffix; the tensor's own, where transformers finds them by it.
     """
 
     name: str
     info: TensorInfo
     bits: int | None
     parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    parts_name: str
 
     @property
     def out_bytes(self) -> int:
@@ -56,7 +58,7 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
         method = stated.get("quant_method") if isinstance(stated, dict) else stated
         raise ValueError(f"{source} is quantized already ({method}). Start from the unquantized model.")
     index = read_index(source)
-    widths = _widths(source, policy, index)
+    widths, stored = _widths(source, policy, index)
     jobs = []
     for name, info in index.items():
         bits = widths.get(name)
@@ -65,7 +67,8 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
                 f"{name} is {info.dtype}; only float32, float16 and bfloat16 can be quantized. "
                 f"Convert the model, or leave it out with --skip."
             )
-        jobs.append(Job(name, info, bits, _parts(name, info, bits, policy)))
+        parts_name = stored.get(name, name)
+        jobs.append(Job(name, info, bits, _parts(parts_name, info, bits, policy), parts_name))
     if not widths:
         raise ValueError(
             f"{source}: the options leave every linear layer, embedding and experts module of this model "
@@ -74,11 +77,16 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
     return config, jobs
 
 
-def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInfo]) -> dict[str, int]:
-    """{tensor: bits} by the plan that quantizing on load follows, so that both give the same."""
+def _widths(
+    source: Path, policy: QuantizationPolicy, index: dict[str, TensorInfo]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """{tensor: bits} and {tensor: name of its parts}.
+
+    By the plan that quantizing on load follows, so that both give the same.
+    """
     from kbit.integrations.transformers.placement import plan_ties
     from kbit.integrations.transformers.plan import build_plan
-    from kbit.integrations.transformers.refusals import refuse_lost
+    from kbit.integrations.transformers.refusals import names_of_parts
     from kbit.integrations.transformers.rehearsal import check_complete
 
     model = meta_model(source)
@@ -87,13 +95,13 @@ def _widths(source: Path, policy: QuantizationPolicy, index: dict[str, TensorInf
         warnings.warn(unused, stacklevel=2)
     plan = build_plan(model, policy, index, pre_quantized=False)
     plan_ties(model, plan, refuse=False)
-    refuse_lost(model, plan)
-    return {
+    widths = {
         name: planned.bits
         for planned in plan.values()
         for names in planned.sources.values()
         for name in names
     }
+    return widths, names_of_parts(model, plan)
 
 
 def meta_model(source: Path) -> Any:
@@ -102,14 +110,14 @@ def meta_model(source: Path) -> Any:
     Raises:
         ValueError: transformers does not know this type of model.
     """
-    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from kbit.integrations.transformers.names import class_in
+
     config = AutoConfig.from_pretrained(source)
-    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
-    known = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
+    known = class_in(config)
     with torch.device("meta"):
-        return architecture(config) if known else AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config) if known is None else known(config)
 
 
 def _parts(

@@ -18,6 +18,7 @@ def install() -> None:
         replace.after_quantizing.append(tell_transformers)
         dequantize.after_dequantizing.append(forget)
         replace.other_names.append(names_in_files)
+        replace.fused_experts.append(fused_in_files)
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -36,6 +37,15 @@ def names_in_files(model: nn.Module) -> Mapping[str, str]:
     from kbit.integrations.transformers import names
 
     return names.names_in_files(model)
+
+
+def fused_in_files(model: nn.Module) -> set[str]:
+    """Names of fused experts that the model's files hold fused, too; see `names.fused_in_files`."""
+    if not is_of_transformers(model):
+        return set()
+    from kbit.integrations.transformers import names
+
+    return names.fused_in_files(model)
 
 
 def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
@@ -57,7 +67,7 @@ def forget(model: Any) -> None:
     placement.restore_ties(model)
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
-        model._weight_conversions = saving.without_experts(conversions)
+        model._weight_conversions = saving.without_experts(model, conversions)
     forget_if_plain(model)
 
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.nn.experts import is_experts
 from kbit.nn.parts import QuantizedModule
 
 Transforms = tuple[list[WeightRenaming], list[WeightConverter]]
+
+
+def class_in(config: Any) -> Any:
+    """The class of models that a config names in `architectures`; None if transformers has none so called."""
+    found: Any = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 def loading_transforms(model: Any) -> Transforms:
@@ -60,28 +68,66 @@ def names_in_files(model: Any) -> dict[str, str]:
     Args:
         model: a PreTrainedModel, quantized or not.
     """
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = own_conversions(model)
-    try:
-        undone = [entry.reverse_transform() for entry in reversed(conversions)]
-    except NotImplementedError:  # such a model cannot be saved by other names than its own
-        return {}
+    undone = _undone(model)
     names = {}
     for key in model.state_dict():
-        name, stored = module_of(key), module_of(_undo(original_of(key), undone))
+        original = original_of(key)
+        name, stored = module_of(key), module_of(_undo(original, key.removeprefix(original), undone))
         if stored != name:
             names[name] = stored
     return names
 
 
-def _undo(name: str, undone: list) -> str:
-    """The stored name of a parameter, as transformers finds it: one converter at most, then all renamings."""
+def fused_in_files(model: Any) -> set[str]:
+    """The modules of fused experts of which the files that saving writes hold gate above up in one tensor."""
+    converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
+    converters = [entry for entry in converters if len(entry.target_patterns) > 1]  # that split them
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    return {
+        name
+        for name in names
+        if all(entry.rename_source_key(f"{name}.gate_up_proj")[1] is None for entry in converters)
+    }
+
+
+def name_of_parts(model: Any, target: str) -> str:
+    """What saving calls a quantized parameter that it does not split, without the suffixes of its parts."""
+    return _undo(target, PACKED, _undone(model)).removesuffix(PACKED)
+
+
+def converted_parts(model: Any) -> dict[str, WeightConverter]:
+    """{module: what saving does to the codes of it, already reversed} where it does something."""
+    converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
+    found: dict[str, WeightConverter] = {}
+    for name in model.state_dict():
+        if name == original_of(name) + PACKED:
+            first = next((entry for entry in converters if entry.rename_source_key(name)[1]), None)
+            found |= {} if first is None else {module_of(name): first}
+    return found
+
+
+def _undone(model: Any) -> list:
+    """What transformers does when it saves a model, in its order."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = own_conversions(model)
+    try:
+        return [entry.reverse_transform() for entry in reversed(conversions)]
+    except NotImplementedError:  # such a model cannot be saved by other names than its own
+        return []
+
+
+def _undo(name: str, part: str, undone: list) -> str:
+    """As transformers does when it saves a part: one converter at most, then every renaming.
+
+    kbit's converters give parts the names of whole tensors. A renaming of those need not know a part's.
+    """
     for entry in undone:
         if isinstance(entry, WeightConverter):
             name, matched = entry.rename_source_key(name)
             if matched is not None:
                 break
+    name += part
     for entry in undone:
         if not isinstance(entry, WeightConverter):
             name, _ = entry.rename_source_key(name)

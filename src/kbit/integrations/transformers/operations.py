@@ -17,7 +17,9 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.tensor import QuantizedTensor
+from kbit.integrations.transformers.placement import mark_initialized
 from kbit.integrations.transformers.plan import Planned
+from kbit.nn.experts import KbitExperts
 from kbit.nn.fuse import Parts, fuse_factors, fuse_rows, parts_of
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
@@ -82,6 +84,8 @@ class Quantize(ConversionOps):
             # The placeholder under which the loader knew the tensor. Split over ranks, it is of this rank's
             # experts only; split otherwise, tensors come whole, so that all ranks find the same factors.
             placeholder = module._parameters.pop(name, None)
+            if isinstance(module, KbitExperts):
+                mark_initialized(module, [name])
             fused = isinstance(value, _Sources)
             parts = (self._fused if fused else self._single)(value, planned, placeholder)
             if missing_keys is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kbit.format.checkpoint import TensorInfo, read_header
 from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.plan import Plan
+from kbit.nn.experts import KbitExperts
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import empty_like
 from kbit.nn.support import left_alone, unsupported
@@ -68,8 +69,27 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
         if placeholders:
             for key in layer.shapes:
                 layer._parameters[key] = module._parameters[key]
+        elif isinstance(layer, KbitExperts):
+            mark_initialized(layer, layer.shapes)
         for name in names[module]:
             model.set_submodule(name, layer)
+
+
+def mark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
+    """Have transformers find weights that need no initialization where it has codes, until they are loaded.
+
+    Qwen3-Omni initializes its experts from the block around them, by their names.
+    """
+    for name in names:
+        weight = torch.empty(0)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        layer.__dict__[name] = weight
+
+
+def unmark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
+    """Undo `mark_initialized`."""
+    for name in names:
+        layer.__dict__.pop(name, None)
 
 
 def _names(model: Any) -> dict[nn.Module, list[str]]:
@@ -88,9 +108,10 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
     Raises:
         ValueError: so, but the checkpoint holds it quantized (`refuse`).
     """
-    ties = []
+    tied = list(getattr(model, "all_tied_weights_keys", {}).items())
     alone = {} if refuse else left_alone(model)
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+    dropped: set[str] = set()
+    for target, source in tied:
         if target not in plan and source not in plan:
             continue
         for name in (target, source):
@@ -102,12 +123,13 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
                     f"Quantize again with modules_to_not_convert=[{module_of(source)!r}]."
                 )
             if reason:
-                plan.pop(target, None)
-                plan.pop(source, None)
-                break
-        else:
-            ties.append((target, source))
-    return ties
+                dropped |= {target, source}
+    # Three or more may share a weight: all of them stay with the one that cannot be quantized.
+    while more := {name for pair in tied if dropped.intersection(pair) for name in pair} - dropped:
+        dropped |= more
+    for name in dropped:
+        plan.pop(name, None)
+    return [(target, source) for target, source in tied if target in plan or source in plan]
 
 
 def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -> None:
@@ -156,8 +178,9 @@ def finish_ties(model: Any, ties: Ties) -> None:
 def rename_tied_parts(model: Any) -> None:
     """For a model quantized in place: tell transformers which parts are tied now."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-        layer = model.get_submodule(holder_of(target))
-        if isinstance(layer, QuantizedModule) and original_of(target) == target:
+        path, _, name = target.rpartition(".")
+        layer = model.get_submodule(path)
+        if isinstance(layer, QuantizedModule) and name in layer.shapes:  # not a bias, which may be tied, too
             scaled = "weight_scale" in layer._parameters
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
 

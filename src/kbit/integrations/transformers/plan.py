@@ -104,7 +104,10 @@ def build_plan(
         if name + SCALE in stored:
             planned.scaled.add(name)
     _drop_unsupported(model, plan, transforms[1], plain if pre_quantized else None)
-    refuse_mixed({target: widths[target] for target in plan})
+    together: dict[str, dict[int, str]] = {}
+    for target in plan:
+        together.setdefault(holder_of(target), {}).update(widths[target])
+    refuse_mixed(together)
     if pre_quantized:
         arrived = {name: (target, pattern) for name, target, pattern, _ in routes}
         refuse_missing(model, policy, stored, arrived, transforms)
@@ -121,11 +124,8 @@ def _routes(
     """The routes of all tensors that are quantized, or can be by their names and shapes."""
     state = model.state_dict()
     tensors: Mapping[str, Any] = state if index is None else index
-    names = [
-        name
-        for name, tensor in tensors.items()
-        if original_of(name) == name and is_candidate(name, tensor.shape)
-    ]
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if original_of(name) == name}
+    names = list(shapes)
     if pre_quantized:
         names += [original_of(name) for name in tensors if name.endswith(PACKED)]
     stored = names_in_files(model) if index is None else {}
@@ -134,6 +134,15 @@ def _routes(
         target, pattern = parameter_of(name, transforms, model.base_model_prefix, state)
         if target not in state:
             continue  # a tensor this class of model does not use, such as a prediction head
+        if pattern is not None and name + PACKED in tensors:
+            # transformers may convert whole weights and leave parts alone: then they are the parameter's own.
+            direct = target + PACKED
+            found = parameter_of(name + PACKED, transforms, model.base_model_prefix, {**state, direct: None})
+            pattern = None if found == (direct, None) else pattern
+        # The name in the file does not always tell experts: Granite has block_sparse_moe.input_linear.weight.
+        shape = shapes.get(name)
+        if shape is not None and not is_candidate(name, shape) and not is_candidate(target, shape):
+            continue
         module, own = module_of(name), module_of(target)
         modules = (module,) if pre_quantized else (stored.get(module, module), own)
         routes.append(Route(name, target, pattern, modules))

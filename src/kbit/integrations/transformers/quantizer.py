@@ -138,6 +138,7 @@ class KbitHfQuantizer(HfQuantizer):
             localize(model)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
+                placement.unmark_initialized(module, module.shapes)
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
@@ -168,6 +169,9 @@ class KbitHfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict]:
         """Gather a model that is split over ranks: every rank must save. Others transformers asks itself."""
+        from kbit.integrations.transformers import saving
+
+        saving.refuse_conversions(model)
         if _is_distributed():
             from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
 
@@ -175,9 +179,10 @@ class KbitHfQuantizer(HfQuantizer):
                 return gathered_state_dict(model), {}
         return None, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """What `model.dequantize()` calls; see `kbit.dequantize_model`."""
-        return dequantize_model(model, dtype)
+        # By default the config's, of which saving makes a name.
+        return dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     # -- what transformers asks ------------------------------------------------------------------------------
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from kbit.format.names import PARTS, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.words import first_of
-from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
+from kbit.integrations.transformers.names import (
+    Transforms,
+    class_in,
+    loading_transforms,
+    name_of_parts,
+    names_in_files,
+    parameter_of,
+)
 from kbit.nn.support import unsupported
 
 if TYPE_CHECKING:
@@ -20,15 +28,15 @@ if TYPE_CHECKING:
 
 
 def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
-    """Refuse parameters that are fused from tensors of several widths.
+    """Refuse modules whose tensors get several widths.
 
     Args:
-        widths: {parameter: {width: a tensor that gets it}}.
+        widths: {module: {width: a tensor that gets it}}.
     """
-    for target, found in widths.items():
+    for module, found in widths.items():
         if len(found) > 1:
             each = " and ".join(f"{bits} bits ({name})" for bits, name in found.items())
-            raise ValueError(f"{target}: its tensors would get {each}. Change overrides to treat them alike.")
+            raise ValueError(f"{module}: its tensors would get {each}. Change overrides to treat them alike.")
 
 
 def refuse_missing(
@@ -41,7 +49,7 @@ def refuse_missing(
     """Refuse a quantized checkpoint without any tensor of a weight that its config says to be quantized.
 
     transformers would draw it at random. What a task adds to the model that was quantized, such as a head for
-    classes, is not meant to be there.
+    classes or a pooler, is not meant to be there.
 
     Args:
         model, policy, index: see `build_plan`.
@@ -70,12 +78,26 @@ def refuse_missing(
         and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
     ]
+    missing = _of_the_quantized(model, missing)
     if missing:
         folder = next(iter(index.values())).file.parent
         raise ValueError(
             f"{folder} holds no tensors, quantized or not, of {first_of(missing)}. Its files are incomplete, "
             f"or config.json is of another model: fetch it or quantize again."
         )
+
+
+def _of_the_quantized(model: Any, names: Sequence[str]) -> list[str]:
+    """Those of a model's parameters that the class in its config has, too: that of what was quantized."""
+    known = class_in(model.config)
+    if not names or known is None or type(model) is known:
+        return list(names)
+    with torch.device("meta"):
+        base = known(model.config).base_model
+    if type(base) is not type(model.base_model):
+        return list(names)
+    there, path = base.state_dict(), "" if model.base_model is model else model.base_model_prefix + "."
+    return [name for name in names if name.removeprefix(path) in there]
 
 
 def _tied(model: Any, name: str) -> set[str]:
@@ -85,31 +107,43 @@ def _tied(model: Any, name: str) -> set[str]:
     return {name, source, *(target for target, other in ties.items() if other == source)}
 
 
-def refuse_lost(model: Any, plan: Plan) -> None:
-    """Refuse tensors whose parts, written beside their names, would not be found when they are loaded.
+def names_of_parts(model: Any, plan: Plan) -> dict[str, str]:
+    """By which names parts are to be written so that they are found: {tensor: name, without suffix}.
 
-    transformers renames a checkpoint's tensors by patterns, some of which hold for the whole name alone.
+    By the tensor's own. transformers renames a checkpoint's tensors by patterns, some of which hold for the
+    whole name alone; then by the one that saving gives.
 
     Args:
         model: see `build_plan`.
         plan: what is to be written, by the names of the source.
+
+    Raises:
+        ValueError: parts would be found by neither.
     """
     renamings, converters = loading_transforms(model)
     state, prefix = model.state_dict(), model.base_model_prefix
     state |= {target + part: state[target] for target in plan for part in PARTS}
-    for planned in plan.values():
+    names = {}
+    for target, planned in plan.items():
         # Experts one by one: kbit's own converters fuse the parts, once they are renamed.
         transforms = (renamings, [] if planned.merged else converters)
         for name in (name for names in planned.sources.values() for name in names):
             renamed = parameter_of(name, transforms, prefix, state)[0]
-            for part in PARTS:
-                found = parameter_of(name + part, transforms, prefix, state)
-                if found != (renamed + part, None):
-                    raise ValueError(
-                        f"{name}: transformers loads it as {renamed}, but its part {name + part} as "
-                        f"{found[0]}, where {type(model).__name__} has nothing. Leave it unquantized with "
-                        f"--skip {module_of(name)}."
-                    )
+            wanted = [(renamed + part, None) for part in PARTS]
+
+            def found(name: str, transforms: Transforms = transforms) -> list[tuple[str, str | None]]:
+                return [parameter_of(name + part, transforms, prefix, state) for part in PARTS]
+
+            names[name] = name
+            if found(name) != wanted and not planned.merged:
+                names[name] = name_of_parts(model, target)
+            if found(names[name]) != wanted:
+                raise ValueError(
+                    f"{name}: transformers loads it as {renamed}, but its part {name}{PARTS[0]} as "
+                    f"{found(name)[0][0]}, where {type(model).__name__} has nothing. Leave it unquantized "
+                    f"with --skip {module_of(name)}."
+                )
+    return names
 
 
 def refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:

@@ -10,8 +10,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from kbit.format.names import PARTS
+from kbit.format.words import first_of
+from kbit.integrations.transformers.names import converted_parts, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
-from kbit.nn.experts import KbitExperts
+from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
 
 
 class SplitScales(ConversionOps):
@@ -60,6 +62,25 @@ class SplitRows(ConversionOps):
         return self
 
 
+def refuse_conversions(model: Any) -> None:
+    """Refuse to save codes that transformers would convert as if they were weights.
+
+    Raises:
+        ValueError: the model was quantized in place, and its checkpoints hold a layer in another layout.
+    """
+    modules = [
+        module
+        for module, entry in converted_parts(model).items()
+        if not any(isinstance(op, SplitRows) for op in entry.operations)
+    ]
+    if modules:
+        raise ValueError(
+            f"save_pretrained: checkpoints of {type(model).__name__} hold in another layout "
+            f"{first_of(modules)}; transformers cannot put codes into it. Save after model.dequantize(), or "
+            f"leave those unquantized by modules_to_not_convert or overrides."
+        )
+
+
 def with_experts(model: Any, conversions: list) -> list:
     """A model's conversions, plus those that save the parts of its quantized experts.
 
@@ -81,13 +102,38 @@ def with_experts(model: Any, conversions: list) -> list:
     return conversions + ours
 
 
-def without_experts(conversions: list) -> list:
-    """What `with_experts` was given."""
-    return [
+def without_experts(model: Any, conversions: list) -> list:
+    """What `with_experts` was given, and what a model's own checkpoints need for experts.
+
+    Of a model that was loaded with quantized experts, transformers kept only conversions that it had used.
+
+    Args:
+        model: a PreTrainedModel whose experts were dequantized.
+        conversions: what transformers is to undo when it saves.
+    """
+    kept = [
         entry
         for entry in conversions
         if not any(isinstance(op, SplitRows | SplitScales) for op in getattr(entry, "operations", ()))
     ]
+    weights = [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        for weight in WEIGHTS
+    ]
+    missing = [name for name in weights if not any(_renames(entry, name) for entry in kept)]
+    ours = [entry for entry in own_conversions(model) if any(_renames(entry, name) for name in missing)]
+    return kept + ours
+
+
+def _renames(entry: Any, weight: str) -> bool:
+    """Whether undoing a conversion gives the weight itself, not just its modules, another name."""
+    try:
+        renamed, _ = entry.reverse_transform().rename_source_key(weight)
+    except NotImplementedError:  # it cannot be undone; then saving says so
+        return False
+    return renamed.rpartition(".")[2] != weight.rpartition(".")[2]
 
 
 def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:
@@ -101,6 +147,7 @@ def copy_converter(
     converter: WeightConverter, sources: list[str], targets: list[str], operations: list[ConversionOps]
 ) -> WeightConverter:
     """A converter of the same scope with other patterns and operations."""
-    copy = WeightConverter(sources, targets, operations=operations)
+    # Lists of its own: a converter rewrites those it is given, which may be another's.
+    copy = WeightConverter([*sources], [*targets], operations=operations)
     copy.scope_prefix, copy.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
     return copy

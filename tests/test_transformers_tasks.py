@@ -1,0 +1,206 @@
+"""transformers' classes for other tasks than a model was quantized for, and what only some models tie."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import modeling_utils
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+
+import kbit
+from kbit.integrations.nvfp4.config import NVFP4Config
+from kbit.integrations.streaming import quantize_checkpoint
+from kbit.integrations.transformers.placement import plan_ties
+from kbit.integrations.transformers.plan import Planned
+from kbit.integrations.transformers.saving import copy_converter
+from kbit.nn import KbitLinear
+from tiny_models import build
+
+IDS = torch.tensor([[1, 5, 9, 3, 7]])
+BERT = {"vocab_size": 72, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 72, "max_position_embeddings": 32}
+
+
+@pytest.fixture
+def masked(tmp_path):
+    """A BERT for masked words, quantized in place, and its folder. It has no pooler."""
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).eval()
+    kbit.quantize_model(model, kbit.KbitConfig(bits=4)).save_pretrained(tmp_path / "masked")
+    return model, tmp_path / "masked"
+
+
+def test_a_head_with_a_tied_bias_is_saved(masked):
+    model, folder = masked
+    assert isinstance(model.cls.predictions.decoder, nn.Linear)
+    again = transformers.BertForMaskedLM.from_pretrained(folder)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert again.cls.predictions.decoder.bias is again.cls.predictions.bias
+    assert not [name for name in load_file(folder / "model.safetensors") if "bias_" in name]
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification"])
+def test_what_the_quantized_class_had_not_is_drawn_at_random(kind, masked):
+    model, folder = masked
+    other = getattr(transformers, kind).from_pretrained(folder).eval()
+    base = other.base_model
+    assert type(base.pooler.dense) is nn.Linear
+    assert type(base.encoder.layer[0].attention.self.query) is KbitLinear
+    states = [each(IDS).last_hidden_state for each in (base, model.bert)]
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification", "BertForMaskedLM"])
+def test_what_it_had_must_be_there(kind, masked):
+    _, folder = masked
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("packed", "absmax"):
+        del tensors[f"bert.encoder.layer.1.output.dense.weight_{part}"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"holds no tensors.*encoder\.layer\.1\.output\.dense\.weight\. Its"):
+        getattr(transformers, kind).from_pretrained(folder)
+
+
+def test_a_saved_model_is_dequantized(tmp_path):
+    """Saving writes the dtype's name into the config, which `dequantize` reads."""
+    model = kbit.quantize_model(build("llama", torch.float32), kbit.KbitConfig())
+    model.save_pretrained(tmp_path / "saved")
+    assert model.dequantize().model.layers[0].self_attn.q_proj.weight.dtype == torch.float32
+
+
+def test_a_copied_converter_leaves_the_other_its_patterns():
+    """Undone on saving, `experts.down_proj` would be found in shared_experts.down_proj, too."""
+    operations = [MergeModulelist(dim=0), Concatenate(dim=1)]
+    entry = WeightConverter([r"\.experts.*.w2.weight"], [r"\.experts.down_proj"], operations=operations)
+    patterns = entry._original_source_patterns, entry._original_target_patterns
+    wanted = [[*each] for each in patterns]
+    copy_converter(entry, *patterns, operations)
+    assert [*patterns] == wanted
+
+
+def granite(spread):
+    """A Granite of experts; with `spread`, gate and up of one need different factors."""
+    model = build("granitemoe", torch.float32)
+    if spread:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.block_sparse_moe.experts.gate_up_proj[1, :24] *= 2.0**-12
+    return model
+
+
+@pytest.mark.parametrize("pattern", ["input_linear|output_linear", r"block_sparse_moe\.experts", "nothing"])
+def test_experts_that_files_hold_fused_under_other_names(pattern, tmp_path):
+    """Three ways to one checkpoint, which is loaded, and dequantized has the names that it began with."""
+    config = kbit.KbitConfig(overrides={pattern: 3})
+    granite(spread=True).save_pretrained(tmp_path / "source")
+    kind = transformers.GraniteMoeForCausalLM
+    kbit.quantize_model(kind.from_pretrained(tmp_path / "source"), config).save_pretrained(
+        tmp_path / "memory"
+    )
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    on_load.save_pretrained(tmp_path / "load")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "files", config)
+    wanted = load_file(tmp_path / "load" / "model.safetensors")
+    assert wanted["model.layers.0.block_sparse_moe.experts.gate_up_proj_scale"].shape == (4,)
+    for way in ("memory", "load", "files"):
+        stored = load_file(tmp_path / way / "model.safetensors")
+        assert stored.keys() == wanted.keys()
+        assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items())
+        model = kind.from_pretrained(tmp_path / way)
+        assert model.model.layers[0].block_sparse_moe.experts.bits == (4 if pattern == "nothing" else 3)
+        assert torch.equal(model(IDS).logits, on_load(IDS).logits)
+        model.dequantize().save_pretrained(tmp_path / f"plain-{way}")
+        names = [load_file(tmp_path / each / "model.safetensors") for each in ("source", f"plain-{way}")]
+        assert names[0].keys() == names[1].keys()
+
+
+def test_experts_of_which_files_name_the_weights_apart_get_one_width(tmp_path):
+    granite(spread=False).save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(overrides={"input_linear": 3})
+    with pytest.raises(
+        ValueError, match=r"experts: its tensors would get 3 bits \(.*input_linear.* and 4 bits"
+    ):
+        transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
+
+
+def test_experts_that_a_model_initializes_by_their_names(tmp_path, monkeypatch):
+    """As Qwen3-Omni does, from the block around them, also where it finds every weight in the files."""
+    from transformers import initialization
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    initialize = modeling.Qwen3MoePreTrainedModel._init_weights
+
+    def by_name(self, module):
+        initialize(self, module)
+        if isinstance(module, modeling.Qwen3MoeSparseMoeBlock):
+            initialization.normal_(module.experts.gate_up_proj)
+            initialization.normal_(module.experts.down_proj)
+
+    monkeypatch.setattr(modeling.Qwen3MoePreTrainedModel, "_init_weights", by_name)
+    source = build("qwen3_moe", torch.float32)
+    source.save_pretrained(tmp_path / "source")
+    kind, config = transformers.Qwen3MoeForCausalLM, kbit.KbitConfig(bits=4)
+    on_load = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    on_load.save_pretrained(tmp_path / "saved")
+    wanted = kbit.quantize_model(source, config)(IDS).logits
+    for model in (on_load, kind.from_pretrained(tmp_path / "saved")):
+        assert torch.equal(model(IDS).logits, wanted)
+        assert not hasattr(model.model.layers[0].mlp.experts, "gate_up_proj")
+
+
+def test_all_that_are_tied_stay_with_the_one_that_cannot_be_quantized():
+    sizes = {"vocab_size": 72, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
+    with torch.device("meta"):
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    ties = sorted(model.all_tied_weights_keys.items(), key=lambda pair: pair[0] != "lm_head.weight")
+    assert len(ties) == 3
+    model.all_tied_weights_keys = dict(ties)  # the head first, which could be
+    plan = {"model.shared.weight": Planned(4)}
+    assert plan_ties(model, plan, refuse=False) == []
+    assert plan == {}
+
+
+@pytest.mark.parametrize("boundary", [True, False])
+def test_codes_are_not_converted_as_if_they_were_weights(boundary, tmp_path, monkeypatch):
+    """As in Qwen3-VL-MoE, whose files hold experts transposed, and in GTE, with q, k and v in one tensor."""
+    from kbit.integrations.transformers import names, saving
+
+    # transformers' patterns end where a name does, unless they end with a dot or the like.
+    source, target = (
+        (r"self_attn.q_proj.weight",) * 2 if boundary else (r"self_attn.qq\.", r"self_attn.q_proj\.")
+    )
+    entry = WeightConverter([source], [target], operations=[Transpose(0, 1)])
+    for module in (names, saving):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model, **kwargs: [entry])
+    model = kbit.quantize_model(build("llama", torch.float32), kbit.KbitConfig(bits=4))
+    if not boundary:
+        with pytest.raises(ValueError, match=r"hold in another layout model\.layers\.0\.self_attn\.q_proj, "):
+            model.save_pretrained(tmp_path / "saved")
+        assert not list(tmp_path.glob("saved/*.safetensors"))
+        return
+    model.save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(
+        modeling_utils, "get_model_conversion_mapping", lambda model, *rest, **kwargs: [entry]
+    )
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "JambaForCausalLM", "BertForMaskedLM"])
+def test_nvfp4_leaves_alone_on_reload_what_it_left_alone(kind, tmp_path):
+    """What others read the weight of, and what is tied."""
+    t5 = {"vocab_size": 72, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    jamba = {"vocab_size": 72, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    jamba |= {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_offset": 1, "num_experts": 2}
+    jamba |= {"attn_layer_period": 2, "use_mamba_kernels": False}
+    sizes = {"T5": t5, "Jamba": jamba, "BertF": BERT | {"hidden_size": 64, "intermediate_size": 64}}
+    (chosen,) = [each for name, each in sizes.items() if kind.startswith(name)]
+    model = getattr(transformers, kind)
+    model(model.config_class(**chosen)).save_pretrained(tmp_path / "source")
+    once = model.from_pretrained(tmp_path / "source", quantization_config=NVFP4Config())
+    once.save_pretrained(tmp_path / "saved")
+    again = model.from_pretrained(tmp_path / "saved")
+    kinds = [{name: type(each) for name, each in m.named_modules()} for m in (once, again)]
+    assert kinds[0] == kinds[1]
+    assert {each.__name__ for each in kinds[0].values()} >= {"Linear", "NVFP4Linear"}
