@@ -51,7 +51,7 @@ class Job:
 
 # The most important first, and long before short; those that need several GPUs wait for all of them.
 JOBS = (
-    Job("tune", "tune --fresh --bits 4,5 --out {tables}/nvidia-{gpu}.json"),
+    Job("tune", "tune --fresh --out {tables}/nvidia-{gpu}.json"),
     Job("tests", "python -m pytest -q -m gpu tests"),
     Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
     # Where there are any, which may take minutes to compile.
