@@ -60,7 +60,7 @@ def test_bench_cpu_prints_and_writes_every_row(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "copies_needed", lambda nbytes, cache: 2)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 10.0)
     file = tmp_path / "cpu.json"
-    options = ["cpu", "-m", "1", "-m", "3", "--bits", "4", "--repeats", "7", "--json", str(file)]
+    options = ["cpu", "-m", "1,3", "--bits", "4", "--repeats", "7", "--json", str(file)]
     result = CliRunner().invoke(command.app, [*options, "--threads", str(torch.get_num_threads())])
     assert result.exit_code == 0, result.output
     assert "64 -> 32" in result.output

@@ -26,7 +26,6 @@ SHAPES: dict[str, tuple[int, int]] = {
     "smollm2 down": (1536, 576),
     "smollm2 head": (576, 49152),
 }
-ROWS = (1, 16, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _packed_call(copies: list[QuantizedTensor], x: torch.Tensor, isa: str) -> Ca
 
 
 def linear_rows(
-    shape: str, rows: Iterable[int] = ROWS, bits: Iterable[int] = SUPPORTED_BITS, repeats: int = 9
+    shape: str, rows: Iterable[int], bits: Iterable[int] = SUPPORTED_BITS, repeats: int = 9
 ) -> Iterator[LinearRow]:
     """Measure one shape; yields a row per kernel, width and number of tokens as it goes.
 

@@ -21,7 +21,7 @@ from kbit.cli import (
     bench_train,
     bench_workload,
 )
-from kbit.cli.options import labels
+from kbit.cli.options import labels, names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -46,10 +46,8 @@ Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit a
 def cpu(
     threads: Threads = 2,
     shape: Annotated[list[str] | None, typer.Option(help="Only these shapes; all by default.")] = None,
-    rows: Annotated[
-        list[int] | None, typer.Option("--rows", "-m", min=1, help="Numbers of tokens M.")
-    ] = None,
-    bits: Annotated[list[int] | None, typer.Option(min=2, max=5, help="Widths; all by default.")] = None,
+    rows: Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M.")] = "1,16,64,256",
+    bits: Annotated[str, typer.Option(help="Widths, such as 2,4.")] = "2,3,4,5",
     repeats: Annotated[int, typer.Option(min=7, help="Timed calls of each arm.")] = 9,
     quantizers: Annotated[bool, typer.Option(help="Also measure quantizing.")] = True,
     json_file: JsonFile = None,
@@ -61,11 +59,13 @@ def cpu(
     from kbit.bench import machine, timing
     from kbit.format import SUPPORTED_BITS
 
-    torch.set_num_threads(threads)
     shapes = shape or list(bench.SHAPES)
     unknown = set(shapes) - set(bench.SHAPES)
     if unknown:
         raise ValueError(f"bench cpu: unknown shapes {sorted(unknown)}; known: {list(bench.SHAPES)}.")
+    counts = numbers("--rows", rows)
+    widths = [int(width) for width in names("--bits", bits, [str(width) for width in SUPPORTED_BITS])]
+    torch.set_num_threads(threads)
     bandwidth = timing.read_bandwidth()
     about = machine.describe()
     head = {"machine": about, "read_bandwidth_gb_s": round(bandwidth, 2)}
@@ -76,7 +76,7 @@ def cpu(
         write_json(json_file, head | {"linear": bench.as_json(linear), "quantize": bench.as_json(quantize)})
 
     for name in track(shapes, description="linear", console=console):
-        linear += bench.linear_rows(name, rows or bench.ROWS, bits or SUPPORTED_BITS, repeats)
+        linear += bench.linear_rows(name, counts, widths, repeats)
         save()  # so that an interruption loses one shape
     if quantizers:
         quantize += track(bench.quantize_rows(), description="quantize", console=console)
