@@ -115,7 +115,7 @@ WRONG_FILES = {
     "": "is not JSON",
     "{": "is not JSON",
     "\x80": "is not UTF-8 text",
-    "{}": "is not a result of .*KeyError: 'rows'",
+    "{}": "is not a result of .*it has no 'rows'",
     '{"rows": [{"shape": "q"}]}': "is not a result of",
     '{"rows": 5}': "is not a result of",
     '{"rows": [], "machine": "h200"}': "is not a result of",

@@ -40,6 +40,8 @@ def read_result(path: Path, command: str) -> dict[str, Any]:
 
 def no_result(path: Path, command: str, why: object) -> ValueError:
     """The error of a file that another command wrote, or nobody."""
+    if isinstance(why, KeyError):
+        why = f"it has no {why}"
     what = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
     return ValueError(f"{path} is not a result of `{command} --json` ({what}). {remedy(command)}")
 
