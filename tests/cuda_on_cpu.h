@@ -291,8 +291,10 @@ inline void stage16(u32 to, const void* from) {
 inline void end_stage() {}
 inline void launch_dependents() {}
 inline void wait_for_previous() {}
-template <class... T> inline void forget(T&...) {}
-template <class... T> inline void follow_previous(T&...) {}
+template <class... T>
+inline void forget(T&...) {}
+template <class... T>
+inline void follow_previous(T&...) {}
 
 template <class T>
 T __ldg(const T* from) {

@@ -20,8 +20,7 @@ using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 // Registered as the extension is loaded: a parent may fork before its first product, when torch has started
 // the pool already.
 std::atomic<bool> in_forked_child{false};
-[[maybe_unused]] const int registered =
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
 
 GompParallel find_gomp() {
     return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
