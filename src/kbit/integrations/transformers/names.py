@@ -141,13 +141,14 @@ def stated_policy(model: Any, policy: QuantizationPolicy) -> QuantizationPolicy:
         model: a PreTrainedModel, after it was quantized.
         policy: the one that it was quantized by.
     """
-    names = names_in_files(model)
     tied = getattr(model, "all_tied_weights_keys", {})  # the ends of ties that are not stored
-    layers = {
-        names.get(name, name): module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedModule) and f"{name}.weight{PACKED}" not in tied
-    }
+    undone = _undone(model)
+    layers: dict[str, QuantizedModule] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule) and f"{name}.weight{PACKED}" not in tied:
+            # Experts may be stored under two names.
+            keys = [f"{name}.{weight}" for weight in module.shapes]
+            layers |= {module_of(_undo(key, PACKED, undone)): module for key in keys}
     if not layers:
         return policy
     widths = {name: layer.bits for name, layer in layers.items()}
