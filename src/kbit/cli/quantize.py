@@ -33,7 +33,7 @@ def parse_overrides(options: list[str]) -> dict[str, int]:
     overrides: dict[str, int] = {}
     for option in options:
         pattern, separator, bits = option.rpartition("=")
-        if not separator or not pattern or not bits.isdigit():
+        if not separator or not pattern or not bits.isdecimal():
             raise ValueError(f"--override takes REGEX=BITS, such as 'down_proj$=5', got {option!r}.")
         if pattern in overrides:
             raise ValueError(f"--override names {pattern!r} twice. Keep one of the two.")
