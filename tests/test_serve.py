@@ -68,6 +68,12 @@ def test_the_server_answers_as_the_model_does(served, folders):
     assert answer["choices"][0]["message"]["content"] == expected(folders["kbit"], "w1 w2 w3", 8)
 
 
+def test_the_list_of_models_names_the_served_one(served, folders):
+    status, answer = bench._request(served[0], "GET", "/v1/models", None, 10.0)
+    assert status == 200, answer
+    assert [model["id"] for model in json.loads(answer)["data"]] == [str(folders["kbit"])]
+
+
 def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
     levels = list(bench.load(*served, str(folders["kbit"]), PLAN))
     for level in levels:
