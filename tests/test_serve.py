@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +173,31 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         bench.server(tmp_path / "nothing", ["--device", "cpu"]),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["user@host", "model:q4.gguf"])
+def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    path = shutil.copytree(folders["kbit"], tmp_path / name)
+    result = CliRunner().invoke(app, ["serve", str(path)])
+    assert "Rename the folder" in str(result.exception)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+@pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
+def test_a_stopped_server_exits_as_other_commands_do(folders, number, last):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kbit", "serve", str(folders["kbit"]), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)], stderr=subprocess.PIPE, text=True
+    )
+    bench._wait(process, port, 120.0, [])
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, log
+    assert last is None or log.splitlines()[-1] == last
 
 
 def test_the_command_hands_every_option_over(monkeypatch):
