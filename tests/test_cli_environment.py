@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import tiny_models
 from kbit.backends.cuda.compiler import CubinCache, cubin_folder
 from kbit.cli import app, doctor, smollm
+from kbit.cli.outputs import write_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
 
@@ -61,6 +62,20 @@ def test_doctor_breaks_no_line_in_a_pipe(monkeypatch):
     output = CliRunner().invoke(app, ["doctor"]).output
     assert finding.found in output
     assert remedy in output
+
+
+@posix
+def test_a_result_may_have_as_long_a_name_as_files_can(tmp_path):
+    file = tmp_path / ("a" * 255)
+    write_json(file, {"arms": 1})
+    assert json.loads(file.read_text()) == {"arms": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_more_jobs_than_a_machine_can_have_are_refused(tmp_path):
+    result = CliRunner().invoke(app, ["quantize", str(tmp_path), str(tmp_path / "out"), "--jobs", str(10**8)])
+    assert result.exit_code == 2
+    assert "1024" in result.output
 
 
 # -- where it runs -------------------------------------------------------------------------------------------

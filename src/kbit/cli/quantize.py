@@ -57,7 +57,8 @@ def quantize(
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Shards in work at a time; default 1, or 2 for each GPU.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Shards in work at a time; default 1, or 2 for each GPU."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cpu",
     json_file: Annotated[
