@@ -124,6 +124,13 @@ def test_existing_output(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_link_to_nothing_is_refused_before_the_work(source, tmp_path, force):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    assert "out is a link to nothing" in refuse(source, tmp_path / "out", *force)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
     streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=4))
     (tmp_path / "out.replaced").mkdir()
@@ -289,6 +296,7 @@ def test_tensors_that_the_model_does_not_use(tmp_path, architecture, change, unu
         (["--bits", "7"], "bits must be"),
         (["--override", "down_proj"], "REGEX=BITS"),
         (["--override", "down_proj=x"], "REGEX=BITS"),
+        (["--override", "down_proj=\N{SUPERSCRIPT TWO}"], "REGEX=BITS"),
         (["--override", "=5"], "REGEX=BITS"),
         (["--override", "down_proj=3", "--override", "down_proj=5"], "twice"),
         (["--override", "(=4"], "regular expression"),

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,12 @@ def test_the_server_answers_as_the_model_does(served, folders):
     answer = bench.chat(served[0], str(folders["kbit"]), "w1 w2 w3", 8)
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["choices"][0]["message"]["content"] == expected(folders["kbit"], "w1 w2 w3", 8)
+
+
+def test_the_list_of_models_names_the_served_one(served, folders):
+    status, answer = bench._request(served[0], "GET", "/v1/models", None, 10.0)
+    assert status == 200, answer
+    assert [model["id"] for model in json.loads(answer)["data"]] == [str(folders["kbit"])]
 
 
 def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
@@ -165,6 +173,31 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         bench.server(tmp_path / "nothing", ["--device", "cpu"]),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["user@host", "model:q4.gguf"])
+def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    path = shutil.copytree(folders["kbit"], tmp_path / name)
+    result = CliRunner().invoke(app, ["serve", str(path)])
+    assert "Rename the folder" in str(result.exception)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+@pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
+def test_a_stopped_server_exits_as_other_commands_do(folders, number, last):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kbit", "serve", str(folders["kbit"]), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)], stderr=subprocess.PIPE, text=True
+    )
+    bench._wait(process, port, 120.0, [])
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, log
+    assert last is None or log.splitlines()[-1] == last
 
 
 def test_the_command_hands_every_option_over(monkeypatch):

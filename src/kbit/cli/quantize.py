@@ -33,7 +33,7 @@ def parse_overrides(options: list[str]) -> dict[str, int]:
     overrides: dict[str, int] = {}
     for option in options:
         pattern, separator, bits = option.rpartition("=")
-        if not separator or not pattern or not bits.isdigit():
+        if not separator or not pattern or not bits.isdecimal():
             raise ValueError(f"--override takes REGEX=BITS, such as 'down_proj$=5', got {option!r}.")
         if pattern in overrides:
             raise ValueError(f"--override names {pattern!r} twice. Keep one of the two.")
@@ -57,7 +57,8 @@ def quantize(
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Shards in work at a time; default 1, or 2 for each GPU.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Shards in work at a time; default 1, or 2 for each GPU."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cpu",
     json_file: Annotated[

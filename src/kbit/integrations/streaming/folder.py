@@ -72,6 +72,8 @@ def check_target(source: Path, target: Path, force: bool) -> None:
             f"{target} has no name of its own or holds the folder that this command runs in, so it cannot be "
             f"replaced. Name a folder to create, such as {Path(target, 'quantized')}."
         )
+    if target.is_symlink() and not target.exists():
+        raise FileExistsError(f"{target} is a link to nothing, which no folder can replace. Remove it.")
     if not target.exists():
         return
     if not force:

@@ -44,12 +44,19 @@ class Entry:
 
 def cubin_folder() -> Path:
     """Where cubins are: KBIT_CACHE, or kbit's folder among the user's caches, and "cubin" in it."""
-    named = os.environ.get("KBIT_CACHE")
-    if not named:
-        import platformdirs
+    return Path(os.environ.get("KBIT_CACHE") or _user_folder()) / "cubin"
 
-        named = platformdirs.user_cache_dir("kbit")
-    return Path(named) / "cubin"
+
+def _user_folder() -> Path:
+    """kbit's folder among the user's caches; among temporary files for a container's user without a home."""
+    import platformdirs
+
+    # No home is an error of new versions; old ones give "~/.cache", to be made where the process runs.
+    with contextlib.suppress(RuntimeError):
+        folder = Path(platformdirs.user_cache_dir("kbit"))
+        if folder.is_absolute():
+            return folder
+    return Path(tempfile.gettempdir(), f"kbit-{getattr(os, 'geteuid', int)()}")
 
 
 def content_key(sources: Sources, options: tuple[str, ...], compiler: str) -> str:

@@ -1,0 +1,126 @@
+"""The `kbit` command in unusual surroundings: pipes, locales, users without a home, old packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny_models
+from kbit.backends.cuda.compiler import CubinCache, cubin_folder
+from kbit.cli import app, doctor, smollm
+from kbit.cli.outputs import write_json
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny model's folder."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    tiny_models.build("llama", torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, "-m", "kbit", *map(os.fspath, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, check=False)
+
+
+def row_of(what: str, output: str | bytes) -> dict[str, object]:
+    """A line of `kbit doctor --json`."""
+    (row,) = (row for row in json.loads(output) if row["what"] == what)
+    return row
+
+
+# -- output --------------------------------------------------------------------------------------------------
+
+
+@posix
+@pytest.mark.parametrize("name", [b"mod\xff", "modèle".encode()], ids=["no UTF-8", "not in the locale"])
+def test_a_name_that_cannot_be_printed_stops_nothing(model, tmp_path, name):
+    link = tmp_path / os.fsdecode(name)
+    link.symlink_to(model)
+    result = shell("inspect", link, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+    assert b"unquantized" in result.stdout
+    assert rb"mod\udcff" in result.stdout or rb"mod\xe8le" in result.stdout
+
+
+def test_doctor_breaks_no_line_in_a_pipe(monkeypatch):
+    remedy = "pip install torch --index-url https://download.pytorch.org/whl/cu130, which brings CUDA along"
+    finding = doctor.__globals__["Finding"]("gpu", f"/a/{'long/' * 30}path", remedy)
+    monkeypatch.setitem(doctor.__globals__, "CHECKS", (lambda: finding,))
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert finding.found in output
+    assert remedy in output
+
+
+@posix
+def test_a_result_may_have_as_long_a_name_as_files_can(tmp_path):
+    file = tmp_path / ("a" * 255)
+    write_json(file, {"arms": 1})
+    assert json.loads(file.read_text()) == {"arms": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_more_jobs_than_a_machine_can_have_are_refused(tmp_path):
+    result = CliRunner().invoke(app, ["quantize", str(tmp_path), str(tmp_path / "out"), "--jobs", str(10**8)])
+    assert result.exit_code == 2
+    assert "1024" in result.output
+
+
+# -- where it runs -------------------------------------------------------------------------------------------
+
+
+def no_home(*_: object) -> str:
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize("answer", [no_home, lambda *_: "~/.cache/kbit"], ids=["new", "old platformdirs"])
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(answer, monkeypatch, tmp_path):
+    monkeypatch.delenv("KBIT_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("platformdirs.user_cache_dir", answer)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert cubin_folder().parent.parent == tmp_path / "temporary"
+    assert CubinCache().folder == cubin_folder()
+    row = row_of("cache folder", CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert (str(row["found"]).startswith(str(cubin_folder())), row["remedy"]) == (True, "")
+
+
+# -- what is installed ---------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_is_too_old(monkeypatch):
+    version = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "4.57.1" if name == "transformers" else version(name)
+    )
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    row = row_of("transformers", result.output)
+    assert (row["found"], row["fatal"], result.exit_code) == ("4.57.1", True, 1)
+    assert str(row["remedy"]).startswith("pip install 'transformers>=5.")
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"), [("2.8.0+cu128", ">=2.9"), ("2.9.0a0+5.nv25.9", ""), ("3", "")]
+)
+def test_builds_before_a_release_pass_for_it(version, wanted):
+    assert doctor.__globals__["_unmet"]("torch", version) == wanted
+
+
+def test_the_demo_names_missing_packages_before_it_downloads(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm, "fetch", lambda *_: pytest.fail("93 MB were fetched"))
+    result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path)])
+    assert isinstance(result.exception, ImportError)
+    assert "pip install gguf accelerate." in str(result.exception)
