@@ -1,5 +1,7 @@
 """transformers' classes for other tasks than a model was quantized for, and what only some models tie."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -240,3 +242,34 @@ def test_a_head_tied_to_a_table_of_another_kind_stays_in_place_too(tmp_path):
     assert model.lm_head.dense.bits == 4
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(kind.from_pretrained(tmp_path / "saved").eval()(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling2 yet"
+)
+def test_codes_are_not_saved_under_names_that_only_weights_have(tmp_path):
+    """A weight is called `k_sconv.weight_proj` in Inkling2's files; with a suffix, it goes elsewhere."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 72,
+        "unpadded_vocab_size": 72,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "d_rel": 8,
+    }
+    sizes |= heads | {f"swa_{key}": value for key, value in heads.items()} | {"layer_types": ["hybrid"]}
+    sizes |= {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    kind = transformers.Inkling2ForCausalLM
+    kind(transformers.Inkling2TextConfig(**sizes)).save_pretrained(tmp_path / "source")
+    load = partial(kind.from_pretrained, tmp_path / "source")
+    for model in (
+        load(quantization_config=kbit.KbitConfig()),
+        kbit.quantize_model(load(), kbit.KbitConfig()),
+    ):
+        with pytest.raises(ValueError, match=r"give .*k_sconv\.weight_proj, .*v_sconv\.weight_proj names by"):
+            model.save_pretrained(tmp_path / "saved")
+    config = kbit.KbitConfig(overrides={"weight_proj": 0})
+    kbit.quantize_model(model := load(), config).save_pretrained(tmp_path / "saved")
+    again = kind.from_pretrained(tmp_path / "saved")
+    ids = {"input_ids": IDS, "use_cache": False}
+    assert torch.equal(again(**ids).logits, model(**ids).logits)
