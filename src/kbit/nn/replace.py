@@ -113,9 +113,8 @@ def quantize_model(
 def _layers(model: nn.Module) -> list[list[str]]:
     """The names that lead to one weight, the one that decides first, of all that can be replaced."""
     shared: dict[int, list[str]] = {}
-    others: set[int] = (
-        set()
-    )  # what modules of another kind hold: I-BERT's head has the weight of such a table
+    # What modules of another kind hold: I-BERT's head has the weight of a table of its own class.
+    others: set[int] = set()
     # A module may have several names; each must lead to the quantized one.
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedModule):
