@@ -209,6 +209,14 @@ def test_moving_to_the_same_device_is_free():
     assert q.to("meta").packed.is_meta
 
 
+def test_codes_are_not_cast():
+    q = kbit.quantize(torch.randn(4, 40), bits=4)
+    with pytest.raises(
+        TypeError, match=r"codes have no dtype, got torch\.float16\. Use kbit\.dequantize\(q, dtype\)"
+    ):
+        q.to(torch.float16)
+
+
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 def test_codebooks_and_quantizing_do_not_depend_on_the_default_device(where):
     w = torch.randn(4, 64)

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftMixedModel,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -246,6 +255,19 @@ def test_adapters_that_are_not_lora_leave_codes_alone(wrap, config):
             call()
     after = model.unload().state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_prompts_are_learned_in_front_of_a_quantized_table(kind):
+    model = get_peft_model(
+        quantized("llama", embedding_bits=4), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    assert model.word_embeddings is model.base_model.model.embed_tokens
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert gradients
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    assert "get_submodule" not in vars(model.base_model.model)
 
 
 def test_unloading_gives_the_base_back():

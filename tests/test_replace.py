@@ -90,6 +90,21 @@ def test_a_layer_whose_weight_a_hook_computes_stays():
 
 
 @IN_PLACE
+def test_layers_without_rows_and_those_whose_weight_others_hold_stay(quantize):
+    class Scaled(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+    plain, empty, tied = (nn.Linear(32, rows) for rows in (16, 0, 16))
+    model = nn.ModuleDict({"plain": plain, "empty": empty, "tied": tied, "other": Scaled(tied.weight)})
+    quantize(model)
+    assert model.plain is not plain
+    assert model.empty is empty
+    assert model.tied is tied
+
+
+@IN_PLACE
 def test_layers_with_a_forward_of_their_own_or_without_a_weight_stay(quantize):
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     model[0].forward = lambda x: 2 * nn.Linear.forward(model[0], x)
@@ -133,3 +148,8 @@ def test_layers_name_what_is_no_tensor(wrong):
     for arguments, name in (((wrong, x, x), "hidden_states"), ((x, wrong, x), "top_k_index")):
         with pytest.raises(TypeError, match=rf"experts: {name} must be a tensor, got .* \(layers\.0\)"):
             experts(*arguments)
+
+
+def test_no_experts_decode_to_nothing():
+    layer = KbitExperts(0, 40, 24, nn.SiLU())
+    assert layer.dequantize("gate_up_proj").shape == (0, 48, 40)

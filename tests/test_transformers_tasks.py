@@ -1,5 +1,7 @@
 """transformers' classes for other tasks than a model was quantized for, and what only some models tie."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -204,3 +206,70 @@ def test_nvfp4_leaves_alone_on_reload_what_it_left_alone(kind, tmp_path):
     kinds = [{name: type(each) for name, each in m.named_modules()} for m in (once, again)]
     assert kinds[0] == kinds[1]
     assert {each.__name__ for each in kinds[0].values()} >= {"Linear", "NVFP4Linear"}
+
+
+MOBILE = {"vocab_size": 72, "embedding_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("hidden", [64, 32])  # 32: dense has no rows, since it makes up for the difference
+@pytest.mark.parametrize("way", ["memory", "load", "files"])
+def test_a_head_that_reads_two_weights_itself(way, hidden, tmp_path):
+    """MobileBERT multiplies by the table and by another matrix beside it."""
+    sizes = MOBILE | dict.fromkeys(("hidden_size", "intra_bottleneck_size", "true_hidden_size"), hidden)
+    kind, config = transformers.MobileBertForMaskedLM, kbit.KbitConfig(embedding_bits=4)
+    model = kind(transformers.MobileBertConfig(**sizes, intermediate_size=48)).eval()
+    model.save_pretrained(tmp_path / "source")
+    if way == "files":
+        quantize_checkpoint(tmp_path / "source", tmp_path / "saved", config)
+    elif way == "load":
+        kind.from_pretrained(tmp_path / "source", quantization_config=config).save_pretrained(
+            tmp_path / "saved"
+        )
+    kbit.quantize_model(model, config)
+    if way == "memory":
+        model.save_pretrained(tmp_path / "saved")
+    assert model.mobilebert.encoder.layer[0].attention.self.query.bits == 4
+    assert torch.equal(kind.from_pretrained(tmp_path / "saved")(IDS).logits, model(IDS).logits)
+
+
+def test_a_head_tied_to_a_table_of_another_kind_stays_in_place_too(tmp_path):
+    """I-BERT's own class of embeddings."""
+    torch.manual_seed(0)
+    kind = transformers.IBertForMaskedLM
+    sizes = BERT | {"num_hidden_layers": 1, "pad_token_id": 1}
+    model = kbit.quantize_model(kind(transformers.IBertConfig(**sizes)).eval(), kbit.KbitConfig())
+    assert type(model.lm_head.decoder) is nn.Linear
+    assert model.lm_head.dense.bits == 4
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(kind.from_pretrained(tmp_path / "saved").eval()(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling2 yet"
+)
+def test_codes_are_not_saved_under_names_that_only_weights_have(tmp_path):
+    """A weight is called `k_sconv.weight_proj` in Inkling2's files; with a suffix, it goes elsewhere."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 72,
+        "unpadded_vocab_size": 72,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "d_rel": 8,
+    }
+    sizes |= heads | {f"swa_{key}": value for key, value in heads.items()} | {"layer_types": ["hybrid"]}
+    sizes |= {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    kind = transformers.Inkling2ForCausalLM
+    kind(transformers.Inkling2TextConfig(**sizes)).save_pretrained(tmp_path / "source")
+    load = partial(kind.from_pretrained, tmp_path / "source")
+    for model in (
+        load(quantization_config=kbit.KbitConfig()),
+        kbit.quantize_model(load(), kbit.KbitConfig()),
+    ):
+        with pytest.raises(ValueError, match=r"give .*k_sconv\.weight_proj, .*v_sconv\.weight_proj names by"):
+            model.save_pretrained(tmp_path / "saved")
+    config = kbit.KbitConfig(overrides={"weight_proj": 0})
+    kbit.quantize_model(model := load(), config).save_pretrained(tmp_path / "saved")
+    again = kind.from_pretrained(tmp_path / "saved")
+    ids = {"input_ids": IDS, "use_cache": False}
+    assert torch.equal(again(**ids).logits, model(**ids).logits)

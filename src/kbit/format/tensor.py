@@ -144,6 +144,8 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """A copy on `device`; itself if it is there already. Tiles stay tiles on the same kind of device."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"to: codes have no dtype, got {device}. Use kbit.dequantize(q, dtype).")
         codebook = self.codebook.to(device)
         if codebook is self.codebook:
             return self

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.format.words import at
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule, refuse_others
@@ -137,12 +138,15 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """int ids of any shape -> [*ids.shape, embedding_dim].
 
         Raises:
-            IndexError: an id is out of range (on the CPU).
+            IndexError: an id is out of range (on the CPU); this message, too, names the layer.
             TypeError, ValueError: ids are no integers, or elsewhere; the message names this layer.
         """
         checks.embedding_ids(ids, self.weight_packed.device, self.layer_name)
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
-        return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
+        try:
+            return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
+        except IndexError as error:
+            raise IndexError(f"{str(error).removesuffix('.')}{at(self.layer_name)}.") from None
 
     def _set_dtype(self, dtype: torch.dtype, device: Any) -> None:
         # A parameter without elements: .half() and .to(dtype) cast it, so it remembers the dtype of the

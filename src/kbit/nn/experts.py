@@ -50,6 +50,8 @@ def unsupported_experts(module: nn.Module) -> str | None:
         return f"its forward takes other arguments than {', '.join(_ARGUMENTS[1:])}"
     if not callable(getattr(module, "act_fn", None)):
         return "it has no act_fn"
+    if not all(_weight(module, name).numel() for name in WEIGHTS):
+        return "its weights have no elements"
     (experts, twice, hidden), down = (_weight(module, name).shape for name in WEIGHTS)
     if twice % 2 or down != (experts, hidden, twice // 2):
         return (
@@ -274,7 +276,7 @@ class KbitExperts(QuantizedModule):
         """A weight as one matrix per factor: E, or 2E where gate and up have factors of their own."""
         experts, rows, columns = self.shapes[name]
         count = getattr(self, name + SCALE).numel()
-        return count, experts * rows // count, columns
+        return count, rows * experts // count if count else rows, columns
 
     def quantized(self, name: str = "gate_up_proj") -> QuantizedTensor:
         """A weight in the form it has, sharing this layer's memory; see `QuantizedModule.quantized`."""

@@ -113,6 +113,8 @@ def quantize_model(
 def _layers(model: nn.Module) -> list[list[str]]:
     """The names that lead to one weight, the one that decides first, of all that can be replaced."""
     shared: dict[int, list[str]] = {}
+    # What modules of another kind hold: I-BERT's head has the weight of a table of its own class.
+    others: set[int] = set()
     # A module may have several names; each must lead to the quantized one.
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedModule):
@@ -121,10 +123,12 @@ def _layers(model: nn.Module) -> list[list[str]]:
             shared.setdefault(id(module.weight), []).append(name)
         elif is_experts(module):
             shared.setdefault(id(module), []).append(name)
+        else:
+            others.update(map(id, module.parameters(recurse=False)))
     layers = [
         members
-        for members in shared.values()
-        if not any(unsupported(model.get_submodule(name)) for name in members)
+        for key, members in shared.items()
+        if key not in others and not any(unsupported(model.get_submodule(name)) for name in members)
     ]
     for members in layers:
         # A tied weight is stored under the embedding's name, so that name decides.

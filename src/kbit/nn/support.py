@@ -19,6 +19,7 @@ _READERS = (
     (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2, the same
     (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),  # the same
     (r"^GraniteSpeech5Encoder$", "input_linear"),  # the same
+    (r"^MobileBertLMPredictionHead$", "decoder|dense"),  # it joins both into one matrix
     (r"^ProphetNetDecoder$", "ngram_embeddings"),  # added to what it embeds
     (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it: the same
     (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$", "lm_head"),  # the same
@@ -44,12 +45,15 @@ def unsupported(module: nn.Module) -> str | None:
     """
     if has_own_forward(module):
         return "its forward is not that of its class"
-    if type(module) is nn.Linear:
-        if module._parameters.get("weight", module) is None:
+    if type(module) in (nn.Linear, nn.Embedding):
+        if "weight" not in module._parameters:
+            return "a hook computes its weight at every call"
+        weight = module._parameters["weight"]
+        if weight is None:
             return "it has no weight"
-        return None if "weight" in module._parameters else "a hook computes its weight at every call"
-    if type(module) is nn.Embedding:
-        return "it has max_norm" if module.max_norm is not None else None
+        if weight.dim() == 2 and not weight.numel():
+            return "its weight has no elements"
+        return "it has max_norm" if getattr(module, "max_norm", None) is not None else None
     if is_experts(module):
         return unsupported_experts(module)
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"

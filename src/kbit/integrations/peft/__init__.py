@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
 
-__all__ = ["guard_merging", "merge", "register"]
+__all__ = ["guard_merging", "guard_prompts", "merge", "register"]
 
 
 def register(module: ModuleType) -> None:
@@ -51,6 +53,35 @@ def _guarded(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return guarded
+
+
+def guard_prompts(module: ModuleType) -> None:
+    """Have peft find a quantized table for prompt and prefix tuning.
+
+    It looks for a parameter with a row per token, and drops ".weight" from its name to have the table's.
+
+    Args:
+        module: peft.peft_model.
+    """
+    wrap_method(module.PeftModel, "_setup_prompt_encoder", _finding_tables)
+
+
+def _finding_tables(original: Any) -> Any:
+    def setup(self: Any, *args: Any, **kwargs: Any) -> None:
+        searched = [self.base_model, *self.base_model.children()]
+        for module in searched:
+            vars(module)["get_submodule"] = partial(_submodule_of_codes, module)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            for module in searched:
+                vars(module).pop("get_submodule", None)
+
+    return setup
+
+
+def _submodule_of_codes(module: Any, name: str) -> Any:
+    return type(module).get_submodule(module, name.removesuffix(PACKED))
 
 
 def merge(model: Any, requantize: bool = True) -> Any:

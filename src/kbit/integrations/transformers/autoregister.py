@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from kbit.integrations.on_import import when_imported
-from kbit.integrations.peft import guard_merging
+from kbit.integrations.peft import guard_merging, guard_prompts
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
 from kbit.integrations.transformers.resizing import guard_resizing
@@ -13,6 +13,7 @@ from kbit.integrations.transformers.resizing import guard_resizing
 _REGISTRY = "transformers.quantizers.auto"
 _MODELS = "transformers.modeling_utils"
 _LORA_CONFIG = "peft.tuners.lora.config"
+_PEFT_MODELS = "peft.peft_model"
 _TUNERS = "peft.tuners.tuners_utils"
 
 
@@ -22,6 +23,7 @@ def install() -> None:
     when_imported(_REGISTRY, register, complete="register_quantizer")
     when_imported(_MODELS, guard_resizing, complete="PreTrainedModel")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
+    when_imported(_PEFT_MODELS, guard_prompts, complete="PeftModel")
     when_imported(_TUNERS, guard_merging, complete="BaseTuner")
 
 

@@ -15,6 +15,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.nn import KbitEmbedding, KbitLinear
 from kbit.nn.experts import is_experts
 from kbit.nn.parts import QuantizedModule
 
@@ -104,6 +105,24 @@ def converted_parts(model: Any) -> dict[str, WeightConverter]:
             first = next((entry for entry in converters if entry.rename_source_key(name)[1]), None)
             found |= {} if first is None else {module_of(name): first}
     return found
+
+
+def lost_in_files(model: Any) -> list[str]:
+    """Quantized linear layers and embeddings whose codes saving gives names that loading does not find.
+
+    transformers renames some weights by patterns that do not hold for their parts: Inkling2's `weight_proj`.
+    """
+    undone, transforms, prefix = _undone(model), loading_transforms(model), model.base_model_prefix
+    layers = [
+        name for name, module in model.named_modules() if isinstance(module, KbitLinear | KbitEmbedding)
+    ]
+    state: dict[str, None] = dict.fromkeys(name for name, _ in model.named_parameters())
+    state |= {f"{name}.weight{part}": None for name in layers for part in ("", PACKED)}
+
+    def found(weight: str, part: str) -> bool:
+        return parameter_of(_undo(weight, part, undone), transforms, prefix, state)[0] == weight + part
+
+    return [name for name in layers if found(f"{name}.weight", "") and not found(f"{name}.weight", PACKED)]
 
 
 def _undone(model: Any) -> list:

@@ -11,7 +11,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from kbit.format.names import PARTS
 from kbit.format.words import first_of
-from kbit.integrations.transformers.names import converted_parts, own_conversions
+from kbit.integrations.transformers.names import converted_parts, lost_in_files, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
 from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
 
@@ -63,10 +63,10 @@ class SplitRows(ConversionOps):
 
 
 def refuse_conversions(model: Any) -> None:
-    """Refuse to save codes that transformers would convert as if they were weights.
+    """Refuse to save codes that transformers would convert as if they were weights, or not find again.
 
     Raises:
-        ValueError: the model was quantized in place, and its checkpoints hold a layer in another layout.
+        ValueError: the model's checkpoints hold a layer in another layout, or by a name for weights alone.
     """
     modules = [
         module
@@ -78,6 +78,13 @@ def refuse_conversions(model: Any) -> None:
             f"save_pretrained: checkpoints of {type(model).__name__} hold in another layout "
             f"{first_of(modules)}; transformers cannot put codes into it. Save after model.dequantize(), or "
             f"leave those unquantized by modules_to_not_convert or overrides."
+        )
+    lost = lost_in_files(model)
+    if lost:
+        raise ValueError(
+            f"save_pretrained: checkpoints of {type(model).__name__} give {first_of(lost)} names by which "
+            f"transformers would not find codes again. Leave those unquantized by modules_to_not_convert or "
+            f"overrides."
         )
 
 

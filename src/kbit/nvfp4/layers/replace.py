@@ -19,8 +19,8 @@ Chooser = Callable[[str], bool]
 def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], nn.Module]]:
     """Modules that `replace_layers` replaces, with all names of each: linear layers and fused experts.
 
-    A module is chosen by all its names. A linear layer whose weight is tied to another parameter stays as it
-    is, and so does a module with a forward of its own.
+    A module is chosen by all its names. A linear layer whose weight is tied to another parameter, or has no
+    elements, stays as it is, and so does a module with a forward of its own.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -33,7 +33,7 @@ def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], 
     for module, known in names.items():
         if not all(name and choose(name) for name in known) or has_own_forward(module):
             continue
-        untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1
+        untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1 and module.weight.numel()
         if untied or (is_experts(module) and unsupported_experts(module) is None):
             yield known, module
 
