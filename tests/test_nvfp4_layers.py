@@ -421,6 +421,17 @@ def test_skips_match_as_those_of_a_policy(skipped: str) -> None:
         assert config.chooses("stored.name", name) == (policy.bits_for("stored.name", name) is not None)
 
 
+@pytest.mark.parametrize(
+    "name", ["mlp.gate", "mlp.gate.wg", "router", "ffn.router.layer", "mlp.router.classifier", "lm_head"]
+)
+def test_nothing_inside_a_router_is_chosen(name: str) -> None:
+    config = NVFP4Config()
+    assert not config.chooses(name)
+    assert not config.chooses(f"model.layers.0.{name}")
+    assert config.chooses("model.layers.0.mlp.gate_proj")
+    assert config.chooses("model.layers.0.linear_attn.gates.up")
+
+
 def test_skips_of_no_module_are_reported(tmp_path: Path) -> None:
     build("qwen3_moe", torch.bfloat16, spread=False).save_pretrained(tmp_path)
     config = NVFP4Config(modules_to_not_convert=["self_attn", "re:.*q_proj", "lm_head"])
