@@ -165,8 +165,40 @@ def test_weights_with_nan_are_refused_by_name() -> None:
 
 def test_wrong_inputs_name_the_layer() -> None:
     layer = NVFP4Linear.from_linear(nn.Linear(32, 4), NVFP4Settings(), "layers.0.up")
-    with pytest.raises(ValueError, match=r"a must be \[M, 32\].*\(layers.0.up\)"):
+    with pytest.raises(ValueError, match=r"x has 48 features, the weight expects 32 \(layers.0.up\)"):
         layer(torch.zeros(2, 48))
+
+
+WRONG_INPUTS = {
+    "no tensor": lambda x: x.tolist(),
+    "a scalar": lambda x: x[0, 0],
+    "no features": lambda x: x[:, :0],
+    "other features": lambda x: x[:, :40],
+    "float64": lambda x: x.double(),
+    "sparse": lambda x: x.to_sparse(),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+@pytest.mark.parametrize("wrong", WRONG_INPUTS)
+def test_whatever_is_wrong_the_layer_is_named(activations: str, wrong: str) -> None:
+    settings = NVFP4Settings(activations=activations)
+    linear = NVFP4Linear.from_linear(nn.Linear(48, 4), settings, "layers.0.up")
+    experts = NVFP4Experts.from_experts(Experts(), settings, "mlp.experts")
+    x, ids, weights = inputs()
+    with pytest.raises((TypeError, ValueError), match=r"\(layers.0.up\)"):
+        linear(WRONG_INPUTS[wrong](x))
+    with pytest.raises((TypeError, ValueError), match=r"\(mlp.experts\)"):
+        experts(WRONG_INPUTS[wrong](x), ids, weights)
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids + 10, lambda ids: ids.float(), lambda ids: ids[:, :0]])
+def test_ids_of_no_expert_name_the_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(), "mlp.experts")
+    x, ids, weights = inputs()
+    with pytest.raises((TypeError, ValueError), match=r"moe_align: .*\(mlp.experts\)"):
+        experts(x, change(ids), weights[:, : change(ids).shape[1]])
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
