@@ -202,6 +202,25 @@ def test_ids_of_no_expert_name_the_layer(change: Callable[[torch.Tensor], torch.
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_factors_are_never_cast(activations: str, dtype: torch.dtype) -> None:
+    settings = NVFP4Settings(activations=activations)
+    linear = NVFP4Linear.from_linear(nn.Linear(48, 20).requires_grad_(False), settings)
+    experts = NVFP4Experts.from_experts(Experts(), settings)
+    x, ids, weights = inputs()
+    bias, linear.bias = linear.bias, None
+    expected = linear(x), experts(x, ids, weights)
+    linear.bias = bias
+    for layer in (linear, experts):
+        layer.to(dtype)
+        assert all(part.dtype in (torch.uint8, torch.float32) for _, part in layer.parts())
+    assert linear.bias.dtype == dtype
+    linear.bias = None
+    assert torch.equal(linear(x), expected[0])
+    assert torch.equal(experts(x, ids, weights), expected[1])
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
 def test_experts_refuse_choices_of_other_tokens(activations: str) -> None:
     layer = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations), "mlp.experts")
     x, ids, weights = inputs()
