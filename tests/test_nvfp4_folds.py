@@ -79,6 +79,13 @@ def test_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     assert rmsnorm(x, weight, 1e-6)[1] is x
 
 
+def test_compiled_folds_have_the_same_bits() -> None:
+    x, weight, gate_up = torch.randn(5, 300).bfloat16(), torch.randn(300).bfloat16(), torch.randn(5, 300)
+    for call, args in ((rmsnorm, (x, weight, 1e-6, x)), (silu_mul, (gate_up.bfloat16(),))):
+        expected, found = call(*args), torch.compile(call)(*args)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_no_rows() -> None:
     x, weight = torch.zeros(0, 48), torch.ones(48)
     norm, h = rmsnorm(x, weight, 1e-6, x)

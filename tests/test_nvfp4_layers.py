@@ -193,6 +193,14 @@ def test_whatever_is_wrong_the_layer_is_named(activations: str, wrong: str) -> N
         experts(WRONG_INPUTS[wrong](x), ids, weights)
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_compiled_experts_have_the_same_bits(activations: str) -> None:
+    experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations))
+    x, ids, weights = inputs()
+    x = x.bfloat16()
+    assert torch.equal(torch.compile(experts)(x, ids, weights), experts(x, ids, weights))
+
+
 @pytest.mark.parametrize("change", [lambda ids: ids + 10, lambda ids: ids.float(), lambda ids: ids[:, :0]])
 def test_ids_of_no_expert_name_the_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(), "mlp.experts")
