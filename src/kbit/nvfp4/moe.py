@@ -11,7 +11,7 @@ from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.gemm import check_product, check_tile
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
-from kbit.ops import kinds
+from kbit.ops import checks, kinds
 
 DEDUP = ("off", "gather", "scatter", "indirect")
 
@@ -151,6 +151,7 @@ def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
 
 
 def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str, row_scale: bool) -> None:
+    kinds.tensor("moe_gemm_nvfp4", "x", x)
     if dedup not in DEDUP:
         raise ValueError(f"moe_gemm_nvfp4: dedup must be one of {', '.join(DEDUP)}, got {dedup!r}.")
     if dedup == "scatter" and row_scale:
@@ -254,6 +255,8 @@ def moe_combine(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    kinds.tensor("moe_combine", "y", y)
+    kinds.tensor("moe_combine", "p", p)
     if y.dim() != 3 or p.shape != y.shape[:2]:
         raise ValueError(
             f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}."
@@ -268,6 +271,7 @@ def combine_sorted(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> t
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    checks.float_dtype("moe_combine", "y", y.dtype)
     if p.dtype != torch.float32:
         raise TypeError(f"moe_combine: p must be float32, got {p.dtype}. Convert it with .float().")
     if p.shape != inverse.shape:
