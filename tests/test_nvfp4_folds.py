@@ -79,6 +79,22 @@ def test_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     assert rmsnorm(x, weight, 1e-6)[1] is x
 
 
+def test_compiled_folds_have_the_same_bits() -> None:
+    x, weight, gate_up = torch.randn(5, 300).bfloat16(), torch.randn(300).bfloat16(), torch.randn(5, 300)
+    for call, args in ((rmsnorm, (x, weight, 1e-6, x)), (silu_mul, (gate_up.bfloat16(),))):
+        expected, found = call(*args), torch.compile(call)(*args)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_no_rows() -> None:
+    x, weight = torch.zeros(0, 48), torch.ones(48)
+    norm, h = rmsnorm(x, weight, 1e-6, x)
+    assert norm.shape == h.shape == (0, 48)
+    folded = rmsnorm_quantize_nvfp4(x, weight, 1e-6)
+    assert folded.quantized.shape == (0, 48)
+    assert silu_mul_quantize_nvfp4(x).shape == (0, 24)
+
+
 def test_norm_of_zeros_and_of_large_numbers() -> None:
     weight = torch.ones(32)
     assert not rmsnorm(torch.zeros(1, 32), weight, 1e-6)[0].any()

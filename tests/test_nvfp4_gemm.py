@@ -148,6 +148,14 @@ def test_seq16_does_depend_on_the_order() -> None:
     assert not torch.equal(gemm_nvfp4(a, w, "seq16", F32), gemm_nvfp4(a, w, "exact", F32))
 
 
+@pytest.mark.parametrize("accum", ["exact", "seq16", "tc"])
+def test_autocast_changes_no_bit(accum: str) -> None:
+    a, w = quantize_nvfp4(torch.randn(4, 256)), quantize_nvfp4(torch.randn(8, 256))
+    expected = gemm_nvfp4(a, w, accum, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gemm_nvfp4(a, w, accum, torch.float32), expected)
+
+
 def test_epilogue_rounds_after_each_factor() -> None:
     a, w = random_tensor(5, 96, 1, factor=0.3), random_tensor(6, 96, 2, factor=1e-3)
     rows = torch.rand(5) + 0.1

@@ -165,8 +165,67 @@ def test_weights_with_nan_are_refused_by_name() -> None:
 
 def test_wrong_inputs_name_the_layer() -> None:
     layer = NVFP4Linear.from_linear(nn.Linear(32, 4), NVFP4Settings(), "layers.0.up")
-    with pytest.raises(ValueError, match=r"a must be \[M, 32\].*\(layers.0.up\)"):
+    with pytest.raises(ValueError, match=r"x has 48 features, the weight expects 32 \(layers.0.up\)"):
         layer(torch.zeros(2, 48))
+
+
+WRONG_INPUTS = {
+    "no tensor": lambda x: x.tolist(),
+    "a scalar": lambda x: x[0, 0],
+    "no features": lambda x: x[:, :0],
+    "other features": lambda x: x[:, :40],
+    "float64": lambda x: x.double(),
+    "sparse": lambda x: x.to_sparse(),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+@pytest.mark.parametrize("wrong", WRONG_INPUTS)
+def test_whatever_is_wrong_the_layer_is_named(activations: str, wrong: str) -> None:
+    settings = NVFP4Settings(activations=activations)
+    linear = NVFP4Linear.from_linear(nn.Linear(48, 4), settings, "layers.0.up")
+    experts = NVFP4Experts.from_experts(Experts(), settings, "mlp.experts")
+    x, ids, weights = inputs()
+    with pytest.raises((TypeError, ValueError), match=r"\(layers.0.up\)"):
+        linear(WRONG_INPUTS[wrong](x))
+    with pytest.raises((TypeError, ValueError), match=r"\(mlp.experts\)"):
+        experts(WRONG_INPUTS[wrong](x), ids, weights)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+def test_compiled_experts_have_the_same_bits(activations: str) -> None:
+    experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations))
+    x, ids, weights = inputs()
+    x = x.bfloat16()
+    assert torch.equal(torch.compile(experts)(x, ids, weights), experts(x, ids, weights))
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids + 10, lambda ids: ids.float(), lambda ids: ids[:, :0]])
+def test_ids_of_no_expert_name_the_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(), "mlp.experts")
+    x, ids, weights = inputs()
+    with pytest.raises((TypeError, ValueError), match=r"moe_align: .*\(mlp.experts\)"):
+        experts(x, change(ids), weights[:, : change(ids).shape[1]])
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_factors_are_never_cast(activations: str, dtype: torch.dtype) -> None:
+    settings = NVFP4Settings(activations=activations)
+    linear = NVFP4Linear.from_linear(nn.Linear(48, 20).requires_grad_(False), settings)
+    experts = NVFP4Experts.from_experts(Experts(), settings)
+    x, ids, weights = inputs()
+    bias, linear.bias = linear.bias, None
+    expected = linear(x), experts(x, ids, weights)
+    linear.bias = bias
+    for layer in (linear, experts):
+        layer.to(dtype)
+        assert all(part.dtype in (torch.uint8, torch.float32) for _, part in layer.parts())
+    assert linear.bias.dtype == dtype
+    linear.bias = None
+    assert torch.equal(linear(x), expected[0])
+    assert torch.equal(experts(x, ids, weights), expected[1])
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
@@ -419,6 +478,17 @@ def test_skips_match_as_those_of_a_policy(skipped: str) -> None:
     ):
         assert config.chooses(name) == (policy.bits_for(name) is not None)
         assert config.chooses("stored.name", name) == (policy.bits_for("stored.name", name) is not None)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.gate", "mlp.gate.wg", "router", "ffn.router.layer", "mlp.router.classifier", "lm_head"]
+)
+def test_nothing_inside_a_router_is_chosen(name: str) -> None:
+    config = NVFP4Config()
+    assert not config.chooses(name)
+    assert not config.chooses(f"model.layers.0.{name}")
+    assert config.chooses("model.layers.0.mlp.gate_proj")
+    assert config.chooses("model.layers.0.linear_attn.gates.up")
 
 
 def test_skips_of_no_module_are_reported(tmp_path: Path) -> None:

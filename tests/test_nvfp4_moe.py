@@ -178,6 +178,8 @@ ERRORS = {
     "columns": ({"x": torch.zeros(2, 48)}, ValueError, r"a must be \[M, 32\]"),
     "one matrix": ({"w": quantize_nvfp4(torch.zeros(4, 32))}, ValueError, r"w must be \[4, N, K\]"),
     "dtype": ({"x": torch.zeros(2, 32).long()}, TypeError, "got torch.int64"),
+    "no tensor": ({"x": [[0.0] * 32]}, TypeError, "x must be a tensor, got list"),
+    "ids of no tensor": ({"ids": [[0, 1]]}, TypeError, "ids must be a tensor, got list"),
 }
 
 
@@ -210,3 +212,7 @@ def test_combine_checks_its_arguments() -> None:
         moe_combine(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     with pytest.raises(TypeError, match="p must be float32"):
         moe_combine(torch.zeros(2, 3, 4), torch.zeros(2, 3).half())
+    with pytest.raises(TypeError, match="y must be float32, float16 or bfloat16, got torch.float64"):
+        moe_combine(torch.zeros(2, 3, 4).double(), torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="y must be a tensor, got list"):
+        moe_combine([[[1.0]]], torch.zeros(1, 1))

@@ -23,7 +23,7 @@ from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
 from kbit.nn import tied
 from kbit.nn.fuse import Parts
-from kbit.nn.tiling import TILED, TileableModule
+from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.ops import forms
 
 
@@ -225,16 +225,8 @@ class QuantizedModule(TileableModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Move the parts with the module, but never cast them: model.half() must not touch a scale."""
         names = ["codebook"] + [name + part for name in self.shapes for part in (*PARTS, TILED)]
-        held = (self._parameters.get(name, self._buffers.get(name)) for name in names)
-        parts = {id(tensor) for tensor in held}
-
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            applied = fn(tensor)
-            if id(tensor) not in parts or applied.dtype == tensor.dtype:
-                return applied
-            return tensor.to(applied.device)
-
-        return super()._apply(keep_dtype, recurse)
+        held = [self._parameters.get(name, self._buffers.get(name)) for name in names]
+        return super()._apply(without_casts(fn, held), recurse)
 
     def _before_loading(self, state_dict, prefix) -> None:
         """Accept state dicts with and without `_scale`: it is there only if some factor is not 1."""

@@ -9,7 +9,7 @@ canonical form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,21 @@ def wait_for(tiles: torch.Tensor) -> None:
     """Wait until tiles are written: other streams, and kernels that start early, may read them next."""
     if tiles.is_cuda:
         torch.cuda.current_stream(tiles.device).synchronize()
+
+
+def without_casts(
+    fn: Callable[[torch.Tensor], torch.Tensor], parts: Iterable[torch.Tensor | None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn` for nn.Module._apply: moves `parts`, but never casts them. model.half() must not touch a scale."""
+    kept = {id(part) for part in parts}
+
+    def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        applied = fn(tensor)
+        if id(tensor) not in kept or applied.dtype == tensor.dtype:
+            return applied
+        return tensor.to(applied.device)
+
+    return keep_dtype
 
 
 class TileableModule(nn.Module):

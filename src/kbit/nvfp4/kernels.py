@@ -24,8 +24,6 @@ from typing import Protocol, cast
 
 import torch
 
-from kbit.nvfp4 import reference
-
 Tensor = torch.Tensor
 
 
@@ -266,6 +264,8 @@ def kernels_for(tensor: Tensor, **others: Tensor | None) -> Kernels:
                 f"them."
             )
     if tensor.device.type == "cpu":
+        from kbit.nvfp4 import reference  # not above: it imports torch's compiler, which takes a second
+
         return cast(Kernels, reference)
     if tensor.device.type != "cuda":
         raise ValueError(f"nvfp4: tensors must be on cpu or cuda, got {tensor.device}. Move them.")

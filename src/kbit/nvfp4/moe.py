@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.gemm import check_product, check_tile
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
+from kbit.ops import checks, kinds
 
 DEDUP = ("off", "gather", "scatter", "indirect")
 
@@ -61,30 +63,39 @@ def moe_align(
         ValueError: ids are not [T, U], or (on CPU, where looking costs no wait) outside 0..num_experts. On a
             GPU such ids count as "not mine".
     """
-    _check_ids(ids, num_experts)
+    return _align(ids, num_experts)
+
+
+def _align(
+    ids: torch.Tensor, num_experts: int, where: str = ""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_ids(ids, num_experts, where)
     return kernels_for(ids).align(ids.contiguous(), num_experts)
 
 
-def _check_ids(ids: torch.Tensor, num_experts: int) -> None:
+def _check_ids(ids: torch.Tensor, num_experts: int, where: str) -> None:
+    kinds.tensor("moe_align", "ids", ids, where)
     if ids.dtype != torch.int32:
-        raise TypeError(f"moe_align: ids must be int32, got {ids.dtype}. Convert them with .int().")
+        raise TypeError(
+            f"moe_align: ids must be int32, got {ids.dtype}{at(where)}. Convert them with .int()."
+        )
     if ids.dim() != 2 or ids.shape[1] < 1 or num_experts < 1:
         raise ValueError(
             f"moe_align: ids must be [T, U] with U >= 1 and num_experts >= 1, got {tuple(ids.shape)} and "
-            f"{num_experts}."
+            f"{num_experts}{at(where)}."
         )
     if ids.device.type == "cpu" and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high > num_experts:
             raise ValueError(
-                f"moe_align: ids must be in 0..{num_experts}, got {low}..{high}. {num_experts} means an "
-                f"expert of another device."
+                f"moe_align: ids must be in 0..{num_experts}, got {low}..{high}{at(where)}. {num_experts} "
+                f"means an expert of another device."
             )
 
 
-def route(ids: torch.Tensor, num_experts: int) -> Routing:
-    """`moe_align` as one object."""
-    return Routing(*moe_align(ids, num_experts))
+def route(ids: torch.Tensor, num_experts: int, where: str = "") -> Routing:
+    """`moe_align` as one object; `where` is the name of the layer, for messages."""
+    return Routing(*_align(ids, num_experts, where))
 
 
 def quantize_for_experts(
@@ -140,6 +151,7 @@ def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
 
 
 def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str, row_scale: bool) -> None:
+    kinds.tensor("moe_gemm_nvfp4", "x", x)
     if dedup not in DEDUP:
         raise ValueError(f"moe_gemm_nvfp4: dedup must be one of {', '.join(DEDUP)}, got {dedup!r}.")
     if dedup == "scatter" and row_scale:
@@ -243,6 +255,8 @@ def moe_combine(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    kinds.tensor("moe_combine", "y", y)
+    kinds.tensor("moe_combine", "p", p)
     if y.dim() != 3 or p.shape != y.shape[:2]:
         raise ValueError(
             f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}."
@@ -257,6 +271,7 @@ def combine_sorted(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> t
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    checks.float_dtype("moe_combine", "y", y.dtype)
     if p.dtype != torch.float32:
         raise TypeError(f"moe_combine: p must be float32, got {p.dtype}. Convert it with .float().")
     if p.shape != inverse.shape:

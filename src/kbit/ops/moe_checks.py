@@ -11,23 +11,27 @@ from kbit.ops import checks, kinds
 MAX_CHOICES = 2**30
 
 
-def moe_align(ids: torch.Tensor, num_experts: int) -> None:
+def moe_align(ids: torch.Tensor, num_experts: int, where: str = "") -> None:
     """Check the arguments of `kbit::moe_align`.
+
+    Args:
+        ids, num_experts: the op's.
+        where: name of the layer, for the message.
 
     Raises:
         TypeError: ids are not int32 or int64.
         ValueError: ids are not [T, U], or there is no expert.
     """
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"moe_align: ids must be int32 or int64, got {ids.dtype}. Use .int().")
+        raise TypeError(f"moe_align: ids must be int32 or int64, got {ids.dtype}{at(where)}. Use .int().")
     if ids.dim() != 2 or ids.numel() > MAX_CHOICES:
         raise ValueError(
             f"moe_align: ids must be [tokens, choices] with at most {MAX_CHOICES} of them, got "
-            f"{tuple(ids.shape)}. Reshape them, or split the batch."
+            f"{tuple(ids.shape)}{at(where)}. Reshape them, or split the batch."
         )
     if num_experts < 1:
         raise ValueError(
-            f"moe_align: num_experts must be at least 1, got {num_experts}. Pass the layer's own."
+            f"moe_align: num_experts must be at least 1, got {num_experts}{at(where)}. Pass the layer's own."
         )
 
 

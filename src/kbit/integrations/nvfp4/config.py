@@ -15,8 +15,9 @@ from kbit.nvfp4.layers import NVFP4Settings
 
 QUANT_METHOD = "kbit_nvfp4"
 FORMAT_VERSION = 1
-# Routers decide where tokens go and are tiny; the output head decides the token.
-_DEFAULT_SKIPPED = re.compile(r"(^|\.)(gate|router|shared_expert_gate|lm_head|embed_out)$")
+# Routers decide where tokens go and are tiny, and some read their layer's weight (gate.wg of HunYuan-MoE,
+# router.classifier of LongCat), so what is inside one stays, too; the output head decides the token.
+_DEFAULT_SKIPPED = re.compile(r"(^|\.)((gate|router|shared_expert_gate)(\.|$)|(lm_head|embed_out)$)")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
 from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
-from kbit.ops import moe_checks
+from kbit.ops import checks, moe_checks
 
 
 class NVFP4Experts(NVFP4Module):
@@ -74,9 +74,12 @@ class NVFP4Experts(NVFP4Module):
         Raises:
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
+        moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
+        moe_checks.moe_align(top_k_index, self.num_experts, self.layer_name)
+        device = self._device_of("gate_up")
+        checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         x, settings = hidden_states.detach(), self.settings
-        moe_checks.routing(x, top_k_index, top_k_weights, self.layer_name)
-        routing = route(top_k_index.int(), self.num_experts)
+        routing = route(top_k_index.int(), self.num_experts, self.layer_name)
         p = top_k_weights.detach().float()
         if settings.activations == "16bit":
             return combine_sorted(self._decoded(x, routing.source, routing.bounds), routing.inverse, p)

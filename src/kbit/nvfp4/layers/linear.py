@@ -10,6 +10,7 @@ from torch import nn
 from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
+from kbit.ops import checks
 
 
 class NVFP4Linear(NVFP4Module):
@@ -64,6 +65,7 @@ class NVFP4Linear(NVFP4Module):
         Raises:
             TypeError, ValueError: x does not fit; the message names this layer.
         """
+        checks.activation("linear", x, self.in_features, self._device_of("weight"), self.layer_name)
         weight = self.quantized("weight")
         bias: torch.Tensor | None = self.bias
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.nn.tiling import TILED, TileableModule
+from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
@@ -146,8 +146,10 @@ class NVFP4Module(TileableModule):
         self._host_scales = {}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the parts with the module, but never cast them: model.half() must not touch a factor."""
         self._host_scales.clear()
-        return super()._apply(fn, recurse)
+        factors = (self._parameters.get(f"{name}_global_scale") for name in self.shapes)
+        return super()._apply(without_casts(fn, factors), recurse)
 
     def _before_loading(self, state_dict: Any, prefix: str) -> None:
         self._host_scales.clear()

@@ -35,7 +35,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     rows, columns = values.shape
     step = THREADS * VECTOR
     # Zeros beyond K change nothing: fma(0, 0, partial) is partial.
-    padded = F.pad(values, (0, -columns % step)).view(rows, -1, THREADS, VECTOR)
+    padded = F.pad(values, (0, -columns % step)).view(rows, -(-columns // step), THREADS, VECTOR)
     partial = torch.zeros(rows, THREADS, dtype=torch.float32, device=values.device)
     for stride in padded.unbind(1):
         for column in stride.unbind(-1):

@@ -56,12 +56,13 @@ def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
     Within 16 columns every product is a multiple of the two scales' last bits and their sum has at most 20
     significant bits, so a float32 product of any order is exact; so is one of bfloat16 operands, which torch
-    may use under a lowered matmul precision.
+    may use under a lowered matmul precision. Autocast would also round the products themselves.
     """
     total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.float32)
-    for start in range(0, a.shape[1], layouts.SUB_BLOCK):
-        part = slice(start, start + layouts.SUB_BLOCK)
-        total = total + a[:, part] @ w[:, part].t()
+    with torch.autocast("cpu", enabled=False):
+        for start in range(0, a.shape[1], layouts.SUB_BLOCK):
+            part = slice(start, start + layouts.SUB_BLOCK)
+            total = total + a[:, part] @ w[:, part].t()
     return total
 
 
