@@ -312,6 +312,13 @@ def test_overrides_are_found_as_re_does(pattern, found):
     assert kbit.QuantizationPolicy(overrides={pattern: 3}).bits_for(name) == (3 if found else 4)
 
 
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.gate.wg", "mlp.router.layer", "shared_expert_gate"])
+def test_routers_stay_with_what_is_in_them(name):
+    assert kbit.QuantizationPolicy().bits_for(f"model.layers.0.{name}") is None
+    assert kbit.QuantizationPolicy(overrides={"gate|router": 5}).bits_for(f"model.layers.0.{name}") == 5
+    assert kbit.QuantizationPolicy().bits_for("model.layers.0.mlp.gate_proj") == 4
+
+
 @pytest.mark.parametrize("names", [{"lm_head"}, ("lm_head",), iter(["lm_head"]), {"lm_head": 1}.keys()])
 def test_names_to_skip_may_come_from_any_iterable(names):
     policy = kbit.QuantizationPolicy(modules_to_not_convert=names, overrides={"lm_head": 4})

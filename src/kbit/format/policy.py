@@ -16,8 +16,9 @@ from kbit.format.scales import absmax_format
 QUANT_METHOD = "kbit"
 FORMAT_VERSION = 1
 
-# Never quantized unless an override names them: routers decide where tokens go and are tiny.
-_ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+# Never quantized unless an override names them: routers, with what is in them, decide where tokens go and are
+# tiny.
+_ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embedding|embeddings|wte|lm_head|embed_out)$")
 
 Codebook = str | Sequence[float] | Mapping[int, Sequence[float]]

@@ -225,11 +225,13 @@ def _cublas(
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Decode both operands, exactly, and multiply; the factor is cuBLAS's alpha, applied in float32."""
-    narrow = torch.bfloat16 if out_dtype == torch.float32 or row_scale is not None else out_dtype
-    a = dequantize(a_codes, a_scales, 1.0, None, narrow)
-    w = dequantize(w_codes, w_scales, 1.0, None, narrow)
-    if narrow == out_dtype and row_scale is None:
+    """Decode both operands, exactly, and multiply; a factor alone is cuBLAS's alpha, applied in float32.
+
+    In bfloat16: without their factor sums go beyond float16, in which cuBLAS may add up parts of K.
+    """
+    a = dequantize(a_codes, a_scales, 1.0, None, torch.bfloat16)
+    w = dequantize(w_codes, w_scales, 1.0, None, torch.bfloat16)
+    if out_dtype == torch.bfloat16 and row_scale is None:
         return a.new_empty((a.shape[0], w.shape[0])).addmm_(a, w.t(), beta=0.0, alpha=w_scale)
     total = torch.mm(a, w.t(), out_dtype=torch.float32).mul_(w_scale)
     return (total if row_scale is None else total.mul_(row_scale[:, None])).to(out_dtype)
