@@ -143,11 +143,10 @@ class QuantizedTensor:
         return 8.0 * self.nbytes / max(1, math.prod(self.shape))
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        """A copy on `device`; itself if it is there already. Tiles stay tiles on the same kind of device."""
+        """A copy on `device`, or itself. Tiles stay on the same kind of device. Raises TypeError for a dtype."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"to: codes have no dtype, got {device}. Use kbit.dequantize(q, dtype).")
-        codebook = self.codebook.to(device)
-        if codebook is self.codebook:
+        if (codebook := self.codebook.to(device)) is self.codebook:
             return self
         scale = self.scale.to(device)
         if self.tiled is not None and codebook.device.type == self.device.type:
