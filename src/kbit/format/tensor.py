@@ -143,7 +143,7 @@ class QuantizedTensor:
         return 8.0 * self.nbytes / max(1, math.prod(self.shape))
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        """A copy on `device`, or itself. Tiles stay on the same kind of device. Raises TypeError for a dtype."""
+        """A copy on `device`, or itself. Tiles stay on one kind of device. Raises TypeError for a dtype."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"to: codes have no dtype, got {device}. Use kbit.dequantize(q, dtype).")
         if (codebook := self.codebook.to(device)) is self.codebook:
