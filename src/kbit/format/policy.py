@@ -16,9 +16,9 @@ from kbit.format.scales import absmax_format
 QUANT_METHOD = "kbit"
 FORMAT_VERSION = 1
 
-# Never quantized unless an override names them: routers, with what is in them, decide where tokens go and are
-# tiny.
-_ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+# Never quantized unless an override names them: routers decide where tokens go and are tiny, and some read
+# the weight of a layer in them (gate.wg of HunYuan-MoE, router.classifier of LongCat).
+ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embedding|embeddings|wte|lm_head|embed_out)$")
 
 Codebook = str | Sequence[float] | Mapping[int, Sequence[float]]
@@ -101,7 +101,7 @@ class QuantizationPolicy:
         for pattern, bits in self.overrides.items():
             if any(patterns.is_found(pattern, name) for name in names):
                 return bits or None
-        if any(_ROUTERS.search(name) for name in names):
+        if any(ROUTERS.search(name) for name in names):
             return None
         if any(_EMBEDDINGS.search(name) for name in names):
             return self.embedding_bits

@@ -12,10 +12,7 @@ from kbit.nn.experts import is_experts, unsupported_experts
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
 _READERS = (
     (r"Mamba\w*Mixer$", "dt_proj"),  # Mamba, FalconMamba, Jamba, Zamba: dt_proj.weight @ time_step
-    (
-        r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$",
-        "wo|fc2",
-    ),  # T5 and models like it: x.to(wo.weight.dtype)
+    (r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$", "wo|fc2"),  # T5, for one: x.to(wo.weight.dtype)
     (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2, the same
     (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),  # the same
     (r"^GraniteSpeech5Encoder$", "input_linear"),  # the same
@@ -43,7 +40,7 @@ def unsupported(module: nn.Module) -> str | None:
     Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
     replaced; and so may a module with a forward of its own, unless it is accelerate's.
     """
-    if has_own_forward(module):
+    if _has_own_forward(module):
         return "its forward is not that of its class"
     if type(module) in (nn.Linear, nn.Embedding):
         if "weight" not in module._parameters:
@@ -59,7 +56,7 @@ def unsupported(module: nn.Module) -> str | None:
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
 
 
-def has_own_forward(module: nn.Module) -> bool:
+def _has_own_forward(module: nn.Module) -> bool:
     """Whether a module computes something else than its class does, which one of another class would not."""
     own = vars(module).get("forward")
     # accelerate wraps the class's, and leaves that there where it takes its hook away.

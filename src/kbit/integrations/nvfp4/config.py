@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kbit.format.policy import is_inside, names_to_skip
+from kbit.format.policy import ROUTERS, is_inside, names_to_skip
 from kbit.nvfp4.layers import NVFP4Settings
 
 QUANT_METHOD = "kbit_nvfp4"
 FORMAT_VERSION = 1
-# Routers decide where tokens go and are tiny, and some read their layer's weight (gate.wg of HunYuan-MoE,
-# router.classifier of LongCat), so what is inside one stays, too; the output head decides the token.
-_DEFAULT_SKIPPED = re.compile(r"(^|\.)((gate|router|shared_expert_gate)(\.|$)|(lm_head|embed_out)$)")
+_HEADS = re.compile(r"(^|\.)(lm_head|embed_out)$")  # which decide the token
 
 
 @dataclass
@@ -50,7 +48,7 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
         Args:
             names: its dotted name in the model and, where a checkpoint's files call it otherwise, that too.
         """
-        if any(_DEFAULT_SKIPPED.search(name) for name in names):
+        if any(ROUTERS.search(name) or _HEADS.search(name) for name in names):
             return False
         skipped = self.modules_to_not_convert or ()
         return not any(is_inside(name, each) for each in skipped for name in names)

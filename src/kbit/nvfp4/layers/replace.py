@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from kbit.nn.experts import is_experts, unsupported_experts
-from kbit.nn.support import has_own_forward, keep_device_hook, keep_hooks, left_alone
+from kbit.nn.experts import is_experts
+from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, unsupported
 from kbit.nvfp4.layers.experts import NVFP4Experts
 from kbit.nvfp4.layers.linear import NVFP4Linear
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
@@ -19,8 +19,8 @@ Chooser = Callable[[str], bool]
 def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], nn.Module]]:
     """Modules that `replace_layers` replaces, with all names of each: linear layers and fused experts.
 
-    A module is chosen by all its names. A linear layer whose weight is tied to another parameter, or has no
-    elements, stays as it is, and so does a module with a forward of its own.
+    A module is chosen by all its names. A linear layer whose weight is tied to another parameter stays as it
+    is, and so does what `kbit.nn.support.unsupported` refuses, such as a module with a forward of its own.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -31,10 +31,10 @@ def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], 
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     for module, known in names.items():
-        if not all(name and choose(name) for name in known) or has_own_forward(module):
+        if not all(name and choose(name) for name in known) or unsupported(module):
             continue
-        untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1 and module.weight.numel()
-        if untied or (is_experts(module) and unsupported_experts(module) is None):
+        untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1
+        if untied or is_experts(module):
             yield known, module
 
 
