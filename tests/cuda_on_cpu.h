@@ -1,10 +1,10 @@
 // CUDA as far as stream.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a thread,
-// blocks run in turn.
+// blocks of a cluster run at once, clusters in turn.
 //
-// Stands in for common.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products included, go
-// through memory between two barriers; misaligned accesses abort, as they fault on a GPU. fp-contract must be
-// off. What a GPU might do otherwise, and this cannot show: races, and how tensor cores add up (here exactly,
-// rounded once).
+// Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
+// included, go through memory between two barriers; misaligned accesses abort, as they fault on a GPU.
+// fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor cores
+// add up (here exactly, rounded once).
 #pragma once
 
 #include <pthread.h>
@@ -50,7 +50,11 @@ struct Index3 {
 };
 inline thread_local Index3 threadIdx, blockIdx;
 inline Index3 blockDim, gridDim;
-alignas(1024) inline u8 block_memory[1 << 20];
+// Shared memory of a cluster: a shared address says whose, too.
+constexpr int kMostBlocks = 4, kBlockBytes = 1 << 20;
+alignas(1024) inline u8 cluster_memory[kMostBlocks * kBlockBytes];
+inline thread_local int block_rank;
+inline int cluster_blocks;
 
 constexpr u32 kAll = ~0u;
 constexpr int kBlock = 32;
@@ -62,11 +66,11 @@ struct Warp {
     u64 values[32];
     u32 a[32][4], b[32][2];
 };
-inline Warp warps[32];
-inline pthread_barrier_t block_barrier;
+inline Warp warps[kMostBlocks][32];
+inline pthread_barrier_t block_barriers[kMostBlocks], cluster_barrier;
 
 inline Warp& warp() {
-    return warps[threadIdx.x / 32];
+    return warps[block_rank][threadIdx.x / 32];
 }
 inline int lane_id() {
     return int(threadIdx.x % 32);
@@ -75,7 +79,7 @@ inline void __syncwarp() {
     pthread_barrier_wait(&warp().barrier);
 }
 inline void __syncthreads() {
-    pthread_barrier_wait(&block_barrier);
+    pthread_barrier_wait(&block_barriers[block_rank]);
 }
 
 template <class T>
@@ -237,20 +241,23 @@ inline void require_aligned(u64 address, u64 bytes) {
         std::abort();
     }
 }
+inline u8* block_memory() {
+    return cluster_memory + block_rank * kBlockBytes;
+}
 inline u32 shared_address(const void* pointer) {
-    return u32(static_cast<const u8*>(pointer) - block_memory);
+    return u32(static_cast<const u8*>(pointer) - cluster_memory);
 }
 template <class T>
 T from_shared(u32 address) {
     require_aligned(address, sizeof(T));
     T value;
-    std::memcpy(&value, block_memory + address, sizeof(T));
+    std::memcpy(&value, cluster_memory + address, sizeof(T));
     return value;
 }
 template <class T>
 void into_shared(u32 address, T value) {
     require_aligned(address, sizeof(T));
-    std::memcpy(block_memory + address, &value, sizeof(T));
+    std::memcpy(cluster_memory + address, &value, sizeof(T));
 }
 inline u32 load_shared(u32 address) {
     return from_shared<u32>(address);
@@ -316,11 +323,21 @@ inline void store16(void* to, uint4 value) {
 
 struct Barrier {
     std::mutex lock;
-    int count, pending;
+    int count, pending, bytes;  // those to come
     u32 phase;
+
+    void update(int arrivals, int more_bytes) {
+        const std::lock_guard<std::mutex> guard(lock);
+        pending -= arrivals;
+        bytes += more_bytes;
+        if (pending == 0 && bytes == 0) {
+            pending = count;
+            phase ^= 1;
+        }
+    }
 };
 // By address / 8: what a barrier holds would not fit in its eight bytes.
-inline Barrier barriers[sizeof(block_memory) / 8];
+inline Barrier barriers[sizeof(cluster_memory) / 8];
 
 inline Barrier& barrier_at(u32 address) {
     require_aligned(address, 8);
@@ -329,16 +346,15 @@ inline Barrier& barrier_at(u32 address) {
 inline void barrier_init(u32 address, int arrivals) {
     Barrier& b = barrier_at(address);
     b.count = b.pending = arrivals;
+    b.bytes = 0;
     b.phase = 0;
 }
 inline void barriers_visible() {}
 inline void barrier_arrive(u32 address) {
-    Barrier& b = barrier_at(address);
-    const std::lock_guard<std::mutex> guard(b.lock);
-    if (--b.pending == 0) {
-        b.pending = b.count;
-        b.phase ^= 1;
-    }
+    barrier_at(address).update(1, 0);
+}
+inline void barrier_expect(u32 address, u32 bytes) {
+    barrier_at(address).update(1, int(bytes));
 }
 inline void barrier_wait(u32 address, u32 parity) {
     Barrier& b = barrier_at(address);
@@ -362,13 +378,33 @@ inline void warp_arrive(u32 address, int lane) {
 inline void copy(u32 to, const u8* from, u32 bytes, u32 address, int lane) {
     require_aligned(to | u64(from) | bytes, 16);
     if (lane == 0) {
-        std::memcpy(block_memory + to, from, bytes);
+        std::memcpy(cluster_memory + to, from, bytes);
         barrier_arrive(address);
     }
     __syncwarp();
 }
 inline u32 after_loads(u32, u32) {
     return 0;
+}
+
+// ---- clusters
+
+inline u32 cluster_size() {
+    return cluster_blocks;
+}
+inline u32 cluster_rank() {
+    return block_rank;
+}
+inline void cluster_sync() {
+    pthread_barrier_wait(&cluster_barrier);
+}
+inline u32 cluster_address(u32 address, u32 rank) {
+    return address % kBlockBytes + rank * kBlockBytes;
+}
+template <class T>
+void store_cluster(u32 to, T value, u32 barrier) {
+    into_shared(to, value);
+    barrier_at(barrier).update(0, -int(sizeof(T)));
 }
 
 // ---- what common.cuh makes of these
@@ -416,30 +452,38 @@ float silu_and_mul(float gate, float up) {
 
 // Threads that wait for each other run at once, others in turn.
 template <class KERNEL>
-void launch(const int (&grid)[3], int threads, int shared_bytes, bool together, KERNEL kernel) {
+void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bool together, KERNEL kernel) {
     const int x = grid[0], y = grid[1], z = grid[2];
-    if (shared_bytes > int(sizeof(block_memory))) {
+    if (shared_bytes > kBlockBytes || cluster > kMostBlocks || x % cluster != 0) {
         std::abort();
     }
     blockDim = {u32(threads), 1, 1};
     gridDim = {u32(x), u32(y), u32(z)};
-    pthread_barrier_init(&block_barrier, nullptr, threads);
-    for (int w = 0; w < threads / 32; ++w) {
-        pthread_barrier_init(&warps[w].barrier, nullptr, 32);
+    cluster_blocks = cluster;
+    pthread_barrier_init(&cluster_barrier, nullptr, cluster * threads);
+    for (int rank = 0; rank < cluster; ++rank) {
+        pthread_barrier_init(&block_barriers[rank], nullptr, threads);
+        for (int w = 0; w < threads / 32; ++w) {
+            pthread_barrier_init(&warps[rank][w].barrier, nullptr, 32);
+        }
     }
-    for (int block = 0; block < x * y * z; ++block) {
-        std::memset(block_memory, 0xa5, shared_bytes);
-        const auto run = [=](int thread) {
-            threadIdx = {u32(thread), 0, 0};
-            blockIdx = {u32(block % x), u32(block / x % y), u32(block / x / y)};
-            kernel();
-        };
+    for (int first = 0; first < x * y * z; first += cluster) {
         std::vector<std::thread> all;
-        for (int thread = 0; thread < threads; ++thread) {
+        for (int rank = 0; rank < cluster; ++rank) {
+            std::memset(cluster_memory + rank * kBlockBytes, 0xa5, shared_bytes);
+        }
+        for (int i = 0; i < cluster * threads; ++i) {
+            const auto run = [=] {
+                const int block = first + i / threads;
+                block_rank = i / threads;
+                threadIdx = {u32(i % threads), 0, 0};
+                blockIdx = {u32(block % x), u32(block / x % y), u32(block / x / y)};
+                kernel();
+            };
             if (together) {
-                all.emplace_back(run, thread);
+                all.emplace_back(run);
             } else {
-                run(thread);
+                run();
             }
         }
         for (std::thread& each : all) {

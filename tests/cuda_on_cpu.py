@@ -35,7 +35,7 @@ PTX = (
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
     (r'asm volatile\("mov\.u32[^;]*;" : "=r"\(lane_byte\) : "r"\(([^";]*)\)\);', r"lane_byte = \1;"),
-    (r"extern __shared__ [^;]*;", "u8* memory = block_memory;"),
+    (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),
     (r"__shared__", "static"),
     (r"#pragma once", ""),
 )
@@ -53,7 +53,7 @@ def unavailable_reason() -> str | None:
 
 def translated(name: str, seen: set[str]) -> str:
     """A source and what it includes, without PTX."""
-    if name in seen or name in ("common.cuh", "config.h"):
+    if name in seen or name in ("common.cuh", "hopper.cuh", "config.h"):
         return ""
     seen.add(name)
     text = (CSRC / name).read_text()
@@ -69,7 +69,7 @@ def translated(name: str, seen: set[str]) -> str:
 
 
 def host_source(spec: KernelSpec) -> str:
-    """C++ with a function `run` that takes grid, block, shared memory and the kernel's arguments."""
+    """C++ with a function `run` that takes grid, block, shared memory, cluster and the kernel's arguments."""
     source = translated(spec.source, set())
     found = re.search(rf"__global__ void[^{{]*?\b{spec.entry}\((.*?)\)\s*\{{", source, re.DOTALL)
     assert found is not None, spec.entry
@@ -80,9 +80,10 @@ def host_source(spec: KernelSpec) -> str:
     return (
         f'#include "cuda_on_cpu.h"\n{config}\n{source}\n'
         f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
-        f"{parameters}) {{\n"
+        f"int cluster, {parameters}) {{\n"
         f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
-        f"    launch(grid, threads, shared_bytes, {together}, [=] {{ {spec.entry}({names}); }});\n}}\n"
+        f"    launch(grid, threads, shared_bytes, cluster, {together}, [=] {{ {spec.entry}({names}); }});\n"
+        "}\n"
     )
 
 
@@ -118,7 +119,7 @@ class Kernels:
         cluster: int = 1,
     ) -> None:
         spec, format = kernel
-        sizes = [ctypes.c_int(number) for number in (*grid, block, smem)]
+        sizes = [ctypes.c_int(number) for number in (*grid, block, smem, cluster)]
         packed = [ARGUMENTS[letter](value) for letter, value in zip(format, args, strict=True)]
         self.function(spec)(*sizes, *packed)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import kbit
 from kbit.backends import cuda
+from kbit.backends.cuda import driver, stream
 from kbit.format import SUPPORTED_BITS, bitplanes, e4m4
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +57,18 @@ def product_and_bound(
         exact, size = exact + bias.double(), size + bias.double().abs()
     bound = size * ((x.shape[-1] + 1) * 2.0**-23 + info.eps) + exact.abs() * info.eps
     return exact, bound + info.smallest_normal * info.eps
+
+
+def gated_and_bound(
+    exact: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up of such a product, which rounds both and silu first, and its bound."""
+    info = torch.finfo(dtype)
+    (gate, up), (gate_off, up_off) = exact.chunk(2, 1), bound.chunk(2, 1)
+    silu = F.silu(gate)
+    silu_off = 1.1 * gate_off + 4 * info.eps * silu.abs() + info.smallest_normal * info.eps
+    off = silu_off * (up.abs() + up_off) + silu.abs() * up_off + 2 * info.eps * (silu * up).abs()
+    return silu * up, off + info.smallest_normal * info.eps
 
 
 def assert_within(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, *context: object) -> None:
@@ -115,19 +128,13 @@ def test_every_weight_of_a_large_matrix_by_one_hot_rows():
 @pytest.mark.parametrize("shape", [(2, 33), (34, 64), (64, 100), (1024, 576)], ids=str)
 def test_silu_and_mul(shape, dtype):
     n, k = shape
-    info = torch.finfo(dtype)
     for bits in SUPPORTED_BITS:
         q = weight(n, k, bits)
         bias = torch.randn(n, device=DEVICE).to(dtype)
         for m in TOKENS:
             x = torch.randn(m, k, device=DEVICE).to(dtype) / k**0.5
             y = kbit.linear(x, q, bias, out=poisoned(m, n // 2, dtype=dtype), activation="silu_and_mul")
-            exact, bound = product_and_bound(x, q, bias)
-            (gate, up), (gate_off, up_off) = exact.chunk(2, 1), bound.chunk(2, 1)
-            silu = F.silu(gate)
-            silu_off = 1.1 * gate_off + 4 * info.eps * silu.abs() + info.smallest_normal * info.eps
-            off = silu_off * (up.abs() + up_off) + silu.abs() * up_off + 2 * info.eps * (silu * up).abs()
-            assert_within(y, silu * up, off + info.smallest_normal * info.eps, m, bits)
+            assert_within(y, *gated_and_bound(*product_and_bound(x, q, bias), dtype), m, bits)
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,6 +269,37 @@ def test_another_device_than_the_current_one():
     assert torch.equal(layer.cuda(1)(x.to("cuda:1")).cpu(), expected.cpu())
     with pytest.raises(ValueError, match="x is on cuda:0, the weight on cuda:1"):
         kbit.linear(x, moved)
+
+
+# One to 8 tokens, and as many columns as it takes for 2 or 4 blocks to split them; N has ragged row tiles.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "blocks"),
+    [
+        (1, 2024, 2309, 2),
+        (2, 40, 2309, 2),
+        (4, 4104, 14400, 2),
+        (5, 2024, 4128, 2),
+        (8, 40, 8224, 4),
+        (6, 4104, 14400, 4),
+    ],
+)
+def test_clusters_that_split_columns(m, n, k, blocks):
+    limits = driver.device_limits(torch.cuda.current_device())
+    for bits, dtype, gated in itertools.product((2, 3, 4), HALF, (False, True)):
+        rows = 2 * (n // 16 * 16) if gated else n
+        if limits.arch == "90a":
+            assert stream.plan(m, rows, k, bits, gated, limits).cluster == blocks
+        q = weight(rows, k, bits)
+        x = torch.randn(m, k, device=DEVICE).to(dtype) / k**0.5
+        y = kbit.linear(x, q, activation="silu_and_mul" if gated else None)
+        exact, bound = product_and_bound(x, q)
+        if gated:
+            assert_within(y, *gated_and_bound(exact, bound, dtype), bits, dtype)
+            continue
+        assert_within(y, exact, bound, bits, dtype)
+        chosen = torch.randint(k, (m,), device=DEVICE)
+        y = kbit.linear(F.one_hot(chosen, k).to(dtype), q)
+        assert torch.equal(y, kbit.dequantize(q, dtype).T[chosen]), (bits, dtype)
 
 
 # -- order of execution --------------------------------------------------------------------------------------

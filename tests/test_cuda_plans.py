@@ -31,7 +31,10 @@ def test_every_small_batch_plan_fits_and_covers(device: DeviceLimits) -> None:
         case = (bits, m, n, k, gated, plan)
         units = -(-n // 16) // (2 if gated else 1)
         assert plan.shared_bytes <= device.shared_bytes, case
-        assert 1 <= plan.grid <= units, case
+        assert plan.grid % plan.cluster == 0, case
+        assert 1 <= plan.grid // plan.cluster <= units, case
+        assert plan.cluster <= -(-k // 256), case
+        assert plan.config.split == (plan.cluster > 1), case
         assert plan.tokens >= m, case
         assert 1 <= plan.workers <= plan.config.workers, case
         assert plan.config in stream.configs(bits, plan.tokens, device.shared_bytes, device.arch), case

@@ -21,17 +21,17 @@ if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
 RUN = """
 extern "C" void run(const u8* group, const float* codebook, const u16* x, int m, int k, float* out) {
     const int grid[3] = {1, 1, 1};
-    launch(grid, 32, D::kTableBytes + kGroupBytes, true, [=] {
+    launch(grid, 32, D::kTableBytes + kGroupBytes, 1, true, [=] {
         const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-        D::fill(block_memory, D::level<kScaleWeights>(codebook, lane), lane, 32);
-        if (lane == 0) std::memcpy(block_memory + D::kTableBytes, group, kGroupBytes);
+        D::fill(block_memory(), D::level<kScaleWeights>(codebook, lane), lane, 32);
+        if (lane == 0) std::memcpy(block_memory() + D::kTableBytes, group, kGroupBytes);
         __syncwarp();
         Problem p{};
         p.m = m;
         p.k = k;
         Activations activations;
         activations.load(x, k, 0, p, lane);
-        const D decode(block_memory, lane);
+        const D decode(block_memory(), lane);
         Sums sums = {};
         multiply_nvfp4<true>(sums, decode, activations, D::kTableBytes, lane);
         for (int i = 0; i < kSums; ++i) {

@@ -77,6 +77,25 @@ def test_gates(m: int) -> None:
         check(m, n, k, 4, torch.float16, gated=True)
 
 
+# One to three row tiles, the last ragged; several passes of a block over its part of K.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "blocks"),
+    [
+        (1, 24, 2600, 2),
+        (2, 16, 2309, 2),
+        (4, 9, 5400, 2),
+        (5, 40, 2600, 2),
+        (8, 9, 5400, 4),
+        (6, 33, 10500, 4),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_clusters_that_split_k(m: int, n: int, k: int, blocks: int, gated: bool) -> None:
+    rows = 2 * -(-n // 16) * 16 if gated else n
+    assert stream.plan(m, rows, k, 4, gated, LIMITS).cluster == blocks
+    check(m, rows // 2 if gated else n, k, 4, torch.float16, gated)
+
+
 def experts_of(count: int, n: int, k: int, bits: int, made: torch.Generator):
     """Tiles [E, ...] and float64 weights of random experts; factors differ."""
     w = torch.randn(count, n, k, generator=made)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-SHAPES = ((96, 320), (17, 33), (130, 576))
+SHAPES = ((96, 320), (17, 33), (130, 576), (32, 2336))
 
 
 def run_cases(bits: int) -> None:

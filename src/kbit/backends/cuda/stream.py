@@ -1,8 +1,7 @@
 """The small-batch kernel, csrc/stream.cu: which configuration takes a problem, and its launch.
 
-Legality is `refusal`; `plan` chooses among what is legal. The choice follows measurements on an H200 (132
-multiprocessors) and changes speed alone: results depend on N, K and whether there are 1, 2 to 4, 5 to 8 or
-more tokens.
+Legality is `refusal`; `plan` lays out what stream_preference.py chooses, which changes speed alone: results
+depend on N, K and whether there are 1, 2 to 4, 5 to 8 or more tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from kbit.backends.cuda.stream_config import (
     kernel_of,
     sums_of,
 )
+from kbit.backends.cuda.stream_preference import choose
 from kbit.format.codebook import bits_of
 
-_FORMAT = "QQQQQQiiiiiiiiQQQiiii"
+_FORMAT = "QQQQQQiiiiiiiiQQQiiiii"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
 GROUP_COLUMNS = layout.TILE_COLUMNS * _GROUP_TILES
 _WARP = 32
@@ -45,6 +45,8 @@ class Plan:
         ring_at: where tiles in flight are.
         parts_at: where the workers' partial sums are.
         totals_at: where totals are kept, of gates and between passes over K.
+        exchange_at: where the sums of a cluster's blocks are.
+        cluster: blocks that share row tiles and split K.
         shared_bytes: dynamic shared memory of a block.
     """
 
@@ -55,6 +57,8 @@ class Plan:
     ring_at: int
     parts_at: int
     totals_at: int
+    exchange_at: int
+    cluster: int
     shared_bytes: int
 
 
@@ -81,85 +85,24 @@ def plan(
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
-    wanted = _by_groups(m, groups) if bits == 5 else _by_shape(m, groups, units / device.multiprocessors)
-    config = _nearest(configs(bits, tokens, device.shared_bytes, device.arch, experts), wanted)
+    available = configs(bits, tokens, device.shared_bytes, device.arch, experts, nvfp4)
+    wanted, config = choose(available, m, groups, units / device.multiprocessors, bits)
+    cluster = wanted.cluster
+    groups = -(-groups // cluster)
     passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
     tile_bytes = 4 * layout.words_of(bits, nvfp4)
-    lay_out = functools.partial(_lay_out, config, tokens, workers, units, passes, bits, gated, tile_bytes)
-    grid = min(units, device.multiprocessors * wanted.blocks)
+    lay_out = functools.partial(
+        _lay_out, config, tokens, workers, units, passes, bits, gated, tile_bytes, cluster
+    )
+    grid = min(units, wanted.blocks * device.clusters(cluster))
     if wanted.blocks * lay_out(grid).shared_bytes > device.shared_bytes:
-        grid = min(units, device.multiprocessors)
+        grid = min(units, device.clusters(cluster))
     # Fewer row tiles a block have fewer totals to keep.
     while lay_out(grid).shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
     return lay_out(grid)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What would be fastest.
-
-    Attributes:
-        workers: warps that split K, at most.
-        stages: groups of tiles that a worker has in flight.
-        blocks: blocks at once on a multiprocessor.
-        compiled_for: most workers of the kernel to use; fewer leave each more registers.
-    """
-
-    workers: int
-    stages: int
-    blocks: int = 1
-    compiled_for: int = 16
-
-
-def _by_shape(m: int, groups: int, share: float) -> _Wanted:
-    """What was fastest for 14 shapes (k = 4) on an H200; `share` is row tiles per multiprocessor.
-
-    Two blocks, or one beside the next kernel's, need 96 registers or fewer. One stage where there are few
-    row tiles: weights that are fetched early come before the activations, which are waited for.
-    """
-    if m == 1:
-        if groups <= 8:
-            return _Wanted(8, 2, blocks=2 if share > 2 else 1)
-        if groups <= 16 and 1 < share <= 2:
-            return _Wanted(8, 1, blocks=2, compiled_for=20)
-        if 16 < groups <= 20:
-            return _Wanted(20, 1, compiled_for=20)
-        return _Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 else _Wanted(16, 2)
-    if m <= 4:
-        if groups <= 8:
-            return _Wanted(8, 1, blocks=2) if share > 2 else _Wanted(8, 2)
-        if groups <= 16 and 0.5 < share <= 1:
-            return _Wanted(8, 2)
-        if groups > 20 and share > 8:
-            return _Wanted(8, 2, blocks=2)
-        return _Wanted(16, 2 if groups > 64 or (groups > 20 and share <= 1) else 1)
-    if m <= 8:
-        if groups <= 8:
-            return _Wanted(8, 2, compiled_for=12 if share > 2 else 16)
-        if groups <= 16 and 0.5 < share <= 2:
-            return _Wanted(8, 2, compiled_for=12)
-        if 20 < groups <= 40 and share > 1:
-            return _Wanted(12, 2, compiled_for=12)
-        return _Wanted(16, 2 if groups > 8 and share <= 0.5 else 1)
-    return _by_groups(m, groups)
-
-
-def _by_groups(m: int, groups: int) -> _Wanted:
-    """What to use where look-up tables are large, or nothing has been measured."""
-    # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
-    narrow = groups <= 8 or (m > 1 and 16 < groups <= 24)
-    return _Wanted(8, 2, compiled_for=8) if narrow else _Wanted(16, 2)
-
-
-def _nearest(available: list[Config], wanted: _Wanted) -> Config:
-    def distance(config: Config) -> tuple[bool, int, int]:
-        neither = config.workers not in (wanted.compiled_for, wanted.workers)
-        return neither, abs(config.stages - wanted.stages), abs(config.workers - wanted.compiled_for)
-
-    return min(available, key=distance)
 
 
 def _lay_out(
@@ -171,16 +114,20 @@ def _lay_out(
     bits: int,
     gated: bool,
     tile_bytes: int,
-    grid: int,
+    cluster: int,
+    clusters: int,
 ) -> Plan:
-    """Shared memory: table, barriers, ring, parts, totals; as the header of stream.cu says."""
-    sums, rows = sums_of(tokens), -(-units // grid)
+    """Shared memory: table, barriers, ring, parts, totals, exchange; as the header of stream.cu says."""
+    rows, row_bytes = -(-units // clusters), (2 if gated else 1) * sums_of(tokens) * _ROW_BYTES
     ring_at = config.table_bytes + _BARRIER_BYTES
     parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
-    parts = 0 if config.in_holes(bits, tokens) else config.buffers(tokens) * workers * sums * _ROW_BYTES
-    totals_at = parts_at + parts
-    kept = (2 if gated else 1) * rows * sums * _ROW_BYTES if gated or (passes > 1 and rows > 1) else 0
-    return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, totals_at + kept)
+    parts = config.buffers(tokens) * workers * sums_of(tokens) * _ROW_BYTES
+    totals_at = parts_at + (0 if config.in_holes(bits, tokens) else parts)
+    keeps = gated or (passes > 1 and rows > 1)
+    exchange_at = totals_at + (rows * row_bytes if keeps else 0)
+    end = exchange_at + (-(-rows // cluster) * cluster * row_bytes if cluster > 1 else 0)
+    grid = clusters * cluster
+    return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, exchange_at, cluster, end)
 
 
 class Routing(NamedTuple):
@@ -235,9 +182,11 @@ def launch(
             chosen.totals_at,
             0 if row_scale is None else row_scale.data_ptr(),
             *routing,
+            chosen.exchange_at,
         ),
         smem=chosen.shared_bytes,
         pdl=True,
+        cluster=chosen.cluster,
     )
 
 

@@ -25,11 +25,13 @@ class Config:
         workers: most warps that split K, which bounds their registers; a launch may have fewer.
         stages: groups of four tiles that a worker has in flight.
         table_bytes: size of the look-up table, see decode.cuh.
+        split: whether blocks of a cluster split K.
     """
 
     workers: int
     stages: int
     table_bytes: int = operands.TABLE_BYTES
+    split: bool = False
 
     def spec(
         self, bits: int, dtype: torch.dtype, tokens: int, nvfp4: bool = False, experts: int = DENSE
@@ -46,6 +48,7 @@ class Config:
             buffers=self.buffers(tokens),
             in_holes=self.in_holes(bits, tokens),
             table_bytes=self.table_bytes,
+            split=self.split,
             **layout.nvfp4_config(nvfp4),
         )
 
@@ -67,7 +70,9 @@ def sums_of(tokens: int) -> int:
     return 2 if tokens == 1 else tokens // 2
 
 
-def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE) -> list[Config]:
+def configs(
+    bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE, nvfp4: bool = False
+) -> list[Config]:
     """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory."""
     if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)]
@@ -79,12 +84,13 @@ def configs(bits: int, tokens: int, shared_bytes: int, arch: str, experts: int =
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
     measured = arch == MEASURED_ARCH
+    split = [Config(16, 2, split=True)] if measured and experts == DENSE and not nvfp4 else []
     if tokens > 1:  # 12 workers have more registers than 16
         stages = (1, 2) if measured else (2,)
-        return [Config(workers, count) for workers in (12, 16) for count in stages]
+        return [Config(workers, count) for workers in (12, 16) for count in stages] + split
     if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
         return [Config(16, 1)]
-    return [Config(16, 2), Config(20, 1)] if measured and not experts else [Config(16, 2)]
+    return [Config(16, 2), Config(20, 1), *split] if measured and not experts else [Config(16, 2)]
 
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
@@ -98,6 +104,6 @@ def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     return [
         config.spec(bits, dtype, tokens, nvfp4, experts)
         for bits, nvfp4, tokens, experts in kernels
-        for config in configs(bits, tokens, shared_bytes, arch, experts)
+        for config in configs(bits, tokens, shared_bytes, arch, experts, nvfp4)
         for dtype in operands.DTYPES
     ]

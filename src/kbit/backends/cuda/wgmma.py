@@ -20,10 +20,6 @@ from kbit.format.codebook import bits_of
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
-# Share of the multiprocessors that clusters of so many blocks fill at once. A cluster stays in one group of
-# 16 or 18 multiprocessors, some lacking, which most sizes do not divide: an H200 takes 39 clusters of 3, 17
-# of 6.
-_CLUSTERS = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
 # Bytes of activations, a quarter of an H200's L2 cache, that stay there while the weight is read. With 8192
 # columns and 4096 tokens, 64 MB, tiles in plain order took 10% longer.
 _NEAR_BYTES = 16 * 2**20
@@ -64,11 +60,12 @@ def candidates(
 ) -> Mapping[Plan, float]:
     """Every launch that can take a legal problem, with its estimated clocks; see `_clocks`."""
     plans = {}
-    for cluster in _CLUSTERS:
+    for cluster in driver.CLUSTER_SHARES:
         for block in config.blocks(bits, in_features, cluster, gated):
             tiling = block.tiling(cluster)
             tiles = _row_blocks(out_features, gated, tiling) * -(-m // block.tokens)
-            grid = _grid(tiles, cluster * tiling.sharers, device.multiprocessors)
+            size = cluster * tiling.sharers
+            grid = size * min(tiles, device.clusters(size))
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
@@ -104,12 +101,12 @@ def grouped_plan(
     """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
     costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
-        for cluster in _CLUSTERS:
+        for cluster in driver.CLUSTER_SHARES:
             block = config.Config(bits, tokens, grouped=True)
             tiling = block.tiling(cluster)
             if cluster == 1 or block.splits(in_features, cluster):
                 tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // tokens)
-                grid = _grid(device.multiprocessors, cluster, device.multiprocessors)
+                grid = cluster * device.clusters(cluster)
                 costs[Plan(tiling, grid)] = _clocks(tiles, in_features, block, tiling, grid)
     return min(costs, key=lambda plan: costs[plan])
 
@@ -118,11 +115,6 @@ def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
     """Number of row blocks of W, or of pairs of them where blocks share activations in pairs."""
     halves = 2 if gated else 1
     return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
-
-
-def _grid(tiles: int, cluster: int, multiprocessors: int) -> int:
-    """Blocks of a launch: as many clusters as run at once, but no more than there are tiles."""
-    return cluster * max(1, min(tiles, int(_CLUSTERS[cluster] * multiprocessors / cluster)))
 
 
 def _alone(tiles: int, grid: int, cluster: int) -> int:

@@ -1,5 +1,5 @@
-// Hopper's instructions, for wgmma.cu: asynchronous matrix products, tensor maps, registers on demand,
-// clusters.
+// Hopper's instructions, for wgmma.cu and, of clusters, stream.cu: asynchronous matrix products, tensor maps,
+// registers on demand, clusters.
 #pragma once
 
 #include "common.cuh"
@@ -111,5 +111,11 @@ DEVICE void store_cluster(u32 to, uint4 v, u32 barrier) {
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
             to),
         "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
+}
+DEVICE void store_cluster(u32 to, uint2 v, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(to),
+        "r"(v.x), "r"(v.y), "r"(barrier)
         : "memory");
 }

@@ -21,12 +21,13 @@
 // split K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the
 // block's row tiles. If K has more groups than there are workers there are several passes. The last warp, the
 // server, adds up the workers' sums: done by the workers in turn, that cost them a third of their
-// instructions.
+// instructions. Config::split: row tiles are dealt to clusters, whose blocks split K first, so that each
+// reads a part of x; their servers send each other what they added up.
 //
 // Order of float32 sums: the MMAs of a 32-block, times its scale, over the blocks of a worker's group, over
-// workers in their order, over passes; where a block has a single row tile that is not gated, over a worker's
-// passes before its place among workers. Results depend on N, K, which of stream.py's classes M is in and how
-// many multiprocessors there are, never on timing.
+// workers in their order, over passes, over blocks of the cluster; where a block has a single row tile that
+// is not gated, over a worker's passes before its place among workers. Results depend on N, K, which of
+// stream.py's classes M is in and how many multiprocessors there are, never on timing.
 //
 //   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
 //   useful in column b only, and one set of 4 registers is the x of all of them.
@@ -36,7 +37,7 @@
 // with a kernel that is launched without it.
 //
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
-// * 128 bytes a sum; in the table's holes where they fit), totals.
+// * 128 bytes a sum; in the table's holes where they fit), totals, the sums of a cluster's blocks.
 #include "stream_nvfp4.cuh"
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
@@ -138,7 +139,7 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
         if constexpr (kExperts == kExpertColumns) {  // columns that x lacks are zeros
             act.load(x + u64(slot) * x_stride, x_stride, mine ? group % p.per_slot : p.per_slot, p, lane);
         } else if (!p.ups(segment)) {
-            act.load(x, x_stride, group, p, lane);
+            act.load(x, x_stride, kSplit && !mine ? p.k_tiles : group, p, lane);
         }
         if (!kOne && segment == 0) {
             launch_dependents();  // whose weights would come before these activations
@@ -221,10 +222,30 @@ struct Output {
 
 // Adds up the workers' sums. Those that are not complete, and gates, are kept in `totals` [rows][kSums][32].
 DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output out, const Choice& choice,
-                  float* totals, int lane) {
+                  float* totals, const Exchange& exchange, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const u32 parts_empty = parts_full + 8 * kBuffers;
     float* const up_totals = totals + p.rows * kSums * 32;
+    const auto store = [&](int row, float (&sums)[kSums], float (&gates)[kSums]) {
+        int slot = 0, row_tile = p.first + row;
+        if constexpr (kExperts == kExpertRows) {
+            slot = row_tile / p.per_slot;
+            row_tile -= slot * p.per_slot;
+            out.unit = choice.factor_of(slot);
+        }
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+            if constexpr (kOne) {
+                sums[i] = add_four_lanes(sums[i]);
+                gates[i] = add_four_lanes(gates[i]);
+            }
+            if (!kOne || t == 0) {
+                const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
+                const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
+                out.store(p, token, n, p.gated ? gates[i] : sums[i], sums[i]);
+            }
+        }
+    };
     Cursor<kBuffers> in;
     for (int segment = 0; segment < p.segments; ++segment) {
         if (!p.hands_over(segment)) {
@@ -243,13 +264,8 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
             warp_arrive(parts_empty + 8 * in.slot, lane);
             in.next();
             const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
-            const bool writes = p.last(segment) && (p.ups(segment) || !p.gated);
-            int slot = 0, row_tile = p.first + row;
-            if constexpr (kExperts == kExpertRows) {
-                slot = row_tile / p.per_slot;
-                row_tile -= slot * p.per_slot;
-                out.unit = choice.factor_of(slot);
-            }
+            const bool complete = p.last(segment), writes = complete && (p.ups(segment) || !p.gated);
+            float gates[kSums] = {};
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
                 const int at = (row * kSums + i) * 32 + lane;
@@ -257,21 +273,30 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
                 if (adds) {
                     sums[i] += *kept;
                 }
-                if (!writes) {
+                if (kSplit ? !complete : !writes) {
                     *kept = sums[i];
-                    continue;
-                }
-                float gate = p.gated ? totals[at] : 0.0f;
-                if constexpr (kOne) {
-                    sums[i] = add_four_lanes(sums[i]);
-                    gate = add_four_lanes(gate);
-                }
-                if (!kOne || t == 0) {
-                    const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
-                    const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
-                    out.store(p, token, n, p.gated ? gate : sums[i], sums[i]);
+                } else if (!kSplit && p.gated) {
+                    gates[i] = totals[at];
                 }
             }
+            if constexpr (kSplit) {
+                if (complete) {
+                    exchange.send(row, p.ups(segment), sums, lane);
+                }
+            } else if (writes) {
+                store(row, sums, gates);
+            }
+        }
+    }
+    if constexpr (kSplit) {
+        barrier_wait(exchange.barrier, 0);
+        for (int row = exchange.rank; row < p.rows; row += exchange.size) {
+            float sums[kSums] = {}, gates[kSums] = {};
+            exchange.add_up(sums, row, p.gated, lane);
+            if (p.gated) {
+                exchange.add_up(gates, row, false, lane);
+            }
+            store(row, sums, gates);
         }
     }
 }
@@ -280,7 +305,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
            int parts_at, int totals_at, const float* row_scale, const void* ids, const void* weights,
-           int slots, int experts, int wide_ids, int wide_weights) {
+           int slots, int experts, int wide_ids, int wide_weights, int exchange_at) {
     extern __shared__ __align__(1024) u8 memory[];
     if constexpr (kOne) {
         launch_dependents();
@@ -298,18 +323,22 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     p.k_tiles = (k + 63) / 64;
     p.row_tiles = (n + 15) / 16;
     p.workers = workers;
-    p.groups = (p.k_tiles + kGroupTiles - 1) / kGroupTiles;
+    const int groups = (p.k_tiles + kGroupTiles - 1) / kGroupTiles;
     u32 units = gated ? p.row_tiles / 2 : p.row_tiles;
-    p.per_slot = kExperts == kExpertRows ? units : p.groups;
+    p.per_slot = kExperts == kExpertRows ? units : groups;
     p.expert_bytes = u64(p.row_tiles) * p.k_tiles * D::kTileBytes;
     units *= kExperts == kExpertRows ? slots : 1;
-    p.groups *= kExperts == kExpertColumns ? slots : 1;
-    p.segments = (p.groups + workers - 1) / workers * (gated ? 2 : 1);
-    const u32 share = units / gridDim.x, rest = units % gridDim.x;
-    p.first = share * blockIdx.x + (blockIdx.x < rest ? blockIdx.x : rest);
-    p.rows = share + (blockIdx.x < rest);
+    const int size = kSplit ? cluster_size() : 1, rank = kSplit ? cluster_rank() : 0;
+    p.first_group = groups * rank / size;
+    p.end_group = (kExperts == kExpertColumns ? groups * slots : groups) * (rank + 1) / size;
+    p.segments = (p.end_group - p.first_group + workers - 1) / workers * (gated ? 2 : 1);
+    const u32 clusters = gridDim.x / size, cluster = blockIdx.x / size;
+    const u32 share = units / clusters, rest = units % clusters;
+    p.first = share * cluster + (cluster < rest ? cluster : rest);
+    p.rows = share + (cluster < rest);
 
     const u32 base = shared_address(memory), parts_full = base + D::kTableBytes;
+    const Exchange exchange{base + exchange_at, parts_full + kSumsBarrierAt, rank, size, p.gated};
     Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes,
               parts_full + kRingBarriersAt + warp * kStages * 8, warp, lane};
     if (warp < workers) {
@@ -320,9 +349,16 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     } else if (lane < kBuffers) {
         barrier_init(parts_full + 8 * lane, workers * kWarpArrivals);
         barrier_init(parts_full + 8 * (kBuffers + lane), kWarpArrivals);
+        if (kSplit && lane == 0) {
+            exchange.init(p.rows);
+        }
     }
     D::fill(memory, level, threadIdx.x, blockDim.x);
-    __syncthreads();
+    if constexpr (kSplit) {
+        cluster_sync();  // nobody sends to a block that has not begun
+    } else {
+        __syncthreads();
+    }
     wait_for_previous();
     const Routing routing{ids, weights, scale, slots, experts, wide_ids != 0, wide_weights != 0};
     if constexpr (kExperts) {
@@ -337,6 +373,6 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
             ring.choice.weigh(routing, lane);
         }
         serve(p, parts, parts_full, {bias, y, unit, {row_scale}}, ring.choice,
-              reinterpret_cast<float*>(memory + totals_at), lane);
+              reinterpret_cast<float*>(memory + totals_at), exchange, lane);
     }
 }

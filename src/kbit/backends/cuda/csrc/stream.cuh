@@ -4,6 +4,7 @@
 
 #include "config.h"
 #include "decode.cuh"
+#include "hopper.cuh"
 
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
@@ -23,7 +24,6 @@ constexpr bool kInHoles = Config::in_holes;
 static_assert(!kInHoles || (D::kHoles && kBuffers * Config::workers * kSums <= D::kRows));
 // Barriers of parts (full, empty) and then of the workers' rings; the ring's place is stream.py's.
 constexpr int kRingBarriersAt = 128, kBarrierBytes = 1024;
-static_assert(2 * kBuffers * 8 <= kRingBarriersAt);
 static_assert(kRingBarriersAt + Config::workers * kStages * 8 <= kBarrierBytes);
 // One token and the weights of its experts: their rows above each other (gates and ups), or their columns
 // beside each other (down projections, whose sum is weighted). A slot is a choice of the token.
@@ -31,6 +31,11 @@ enum : int { kDense, kExpertRows, kExpertColumns };
 constexpr int kExperts = Config::experts;
 static_assert(kExperts == kDense || (kOne && !kUe4m3));
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
+// The blocks of a cluster share row tiles and split K: each reads a part of x instead of all.
+constexpr bool kSplit = Config::split;
+static_assert(!kSplit || kExperts == kDense);
+constexpr int kSumsBarrierAt = kRingBarriersAt - 8;  // of the other blocks' sums
+static_assert(2 * kBuffers * 8 <= kSumsBarrierAt);
 
 // What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass
 // over K of the gates and then of the ups.
@@ -38,15 +43,17 @@ struct Problem {
     int n, k, m;
     bool gated;
     int k_tiles, segments, row_tiles, first, rows, workers;
-    int groups;    // of a row tile
-    int per_slot;  // row tiles, or groups, of an expert
+    int first_group, end_group;  // of a row tile: the block's
+    int per_slot;                // row tiles, or groups, of an expert
     u64 expert_bytes;
 
     DEVICE int pass(int segment) const { return gated ? segment / 2 : segment; }
     DEVICE bool ups(int segment) const { return gated && segment % 2 == 1; }
     DEVICE bool last(int segment) const { return segment + (gated ? 2 : 1) >= segments; }
-    DEVICE int group(int segment, int worker) const { return pass(segment) * workers + worker; }
-    DEVICE bool has(int group) const { return group < groups; }
+    DEVICE int group(int segment, int worker) const {
+        return (kSplit ? first_group : 0) + pass(segment) * workers + worker;
+    }
+    DEVICE bool has(int group) const { return group < end_group; }
     // A single row tile keeps its sums in registers from one pass to the next.
     DEVICE bool hands_over(int segment) const { return rows > 1 || gated || last(segment); }
 };
@@ -179,6 +186,51 @@ struct Parts {
 
     DEVICE u32 row(int buffer, int worker) const {
         return base + (buffer * workers + worker) * kSums * kPartStep;
+    }
+};
+
+// How the blocks of a cluster add up their sums. Block i % size finishes row tile i; all of them, itself too,
+// send it theirs: [row tile / size][block][gates, ups] of kBytes.
+struct Exchange {
+    static constexpr int kAtOnce = kSums < 4 ? 2 : 4, kBytes = kSums * 128;
+    u32 base, barrier;  // of this block
+    int rank, size;
+    bool gated;
+
+    DEVICE u32 part(int row, int block, bool ups) const {
+        return base + (((row / size) * size + block) * (gated ? 2 : 1) + ups) * kBytes;
+    }
+    // One thread, before anything can arrive.
+    DEVICE void init(int rows) const {
+        const int mine = (rows - rank + size - 1) / size;
+        barrier_init(barrier, 1);
+        barriers_visible();
+        barrier_expect(barrier, mine * size * (gated ? 2 : 1) * kBytes);
+    }
+    DEVICE void send(int row, bool ups, const float (&sums)[kSums], int lane) const {
+        const u32 to = cluster_address(part(row, rank, ups) + lane * kAtOnce * 4, row % size),
+                  there = cluster_address(barrier, row % size);
+#pragma unroll
+        for (int i = 0; i < kSums; i += kAtOnce) {
+            const u32 first = __float_as_uint(sums[i]), second = __float_as_uint(sums[i + 1]);
+            if constexpr (kAtOnce == 2) {
+                store_cluster(to, uint2{first, second}, there);
+            } else {
+                store_cluster(
+                    to + i * 128,
+                    uint4{first, second, __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])}, there);
+            }
+        }
+    }
+    // The blocks' sums in their order.
+    DEVICE void add_up(float (&sums)[kSums], int row, bool ups, int lane) const {
+        for (int block = 0; block < size; ++block) {
+            const u32 from = part(row, block, ups) + lane * kAtOnce * 4;
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                sums[i] += __uint_as_float(load_shared(from + i / kAtOnce * kAtOnce * 128 + i % kAtOnce * 4));
+            }
+        }
     }
 };
 
