@@ -1,5 +1,6 @@
 """transformers' classes for other tasks than a model was quantized for, and what only some models tie."""
 
+import re
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from kbit.integrations.transformers.placement import plan_ties
 from kbit.integrations.transformers.plan import Planned
 from kbit.integrations.transformers.saving import copy_converter
 from kbit.nn import KbitLinear
+from kbit.nn.parts import QuantizedModule
 from tiny_models import build
 
 IDS = torch.tensor([[1, 5, 9, 3, 7]])
@@ -117,13 +119,32 @@ def test_experts_that_files_hold_fused_under_other_names(pattern, tmp_path):
         assert names[0].keys() == names[1].keys()
 
 
-def test_experts_of_which_files_name_the_weights_apart_get_one_width(tmp_path):
-    granite(spread=False).save_pretrained(tmp_path / "source")
-    config = kbit.KbitConfig(overrides={"input_linear": 3})
-    with pytest.raises(
-        ValueError, match=r"experts: its tensors would get 3 bits \(.*input_linear.* and 4 bits"
-    ):
+@pytest.mark.parametrize("names", [("input_linear", "output_linear"), ("output_linear", "input_linear")])
+def test_experts_of_which_files_name_the_weights_apart_get_one_width(names, tmp_path):
+    model = granite(spread=False)
+    model.save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(overrides={names[0]: 3})
+    refused = pytest.raises(ValueError, match=r"experts: its tensors would get . bits .* and . bits .* alike")
+    with refused as on_load:
         transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
+    with refused as in_place:
+        kbit.quantize_model(model, config)
+    for error in (on_load, in_place):
+        assert re.search(rf"3 bits \(.*\.{names[0]}\b", str(error.value))
+        assert re.search(rf"4 bits \(.*\.{names[1]}\b", str(error.value))
+    assert not any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
+def test_experts_of_which_files_leave_out_one_weight_stay(tmp_path):
+    model = granite(spread=False)
+    model.save_pretrained(tmp_path / "source")
+    config = kbit.KbitConfig(overrides={"output_linear": 0})
+    loaded = transformers.GraniteMoeForCausalLM.from_pretrained(
+        tmp_path / "source", quantization_config=config
+    )
+    for each in (loaded, kbit.quantize_model(model, config)):
+        assert not isinstance(each.model.layers[0].block_sparse_moe.experts, QuantizedModule)
+        assert isinstance(each.model.layers[0].self_attn.q_proj, QuantizedModule)
 
 
 def test_experts_that_a_model_initializes_by_their_names(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, unsupported
+from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 
 Progress = Callable[[int, int, str], None]
 
@@ -23,8 +23,8 @@ Progress = Callable[[int, int, str], None]
 # learns of the change.
 after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
 
-# Asked before a model is quantized: {module: its name in the model's checkpoints} where that is another one.
-other_names: list[Callable[[nn.Module], Mapping[str, str]]] = []
+# Asked before a model is quantized: {module: its names in the model's checkpoints} where they are others.
+other_names: list[Callable[[nn.Module], Mapping[str, list[str]]]] = []
 
 # Asked before a model is quantized: names of the fused experts that its checkpoints hold fused, too.
 fused_experts: list[Callable[[nn.Module], Collection[str]]] = []
@@ -73,8 +73,9 @@ def quantize_model(
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
         TypeError: the model or the policy is none.
-        ValueError: the model itself is a layer, or holds weights on the meta device; or it has quantized
-            layers already, with another codebook for a width or another format of block scales.
+        ValueError: the model itself is a layer, or holds weights on the meta device; or the policy gives the
+            weights of one module, which files have apart, different widths; or it has quantized layers
+            already, with another codebook for a width or another format of block scales.
 
     Warns:
         UserWarning: large parameters stay as they are although the policy would quantize them; an override
@@ -137,13 +138,13 @@ def _layers(model: nn.Module) -> list[list[str]]:
 
 
 def _with_bits(
-    model: nn.Module, layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, str]
+    model: nn.Module, layers: list[list[str]], policy: QuantizationPolicy, names: Mapping[str, list[str]]
 ) -> list[tuple[int, list[str]]]:
     """(bits, names that lead to one weight) of everything to be replaced."""
     groups = []
     alone = left_alone(model)
     for members in layers:
-        bits = policy.bits_for(*_both(members[0], names))
+        bits = _width(members[0], policy, names)
         if bits is None or alone.keys() & members:
             continue
         if "" in members:
@@ -177,9 +178,20 @@ def _refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: C
         )
 
 
-def _both(name: str, names: Mapping[str, str]) -> tuple[str, ...]:
-    """A module's names: that in the model's checkpoints if it is another one, and the model's own."""
-    return (names[name], name) if name in names else (name,)
+def _both(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """A module's names: those in the model's checkpoints if they are others, and the model's own."""
+    return (*names.get(name, ()), name)
+
+
+def _width(name: str, policy: QuantizationPolicy, names: Mapping[str, list[str]]) -> int | None:
+    """A module's width; None as well where checkpoints have weights of it apart and one stays unquantized."""
+    stored = names.get(name, [name])
+    found = [(policy.bits_for(each, name), each) for each in stored]
+    widths = {bits: each for bits, each in found if bits is not None}
+    if any(bits is None for bits, _ in found):
+        return None
+    refuse_mixed({name: widths})
+    return next(iter(widths))
 
 
 def _replace_group(
@@ -223,12 +235,12 @@ def _quantized(
 
 
 def leftovers(
-    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str] | None = None
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, list[str]] | None = None
 ) -> dict[str, str]:
     """Large parameters that stay as they are although the policy would quantize them: {name: reason}.
 
     Args:
-        names: {module: its name in the model's checkpoints} where that is another one.
+        names: {module: its names in the model's checkpoints} where they are others.
     """
     found = {}
     alone = left_alone(model)
@@ -257,7 +269,9 @@ def leftovers(
     return found
 
 
-def _warn_about_leftovers(model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str]) -> None:
+def _warn_about_leftovers(
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, list[str]]
+) -> None:
     found = leftovers(model, policy, names)
     if found:
         lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())
@@ -267,7 +281,7 @@ def _warn_about_leftovers(model: nn.Module, policy: QuantizationPolicy, names: M
 
 
 def _warn_about_unmatched(
-    model: nn.Module, policy: QuantizationPolicy, layers: list[str], names: Mapping[str, str]
+    model: nn.Module, policy: QuantizationPolicy, layers: list[str], names: Mapping[str, list[str]]
 ) -> None:
     known = [each for name in layers for each in _both(name, names)]
     others = [each for name, _ in model.named_modules() for each in _both(name, names)]

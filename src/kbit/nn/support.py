@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -54,6 +54,21 @@ def unsupported(module: nn.Module) -> str | None:
     if is_experts(module):
         return unsupported_experts(module)
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
+    """Refuse modules whose tensors get several widths.
+
+    Args:
+        widths: {module: {width: a tensor, or a name, that gets it}}.
+
+    Raises:
+        ValueError: there is such a module.
+    """
+    for module, found in widths.items():
+        if len(found) > 1:
+            each = " and ".join(f"{bits} bits ({name})" for bits, name in found.items())
+            raise ValueError(f"{module}: its tensors would get {each}. Change overrides to treat them alike.")
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -30,8 +30,8 @@ def is_of_transformers(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def names_in_files(model: nn.Module) -> Mapping[str, str]:
-    """{module: its name in the model's files} where that is another; see `names.names_in_files`."""
+def names_in_files(model: nn.Module) -> Mapping[str, list[str]]:
+    """{module: its names in the model's files} where they are others; see `names.names_in_files`."""
     if not is_of_transformers(model):
         return {}
     from kbit.integrations.transformers import names

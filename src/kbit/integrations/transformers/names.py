@@ -63,20 +63,34 @@ def own_conversions(model: Any) -> list:
     return [entry for entry in conversions if not isinstance(entry, PrefixChange)]
 
 
-def names_in_files(model: Any) -> dict[str, str]:
-    """{module: its name in the files that saving writes}, of the modules that are called otherwise there.
+def modules_in_files(model: Any) -> dict[str, str]:
+    """{parameter: its module's name in the files that saving writes}, quantized parameters by their own name.
 
     Args:
         model: a PreTrainedModel, quantized or not.
     """
     undone = _undone(model)
-    names = {}
-    for key in model.state_dict():
-        original = original_of(key)
-        name, stored = module_of(key), module_of(_undo(original, key.removeprefix(original), undone))
-        if stored != name:
-            names[name] = stored
-    return names
+    originals = ((key, original_of(key)) for key in model.state_dict())
+    return {
+        original: module_of(_undo(original, key.removeprefix(original), undone))
+        for key, original in originals
+    }
+
+
+def names_in_files(model: Any) -> dict[str, list[str]]:
+    """{module: its names in the files that saving writes}, of the modules that are called otherwise there.
+
+    Experts may have two: Granite's are input_linear and output_linear there.
+
+    Args:
+        model: a PreTrainedModel, quantized or not.
+    """
+    names: dict[str, list[str]] = {}
+    for parameter, stored in modules_in_files(model).items():
+        found = names.setdefault(module_of(parameter), [])
+        if stored not in found:
+            found.append(stored)
+    return {name: found for name, found in names.items() if found != [name]}
 
 
 def fused_in_files(model: Any) -> set[str]:

@@ -19,10 +19,15 @@ from kbit.format.checkpoint import TensorInfo
 from kbit.format.names import PACKED, SCALE, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
-from kbit.integrations.transformers.names import Transforms, loading_transforms, names_in_files, parameter_of
-from kbit.integrations.transformers.refusals import refuse_missing, refuse_mixed, refuse_unlike
+from kbit.integrations.transformers.names import (
+    Transforms,
+    loading_transforms,
+    modules_in_files,
+    parameter_of,
+)
+from kbit.integrations.transformers.refusals import refuse_missing, refuse_unlike
 from kbit.nn.experts import WEIGHTS
-from kbit.nn.support import left_alone, unsupported
+from kbit.nn.support import left_alone, refuse_mixed, unsupported
 
 
 @dataclass
@@ -128,7 +133,7 @@ def _routes(
     names = list(shapes)
     if pre_quantized:
         names += [original_of(name) for name in tensors if name.endswith(PACKED)]
-    stored = names_in_files(model) if index is None else {}
+    stored = modules_in_files(model) if index is None else {}
     routes = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = parameter_of(name, transforms, model.base_model_prefix, state)
@@ -144,7 +149,7 @@ def _routes(
         if shape is not None and not is_candidate(name, shape) and not is_candidate(target, shape):
             continue
         module, own = module_of(name), module_of(target)
-        modules = (module,) if pre_quantized else (stored.get(module, module), own)
+        modules = (module,) if pre_quantized else (stored.get(name, module), own)
         routes.append(Route(name, target, pattern, modules))
     return routes
 

@@ -17,26 +17,14 @@ from kbit.integrations.transformers.names import (
     Transforms,
     class_in,
     loading_transforms,
+    modules_in_files,
     name_of_parts,
-    names_in_files,
     parameter_of,
 )
 from kbit.nn.support import unsupported
 
 if TYPE_CHECKING:
     from kbit.integrations.transformers.plan import Plan
-
-
-def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
-    """Refuse modules whose tensors get several widths.
-
-    Args:
-        widths: {module: {width: a tensor that gets it}}.
-    """
-    for module, found in widths.items():
-        if len(found) > 1:
-            each = " and ".join(f"{bits} bits ({name})" for bits, name in found.items())
-            raise ValueError(f"{module}: its tensors would get {each}. Change overrides to treat them alike.")
 
 
 def refuse_missing(
@@ -66,7 +54,7 @@ def refuse_missing(
         there.update(target.replace(first, other) for other in others)
     held = {id(state[name]) for name in there if name in state}  # a parameter may have several names
     whole = type(model).__name__ in (model.config.architectures or ()) or model.base_model is model
-    stored = names_in_files(model)
+    stored = modules_in_files(model)
     dispensable = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     missing = [
         name
@@ -74,7 +62,7 @@ def refuse_missing(
         if (whole or name.startswith(prefix + "."))
         and is_candidate(name, tensor.shape)
         and unsupported(model.get_submodule(holder_of(name))) is None
-        and policy.bits_for(stored.get(module_of(name), module_of(name))) is not None
+        and policy.bits_for(stored.get(name, module_of(name))) is not None
         and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
     ]

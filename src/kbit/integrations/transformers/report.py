@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def unquantized(
-    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, str] | None = None
+    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, list[str]] | None = None
 ) -> str | None:
     """The parameters of a million elements or more that are not quantized, in words; None if there are none.
 
@@ -25,7 +25,7 @@ def unquantized(
     Args:
         model: after loading.
         policy: what leaves out a parameter that could be quantized.
-        names: {module: its name in the model's files} where that is another one.
+        names: {module: its names in the model's files} where they are others.
     """
     reasons = replace.leftovers(model, policy, names)
     found: dict[tuple[str, str], list[int]] = {}
