@@ -1,4 +1,4 @@
-"""Parts of quantized layers that are not as the layers make them: other dtypes, other strides, no rows."""
+"""Parts of quantized layers: other dtypes or strides than layers make, no rows; torch.export finds them."""
 
 import copy
 
@@ -113,3 +113,15 @@ def test_tied_layers_load_from_a_file_that_has_their_weight_once(left_out, facto
     assert not twin.load_state_dict(state, strict=False).unexpected_keys
     for name in ("table", "head"):
         assert torch.equal(twin[name].dequantize(), source[name].dequantize())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "table"])
+def test_torch_export_finds_every_part(kind, inside):
+    layer: nn.Module
+    if kind == "linear":
+        layer, x = KbitLinear.from_linear(nn.Linear(40, 8)), torch.randn(3, 40)
+    else:
+        layer, x = KbitEmbedding.from_embedding(nn.Embedding(30, 40)).bfloat16(), torch.tensor([[1, 29]])
+    program = torch.export.export(nn.Sequential(layer) if inside else layer, (x,))
+    assert torch.equal(program.module()(x), layer(x))

@@ -160,13 +160,15 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         super().reset_constants(codebook)
         self._set_dtype(self.dtype_probe.dtype, self.weight_packed.device)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Without `dtype_probe`: what offloads this layer looks each of them up in a state dict.
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Without `dtype_probe` if asked without `recurse`, as by what offloads: no state dict has it.
 
-        Asked of the model, they include it.
+        With `recurse` they include it: torch.export wants all that forward reads.
         """
-        found = super().named_parameters(*args, **kwargs)
-        return (pair for pair in found if pair[1] is not self.dtype_probe)
+        found = super().named_parameters(prefix, recurse, remove_duplicate)
+        return (pair for pair in found if recurse or pair[1] is not self.dtype_probe)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
