@@ -124,3 +124,34 @@ def test_the_demo_names_missing_packages_before_it_downloads(monkeypatch, tmp_pa
     result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path)])
     assert isinstance(result.exception, ImportError)
     assert "pip install gguf accelerate." in str(result.exception)
+
+
+MISSING = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+BROKEN = "raise ImportError('libcudart.so: cannot open shared object file', name='torch._C')\n"
+
+
+@pytest.mark.parametrize(
+    ("torch_py", "words"),
+    [
+        (MISSING, ["No module named 'torch'", "pip install torch"]),
+        (BROKEN, ["torch does not work: libcudart.so", "pip install --force-reinstall torch"]),
+    ],
+    ids=["missing", "broken"],
+)
+@pytest.mark.parametrize("way", ["script", "module", "debug", "other program"])
+def test_a_command_without_torch_says_so_in_one_line(way, torch_py, words, tmp_path):
+    script = "from kbit.cli import main\nmain()\n"
+    (tmp_path / "torch.py").write_text(torch_py)
+    (tmp_path / "kbit").write_text(script)
+    arguments = {"module": ["-m", "kbit"], "debug": ["kbit", "--debug"], "other program": ["-c", script]}
+    command = [sys.executable, *arguments.get(way, ["kbit"]), "doctor"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    if way in ("script", "module"):
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith("error: ")
+        assert all(part in result.stderr for part in words)
+    else:
+        assert result.stderr.startswith("Traceback")
+        assert "pip install" not in result.stderr

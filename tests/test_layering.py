@@ -26,7 +26,7 @@ LAYERS = (
     "cli",
 )
 # Belongs to no layer and imports nothing of kbit: anyone may have it.
-BELOW_ALL = ("_version", "_interrupt", "_cpu")
+BELOW_ALL = ("_version", "_startup", "_cpu")
 MAX_PYTHON_LINES = 300
 MAX_FUNCTION_LINES = 40
 MAX_CXX_LINES = 350

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kbit import (
-    _interrupt,  # noqa: F401  (imported before torch, for Ctrl-C meanwhile)
+    _startup,  # noqa: F401  (imported before torch, for what may happen meanwhile)
     dispatch,  # noqa: F401  (imported for the implementations it registers)
     nn,
 )

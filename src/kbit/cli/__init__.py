@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kbit import _interrupt
+from kbit import _startup
 from kbit._version import __version__
 from kbit.cli import bench
 from kbit.cli.compile import compile_kernels
@@ -70,15 +70,15 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, _stop)
-    _interrupt.imported()
+    _startup.imported()
     # As stderr does: what cannot be said in a locale, or a name that is no UTF-8, must not end a command.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except SystemExit as end:
-        if end.code == _interrupt.EXIT_CODE:  # typer's for Ctrl-C, which says nothing
-            print(_interrupt.MESSAGE, file=sys.stderr)
+        if end.code == _startup.EXIT_CODE:  # typer's for Ctrl-C, which says nothing
+            print(_startup.MESSAGE, file=sys.stderr)
         raise
     except Exception as error:
         if os.environ.get("KBIT_DEBUG") or not _is_explained(error):

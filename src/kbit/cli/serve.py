@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from kbit import _interrupt
+from kbit import _startup
 from kbit.cli.model_folder import check_model_folder
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
@@ -57,7 +57,7 @@ def serve(arguments: Sequence[str]) -> None:
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
     # end in transformers' command line: "Aborted!" and exit code 1.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(_interrupt.EXIT_CODE))
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(_startup.EXIT_CODE))
     sys.argv = ["transformers", "serve", *arguments]
     main()
 
