@@ -250,6 +250,11 @@ def label(name: str, gpus: int) -> str:
     return name if gpus == 1 else f"{name}, {gpus} GPUs"
 
 
+def captured(reason: str | None) -> str:
+    """Whether a CUDA graph was replayed, in tables: "yes", or the reason why not."""
+    return "yes" if reason is None else reason
+
+
 def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:
     """Arms as JSON objects, with speeds and ratios written out for readers."""
     items = []

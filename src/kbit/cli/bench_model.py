@@ -29,7 +29,7 @@ def _gigabytes(count: int | None) -> str:
 
 
 def _sizes(results: Sequence[ArmResult]) -> Table:
-    from kbit.bench.model import label, prefill_vs_bf16
+    from kbit.bench.model import captured, label, prefill_vs_bf16
 
     table = Table(title="memory and prefill")
     sizes = ("weights GB", "peak building", "peak running")
@@ -44,14 +44,14 @@ def _sizes(results: Sequence[ArmResult]) -> Table:
         prefill = ("", "", "")
         if speed is not None:
             ratio = _ratio(prefill_vs_bf16(result, results))
-            prefill = (f"{speed:.0f}", ratio, _captured(result.prefill_reason))
+            prefill = (f"{speed:.0f}", ratio, escape(captured(result.prefill_reason)))
         name = label(result.name, result.gpus)
         table.add_row(name, f"{result.weight_bytes / 1e9:.2f}", *peaks, *prefill)
     return table
 
 
 def _decode(results: Sequence[ArmResult]) -> Table:
-    from kbit.bench.model import label, vs_bf16, vs_one_gpu
+    from kbit.bench.model import captured, label, vs_bf16, vs_one_gpu
 
     table = Table(title="decode")
     for header in ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "vs one GPU", "CUDA graph"):
@@ -60,12 +60,8 @@ def _decode(results: Sequence[ArmResult]) -> Table:
     for row in rows:
         ratios = (_ratio(vs_bf16(row, results)), _ratio(vs_one_gpu(row, results)))
         speed = (f"{row.ms:.3f}", f"{100 * row.spread:.0f}%", f"{row.tokens_s:.1f}")
-        table.add_row(str(row.batch), label(row.arm, row.gpus), *speed, *ratios, _captured(row.reason))
+        table.add_row(str(row.batch), label(row.arm, row.gpus), *speed, *ratios, escape(captured(row.reason)))
     return table
-
-
-def _captured(reason: str | None) -> str:
-    return "yes" if reason is None else escape(reason)
 
 
 def _ratio(value: float | None) -> str:

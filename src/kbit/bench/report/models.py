@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kbit.bench.model import captured
 from kbit.bench.report import markup, svg
 from kbit.bench.report.markup import Row
 from kbit.bench.report.results import Result
@@ -52,23 +53,19 @@ def _arms(result: Result) -> Iterator[str]:
 
 def _arm_row(row: Mapping[str, Any]) -> Row:
     speed = [f"{row['ms']:.3f}", f"{100 * row['spread']:.0f}%", f"{row['tokens_s']:.1f}"]
-    return Row([row["arm"], str(row["batch"]), *speed, _heat(row["vs_bf16"]), _captured(row["reason"])])
+    return Row([row["arm"], str(row["batch"]), *speed, _heat(row["vs_bf16"]), captured(row["reason"])])
 
 
 def _heat(ratio: float | None) -> markup.Cell:
     return markup.Cell(markup.MISSING) if ratio is None else markup.heat(ratio)
 
 
-def _captured(reason: str | None) -> str:
-    return "yes" if reason is None else reason
-
-
 def _size_row(arm: Mapping[str, Any]) -> Row:
     counts = (arm["weight_bytes"] or None, arm["build_peak_bytes"], arm["run_peak_bytes"])
     sizes = [markup.number(None if count is None else count / 1e9, ".2f") for count in counts]
     speed = markup.number(arm["prefill_tokens_s"], ".0f")
-    captured = _captured(arm.get("prefill_reason")) if arm["prefill_tokens_s"] else ""
-    return Row([arm["name"], *sizes, speed, _heat(arm.get("prefill_vs_bf16")), captured, arm["absent"] or ""])
+    graph = captured(arm.get("prefill_reason")) if arm["prefill_tokens_s"] else ""
+    return Row([arm["name"], *sizes, speed, _heat(arm.get("prefill_vs_bf16")), graph, arm["absent"] or ""])
 
 
 def _profiles(results: Sequence[Result]) -> str:
