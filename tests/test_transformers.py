@@ -430,13 +430,30 @@ assert type(model.model.layers[0].self_attn.q_proj.weight_packed).__name__ == "P
 """
 
 
+# kbit is imported while another thread is in the middle of importing a module of transformers.
+MEANWHILE = """
+import importlib, threading, time
+import torch, transformers
+other = threading.Thread(target=importlib.import_module, args=["transformers.modeling_utils"])
+other.start()
+while "{module}" not in sys.modules:
+    time.sleep(0)
+import kbit
+other.join()
+assert transformers.PreTrainedModel.resize_token_embeddings.knows_kbit
+"""
+
+
 @pytest.mark.parametrize(
     "imports",
     [
         "import kbit",
         "import transformers.quantizers\nimport kbit",
         "import kbit.integrations.transformers.quantizer",
+        MEANWHILE.format(module="transformers.quantizers.auto"),
+        MEANWHILE.format(module="transformers.modeling_utils"),
     ],
+    ids=["before", "after", "quantizer", "during the registry's import", "during the models' import"],
 )
 def test_importing_kbit_suffices_before_or_after_transformers(imports, sources, tmp_path):
     load(sources["llama"], kbit.KbitConfig()).save_pretrained(tmp_path)

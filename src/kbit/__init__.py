@@ -50,8 +50,6 @@ __all__ = [
     "quantize_model",
 ]
 
-autoregister.install()
-
 
 def __getattr__(name: str) -> Any:
     if name == "nvfp4":
@@ -68,3 +66,7 @@ def __getattr__(name: str) -> Any:
 
         return KbitConfig
     raise AttributeError(f"module 'kbit' has no attribute {name!r}")
+
+
+# Last, since it may wait for another thread, which needs the rest of kbit then.
+autoregister.install()

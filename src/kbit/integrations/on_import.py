@@ -6,9 +6,11 @@ Libraries that kbit plugs into take seconds to import, so `import kbit` must not
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,11 +26,17 @@ def when_imported(name: str, action: Action, complete: str) -> None:
         action: what to do; it may run twice, so it must be idempotent.
         complete: an attribute of the module that shows that it was imported to its end.
     """
+    if not hasattr(sys.modules.get(name), complete):
+        if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(name, action))
+        if name not in sys.modules:
+            return
+        # Another thread is importing it, and looked for it before the finder was there. This waits for that.
+        with suppress(ImportError):
+            importlib.import_module(name)
     module = sys.modules.get(name)
     if module is not None and hasattr(module, complete):
         action(module)
-    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(name, action))
 
 
 def wrap_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
