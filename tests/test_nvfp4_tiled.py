@@ -110,8 +110,13 @@ def test_weight_only_products_have_gradients_and_checks() -> None:
     linear_nvfp4(x.detach(), w, bias).sum().backward()
     assert bias.grad is not None
     assert torch.equal(bias.grad, torch.full((20,), 3.0))
-    with pytest.raises(ValueError, match=r"x must be \[..., 48\].*\(up\)"):
-        linear_nvfp4(torch.zeros(2, 32), w, where="up")
+    for other, told in (
+        (torch.zeros(2, 32), "x has 32 features, the weight expects 48"),
+        (torch.zeros(()), "x has no features, the weight expects 48"),
+        (torch.zeros(2, 48, device="meta"), "x is on meta, the weight on cpu"),
+    ):
+        with pytest.raises(ValueError, match=rf"linear_nvfp4: {told} \(up\)"):
+            linear_nvfp4(other, w, where="up")
     with pytest.raises(TypeError, match="x must be float32, float16 or bfloat16, got torch.int64"):
         linear_nvfp4(torch.zeros(2, 48, dtype=torch.int64), w)
     for wrong in (bias.bfloat16(), bias[:19]):

@@ -9,7 +9,7 @@ from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
-from kbit.ops import checks, kinds
+from kbit.ops import checks
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -87,13 +87,12 @@ def linear_nvfp4(
     >>> linear_nvfp4(torch.randn(2, 64), quantize_nvfp4(torch.randn(8, 64))).shape
     torch.Size([2, 8])
     """
-    kinds.tensor("linear_nvfp4", "x", x, where)
-    checks.float_dtype("linear_nvfp4", "x", x.dtype, where)
-    if len(w.shape) != 2 or w.row_scale is not None or x.shape[-1] != w.shape[1]:
+    if len(w.shape) != 2 or w.row_scale is not None:
         raise ValueError(
-            f"linear_nvfp4: x must be [..., {w.shape[-1]}] and w [N, K] without row_scale, got "
-            f"{tuple(x.shape)} and {w.shape}{at(where)}. Check the input projection."
+            f"linear_nvfp4: w must be [N, K] without row_scale, got {w.shape}{at(where)}. Experts go "
+            f"to moe_gemm_nvfp4, activations to gemm_nvfp4."
         )
+    checks.activation("linear_nvfp4", x, w.shape[1], w.device, where)
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != w.shape[:1]):
         raise ValueError(
             f"linear_nvfp4: bias must be {x.dtype} [{w.shape[0]}] for these x and w, got {bias.dtype} "
