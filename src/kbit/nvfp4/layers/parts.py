@@ -32,8 +32,9 @@ class NVFP4Settings:
         row_scale: give each row of activations a float32 factor. Without it, activations below 0.1 lose
             accuracy, because block scales below 2^-6 are subnormal.
         dedup: how activations are quantized for experts; changes no bit.
-        fold: quantize the activation product in the kernel that computes it; changes no bit, needs
-            row_scale off.
+        fold: quantize silu(gate) * up in the kernel that computes it; changes no bit, needs row_scale off.
+            Only in fused experts under W4A4 whose activation is SiLU; norms, residual sums and dense MLPs
+            are the model's own and stay as they are.
 
     Raises:
         TypeError, ValueError: a field is out of range; the message names it.
