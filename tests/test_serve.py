@@ -76,6 +76,30 @@ def test_the_list_of_models_names_the_served_one(served, folders):
     assert [model["id"] for model in json.loads(answer)["data"]] == [str(folders["kbit"])]
 
 
+USER = {"role": "user", "content": "w1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("chat/completions", {}, "messages must be a list of at least one"),
+        ("chat/completions", {"messages": []}, "messages must be a list of at least one"),
+        ("chat/completions", {"messages": "w1"}, "messages must be a list of at least one"),
+        ("chat/completions", {"messages": [USER, "w1"]}, "messages[1] must be an object with a role"),
+        ("chat/completions", {"messages": [{"content": "w1"}]}, "messages[0] must be an object with a role"),
+        ("chat/completions", {"messages": [USER | {"content": 1}]}, "messages[0].content must be a string"),
+        ("responses", {}, "input must be a string or a list"),
+    ],
+)
+def test_malformed_requests_are_told_what_they_lack(path, body, told, served, folders):
+    body = {"model": str(folders["kbit"])} | body
+    status, answer = bench._request(served[0], "POST", f"/v1/{path}", body, 60.0)
+    assert status == 400, answer
+    error = json.loads(answer)["error"]
+    assert error["message"].startswith(told)
+    assert (error["type"], error["param"]) == ("invalid_request_error", told.partition("[")[0].split()[0])
+
+
 def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
     levels = list(bench.load(*served, str(folders["kbit"]), PLAN))
     for level in levels:

@@ -1,7 +1,7 @@
 """Serving a quantized model: `transformers serve`, in a process that knows kbit's checkpoints.
 
 `transformers serve` by itself does not import kbit, and would load such a checkpoint with random projections.
-This imports it first and hands over everything else unchanged.
+This imports it first and hands over everything else unchanged, but for requests that it answers better.
 
     kbit serve MODEL [options of transformers serve]
 """
@@ -49,11 +49,13 @@ def serve(arguments: Sequence[str]) -> None:
     from transformers.cli.transformers import main
 
     import kbit  # noqa: F401  (registers the checkpoints)
+    from kbit.cli.serve_requests import refuse_malformed
 
     # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
     # with status 500 where there is no cache.
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
     ModelManager.get_gen_models = staticmethod(lambda *_: [served])
+    refuse_malformed()
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
     # end in transformers' command line: "Aborted!" and exit code 1.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
