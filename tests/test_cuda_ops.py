@@ -285,7 +285,7 @@ def test_another_device_than_the_current_one():
 )
 def test_clusters_that_split_columns(m, n, k, blocks):
     limits = driver.device_limits(torch.cuda.current_device())
-    for bits, dtype, gated in itertools.product(SUPPORTED_BITS, HALF, (False, True)):
+    for bits, dtype, gated in itertools.product((2, 3, 4), HALF, (False, True)):
         rows = 2 * (n // 16 * 16) if gated else n
         if limits.arch == "90a":
             assert stream.plan(m, rows, k, bits, gated, limits).cluster == blocks

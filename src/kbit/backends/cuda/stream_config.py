@@ -76,17 +76,15 @@ def configs(
     """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory."""
     if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)]
-    measured = arch == MEASURED_ARCH
-    splits = measured and tokens <= 8 and experts == DENSE and not nvfp4
     if bits == 5:  # either table leaves room for one stage of many warps
         wide = shared_bytes > operands.WIDE_TABLE_MEMORY
         table_bytes = operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES
-        split = [Config(16, 1, table_bytes, split=True)] if splits else []
-        return [Config(8, 2, table_bytes), Config(16, 1, table_bytes), *split]
-    split = [Config(16, 2, split=True)] if splits else []
+        return [Config(8, 2, table_bytes), Config(16, 1, table_bytes)]
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
+    measured = arch == MEASURED_ARCH
+    split = [Config(16, 2, split=True)] if measured and experts == DENSE and not nvfp4 else []
     if tokens > 1:  # 12 workers have more registers than 16
         stages = (1, 2) if measured else (2,)
         return [Config(workers, count) for workers in (12, 16) for count in stages] + split
