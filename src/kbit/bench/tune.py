@@ -23,6 +23,7 @@ from kbit.backends.cuda import (
     products,
     stream,
     stream_config,
+    stream_preference,
     tables,
     wgmma,
     wgmma_config,
@@ -114,7 +115,8 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
 def sources_digest() -> str:
     """Digest of the kernels and of the modules that launch them: times of other sources are of no use."""
     digest = hashlib.sha256()
-    launchers = [module.__file__ for module in (operands, stream, stream_config, wgmma, wgmma_config)]
+    modules = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config)
+    launchers = [module.__file__ for module in modules]
     files = [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]
     for text in sorted((path.name, path.read_bytes()) for path in files):
         digest.update(text[0].encode() + text[1])

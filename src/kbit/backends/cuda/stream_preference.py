@@ -74,7 +74,8 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     """Where splitting K over a cluster was faster on an H200: x is read, and swapped, in fewer places.
 
     2048 x 4096 by 8 tokens, 4 bits: 4.5 us in blocks, 3.9 in pairs; 1024 x 8192: 6.4, 4.6 in fours. With more
-    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks.
+    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks. At 5 bits,
+    with a larger table in each block and one stage, it was slower by up to 30%.
     """
     if groups <= 8 or share > 4:
         return None

@@ -39,6 +39,7 @@
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals, the sums of a cluster's blocks.
 #include "stream_nvfp4.cuh"
+#include "stream_serve.cuh"
 
 // d += one 32-block of a tile (its two k16 steps) times x. If kScaleWeights, the weights are scaled first.
 template <int BLOCK, bool NEW>
@@ -182,125 +183,6 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
     }
 }
 
-// float32 [M] or null, where there is any.
-template <bool EXISTS>
-struct RowScale {
-    DEVICE RowScale(const float*) {}
-    DEVICE float of(int) const { return 1.0f; }
-};
-template <>
-struct RowScale<true> {
-    const float* factors;
-    DEVICE float of(int token) const { return factors ? factors[token] : 1.0f; }
-};
-
-struct Output {
-    const u16* bias;
-    u16* y;
-    float unit;  // of the sums
-    RowScale<kUe4m3> row_scale;
-
-    // Row `row` of the first half if gated, with the sum of its up row.
-    DEVICE void store(const Problem& p, int token, int row, float value, float up) const {
-        const int width = p.gated ? p.n / 2 : p.n;
-        if ((kExperts == kDense && token >= p.m) || row >= width) {
-            return;
-        }
-        if constexpr (kUe4m3) {  // rounded after each factor, as NVFP4's contracts say
-            value = __fmul_rn(__fmul_rn(value, unit), row_scale.of(token));
-            y[u64(token) * width + row] = H::narrow(value + (bias ? H::widen(bias[row]) : 0.0f));
-            return;
-        }
-        value = value * unit + (bias ? H::widen(bias[row]) : 0.0f);
-        if (p.gated) {
-            up = up * unit + (bias ? H::widen(bias[row + width]) : 0.0f);
-            value = silu_and_mul<Config::bf16>(value, up);
-        }
-        y[u64(token) * width + row] = H::narrow(value);
-    }
-};
-
-// Adds up the workers' sums. Those that are not complete, and gates, are kept in `totals` [rows][kSums][32].
-DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output out, const Choice& choice,
-                  float* totals, const Exchange& exchange, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    const u32 parts_empty = parts_full + 8 * kBuffers;
-    float* const up_totals = totals + p.rows * kSums * 32;
-    const auto store = [&](int row, float (&sums)[kSums], float (&gates)[kSums]) {
-        int slot = 0, row_tile = p.first + row;
-        if constexpr (kExperts == kExpertRows) {
-            slot = row_tile / p.per_slot;
-            row_tile -= slot * p.per_slot;
-            out.unit = choice.factor_of(slot);
-        }
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-            if constexpr (kOne) {
-                sums[i] = add_four_lanes(sums[i]);
-                gates[i] = add_four_lanes(gates[i]);
-            }
-            if (!kOne || t == 0) {
-                const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
-                const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
-                out.store(p, token, n, p.gated ? gates[i] : sums[i], sums[i]);
-            }
-        }
-    };
-    Cursor<kBuffers> in;
-    for (int segment = 0; segment < p.segments; ++segment) {
-        if (!p.hands_over(segment)) {
-            continue;
-        }
-        for (int row = 0; row < p.rows; ++row) {
-            barrier_wait(parts_full + 8 * in.slot, in.phase);
-            float sums[kSums] = {};
-#pragma unroll 4
-            for (int w = 0; w < p.workers; ++w) {
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) {
-                    sums[i] += __uint_as_float(load_shared(parts.row(in.slot, w) + i * kPartStep));
-                }
-            }
-            warp_arrive(parts_empty + 8 * in.slot, lane);
-            in.next();
-            const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
-            const bool complete = p.last(segment), writes = complete && (p.ups(segment) || !p.gated);
-            float gates[kSums] = {};
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                const int at = (row * kSums + i) * 32 + lane;
-                float* kept = (p.ups(segment) ? up_totals : totals) + at;
-                if (adds) {
-                    sums[i] += *kept;
-                }
-                if (kSplit ? !complete : !writes) {
-                    *kept = sums[i];
-                } else if (!kSplit && p.gated) {
-                    gates[i] = totals[at];
-                }
-            }
-            if constexpr (kSplit) {
-                if (complete) {
-                    exchange.send(row, p.ups(segment), sums, lane);
-                }
-            } else if (writes) {
-                store(row, sums, gates);
-            }
-        }
-    }
-    if constexpr (kSplit) {
-        barrier_wait(exchange.barrier, 0);
-        for (int row = exchange.rank; row < p.rows; row += exchange.size) {
-            float sums[kSums] = {}, gates[kSums] = {};
-            exchange.add_up(sums, row, p.gated, lane);
-            if (p.gated) {
-                exchange.add_up(gates, row, false, lane);
-            }
-            store(row, sums, gates);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
@@ -338,7 +220,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     p.rows = share + (cluster < rest);
 
     const u32 base = shared_address(memory), parts_full = base + D::kTableBytes;
-    const Exchange exchange{base + exchange_at, parts_full + kSumsBarrierAt, rank, size, p.gated};
+    const Exchange exchange{base + exchange_at, parts_full + kExchangeBarrierAt, rank, size, p.gated};
     Ring ring{tiled, base + ring_at + warp * kStages * kGroupBytes,
               parts_full + kRingBarriersAt + warp * kStages * 8, warp, lane};
     if (warp < workers) {

@@ -1,10 +1,9 @@
-// What the warps of stream.cu hold: the problem, the ring of packed weights, activations, and sums on their
-// way.
+// What the workers of stream.cu hold: the problem, the ring of packed weights, activations, and sums on their
+// way to the server.
 #pragma once
 
 #include "config.h"
 #include "decode.cuh"
-#include "hopper.cuh"
 
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
@@ -34,8 +33,8 @@ constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 // The blocks of a cluster share row tiles and split K: each reads a part of x instead of all.
 constexpr bool kSplit = Config::split;
 static_assert(!kSplit || kExperts == kDense);
-constexpr int kSumsBarrierAt = kRingBarriersAt - 8;  // of the other blocks' sums
-static_assert(2 * kBuffers * 8 <= kSumsBarrierAt);
+constexpr int kExchangeBarrierAt = kRingBarriersAt - 8;
+static_assert(2 * kBuffers * 8 <= kExchangeBarrierAt);
 
 // What a block computes. It goes through its row tiles once per segment: a pass over K, or, if gated, a pass
 // over K of the gates and then of the ups.
@@ -186,51 +185,6 @@ struct Parts {
 
     DEVICE u32 row(int buffer, int worker) const {
         return base + (buffer * workers + worker) * kSums * kPartStep;
-    }
-};
-
-// How the blocks of a cluster add up their sums. Block i % size finishes row tile i; all of them, itself too,
-// send it theirs: [row tile / size][block][gates, ups] of kBytes.
-struct Exchange {
-    static constexpr int kAtOnce = kSums < 4 ? 2 : 4, kBytes = kSums * 128;
-    u32 base, barrier;  // of this block
-    int rank, size;
-    bool gated;
-
-    DEVICE u32 part(int row, int block, bool ups) const {
-        return base + (((row / size) * size + block) * (gated ? 2 : 1) + ups) * kBytes;
-    }
-    // One thread, before anything can arrive.
-    DEVICE void init(int rows) const {
-        const int mine = (rows - rank + size - 1) / size;
-        barrier_init(barrier, 1);
-        barriers_visible();
-        barrier_expect(barrier, mine * size * (gated ? 2 : 1) * kBytes);
-    }
-    DEVICE void send(int row, bool ups, const float (&sums)[kSums], int lane) const {
-        const u32 to = cluster_address(part(row, rank, ups) + lane * kAtOnce * 4, row % size),
-                  there = cluster_address(barrier, row % size);
-#pragma unroll
-        for (int i = 0; i < kSums; i += kAtOnce) {
-            const u32 first = __float_as_uint(sums[i]), second = __float_as_uint(sums[i + 1]);
-            if constexpr (kAtOnce == 2) {
-                store_cluster(to, uint2{first, second}, there);
-            } else {
-                store_cluster(
-                    to + i * 128,
-                    uint4{first, second, __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])}, there);
-            }
-        }
-    }
-    // The blocks' sums in their order.
-    DEVICE void add_up(float (&sums)[kSums], int row, bool ups, int lane) const {
-        for (int block = 0; block < size; ++block) {
-            const u32 from = part(row, block, ups) + lane * kAtOnce * 4;
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                sums[i] += __uint_as_float(load_shared(from + i / kAtOnce * kAtOnce * 128 + i % kAtOnce * 4));
-            }
-        }
     }
 };
 
