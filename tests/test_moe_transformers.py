@@ -79,7 +79,7 @@ def test_the_loader_names_every_large_parameter_once(folders, caplog, monkeypatc
     (text,) = of_kbit(caplog)
     assert text.startswith("kbit left 2 large parameters unquantized: ")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert f"{name} (0.0 MB: the policy leaves it out)" in text
+        assert f"{name} (0.0 MB: embedding_bits is not set)" in text
 
 
 def test_the_loader_is_silent_where_nothing_is_large(folders, caplog):

@@ -260,3 +260,12 @@ def test_unmatched_names_what_is_near_and_what_experts_are_called():
         "quantized), override 'dense'."
     )
     assert "experts" not in unmatched(policy, layers, ["lm_head"])
+
+
+def test_the_policy_says_why_a_module_stays():
+    policy = QuantizationPolicy(overrides={"o_proj": 0}, modules_to_not_convert=["layers.0"])
+    assert policy.why_not("layers.1.q_proj") is None
+    assert policy.why_not("layers.0.q_proj") == "modules_to_not_convert has 'layers.0'"
+    assert policy.why_not("layers.1.o_proj") == "the override 'o_proj' is 0"
+    assert policy.why_not("layers.1.mlp.gate") == "it is a router"
+    assert policy.why_not("lm_head") == "embedding_bits is not set"

@@ -29,7 +29,7 @@ def test_the_reason_names_who_holds_a_tied_weight(tied_to):
     model = nn.ModuleDict({"embed_tokens": table, "lm_head": nn.Linear(1000, 1000)})
     model.lm_head.weight = model.embed_tokens.weight
     policy = kbit.QuantizationPolicy(embedding_bits=4, overrides={"embed_tokens": 4 * (tied_to != "skipped")})
-    told = {"skipped": "the policy leaves it out", "unsupported": "Scaled is not nn.Linear"}[tied_to]
+    told = {"skipped": "the override 'embed_tokens' is 0", "unsupported": "Scaled is not nn.Linear"}[tied_to]
     with pytest.warns(UserWarning, match=f"lm_head.weight: it shares its weight with embed_tokens: {told}"):
         quantize_model(model, policy)
 

@@ -153,7 +153,9 @@ def _read(index: Mapping[str, TensorInfo], name: str) -> torch.Tensor:
 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
-    source: Annotated[Path | None, typer.Option(help="The unquantized model, to compute errors.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The unquantized model: adds each module's error.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per weight, bytes and error of every module. Without --source only headers are read."""
@@ -166,17 +168,28 @@ def inspect(
     if source is not None:
         if policy is None:
             raise ValueError(f"{folder}: not quantized, so there is no error to compute. Drop --source.")
+        originals = read_index(source)
+        if _quantized_names(originals):
+            raise ValueError(f"--source {source} is quantized. Give the folder that {folder} was made from.")
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            names = add_errors(modules, index, read_index(source), policy)
+            names = add_errors(modules, index, originals, policy)
             for _ in progress.track(names, total=len(_quantized_names(index)), description="decoding"):
                 pass
     if as_json:
         print(json.dumps([module.as_json() for module in modules.values()], indent=1))
         return
-    _print(list(modules.values()), folder)
+    _print(list(modules.values()), folder, policy)
 
 
-def _print(modules: list[Module], folder: Path) -> None:
+def _why(policy: QuantizationPolicy | None, name: str) -> str:
+    """Why a parameter is not quantized, where the policy says it."""
+    from kbit.format.names import module_of
+
+    reason = policy and policy.why_not(module_of(name))
+    return f": {reason}" if reason else ""
+
+
+def _print(modules: list[Module], folder: Path, policy: QuantizationPolicy | None) -> None:
     with_error = any(module.sqnr is not None for module in modules)
     table = Table(title=escape(str(folder)))
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
@@ -197,7 +210,7 @@ def _print(modules: list[Module], folder: Path) -> None:
         times = f"{count} x " if count > 1 else ""
         console.print(
             f"[yellow]unquantized[/yellow] {escape(name)}: {times}{module.weights / 1e6:.1f} M weights, "
-            f"{times}{module.bytes / 1e6:.1f} MB",
+            f"{times}{module.bytes / 1e6:.1f} MB{escape(_why(policy, module.name))}",
             soft_wrap=True,
         )
 

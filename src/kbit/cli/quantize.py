@@ -42,19 +42,33 @@ def parse_overrides(options: list[str]) -> dict[str, int]:
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Unquantized model folder.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Unquantized model: a local folder.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
-    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 5.")] = 4,
+    bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 5; scales add 0.25.")] = 4,
     override: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX=BITS", help="Other bits for matching modules; 0 skips.")
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX=BITS", help="Other bits for modules whose name matches, 0 for none; repeatable."
+        ),
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Modules to leave unquantized, by name.")] = None,
-    embedding_bits: Annotated[int | None, typer.Option(help="Quantize embeddings and head too.")] = None,
-    codebook: Annotated[str, typer.Option(help="Name of a codebook.")] = "nf",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Leave this module, and all inside it, unquantized; repeatable."),
+    ] = None,
+    embedding_bits: Annotated[
+        int | None, typer.Option(help="Quantize embeddings and output head too, to so many bits.")
+    ] = None,
+    codebook: Annotated[str, typer.Option(help="Levels that codes stand for: nf, normal-float.")] = "nf",
     absmax: Annotated[
-        str, typer.Option(help="Block scales: e4m4, or float16 or float32, which no kernel writes: slow.")
+        str, typer.Option(help="Format of block scales: e4m4 (a byte), float16 or float32 (larger, slow).")
     ] = "e4m4",
-    plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Take each block's largest weight as its scale, without a search: faster, less exact.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     jobs: Annotated[
         int | None,
@@ -147,6 +161,11 @@ def _print_summary(report: Report, target: Path) -> None:
         f"peak memory {peak_memory_mb():.0f} MB",
         soft_wrap=True,
     )
+    if left := report.bytes_out - report.quantized_bytes:
+        console.print(
+            f"{left / 1e6:.1f} MB stay unquantized: kbit inspect {escape(str(target))} says which, and why",
+            soft_wrap=True,
+        )
 
 
 def _per_second(weights: float) -> str:

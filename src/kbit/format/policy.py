@@ -96,15 +96,30 @@ class QuantizationPolicy:
         Raises:
             ValueError: an override may take forever to look for in a name so long.
         """
-        if any(is_inside(name, skipped) for skipped in self.modules_to_not_convert or () for name in names):
-            return None
+        decided = self._decide(names)
+        return decided if isinstance(decided, int) else None
+
+    def why_not(self, *names: str) -> str | None:
+        """Why `bits_for` is None for a module, in a few words; None where it has a width.
+
+        >>> QuantizationPolicy().why_not("lm_head")
+        'embedding_bits is not set'
+        """
+        decided = self._decide(names)
+        return decided if isinstance(decided, str) else None
+
+    def _decide(self, names: Sequence[str]) -> int | str:
+        """The width of a module, or why it has none."""
+        for skipped in self.modules_to_not_convert or ():
+            if any(is_inside(name, skipped) for name in names):
+                return f"modules_to_not_convert has {skipped!r}"
         for pattern, bits in self.overrides.items():
             if any(patterns.is_found(pattern, name) for name in names):
-                return bits or None
+                return bits or f"the override {pattern!r} is 0"
         if any(ROUTERS.search(name) for name in names):
-            return None
+            return "it is a router"
         if any(_EMBEDDINGS.search(name) for name in names):
-            return self.embedding_bits
+            return self.embedding_bits or "embedding_bits is not set"
         return self.bits
 
     def stating(

@@ -252,8 +252,7 @@ def leftovers(
     def why(name: str, parameter: nn.Parameter) -> str:
         for holder in (name, *holders[id(parameter)]):
             reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
-            if reason is None and policy.bits_for(*_both(holder, names or {})) is None:
-                reason = "the policy leaves it out"
+            reason = reason or policy.why_not(*_both(holder, names or {}))
             if reason is not None:
                 return reason if holder == name else f"it shares its weight with {holder}: {reason}"
         return "the checkpoint has it unquantized, or in another layout"

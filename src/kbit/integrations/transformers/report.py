@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
 from kbit.nn import replace
@@ -38,7 +39,7 @@ def unquantized(
                 continue
             seen.add(id(parameter))
             full = f"{name}.{key}" if name else key
-            reason = reasons.get(full, "the policy leaves it out")
+            reason = reasons.get(full) or policy.why_not(module_of(full)) or "not a weight matrix"
             found.setdefault((_NUMBER.sub("*", full), reason), []).append(parameter.nbytes)
     if not found:
         return None
