@@ -6,12 +6,13 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bench_runs import refuse, run
-from kbit.bench import check, dequant, kernel_rows, kernel_tables, plots, targets
+from kbit.bench import check, dequant, kernel_rows, kernel_tables, plots, quality_plot, targets
 from kbit.bench.workload import times
 from made_up_rows import BANDWIDTH, made_up, problem, result_file
 
@@ -253,6 +254,15 @@ def test_plots_are_drawn_from_a_result(tmp_path):
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == ["roofline-fp16.png", "speedup-models-k4-fp16.png", "speedup-qwen3-coder-next-fp16.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
+
+
+def test_quality_is_drawn_from_a_result_of_eval(tmp_path):
+    file = Path(__file__).parent.parent / "benchmarks" / "results" / "quality-tiny-moe.json"
+    found = json.loads(file.read_text())
+    assert quality_plot.is_quality(found)
+    assert [bits for bits, _ in quality_plot.lines(found, "perplexity")["search"]] == [2.25, 3.25, 4.25, 5.25]
+    assert run("plot", file, "--out", tmp_path).exit_code == 0
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plots_say_what_to_install(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from kbit.format.checkpoint import (
     read_index,
     validate_checkpoint,
 )
-from kbit.format.model_files import checkpoint_files
+from kbit.format.model_files import checkpoint_files, read_config
 from kbit.format.safetensors_header import MAX_HEADER_BYTES
 from kbit.format.tensor import QuantizedTensor
 from kbit.quantizers import quantize
@@ -244,6 +244,8 @@ def test_no_folder_and_no_weights(tmp_path):
         read_index(tmp_path / "missing")
     with pytest.raises(ValueError, match="neither"):
         read_index(tmp_path)
+    with pytest.raises(ValueError, match=r"test_checkpoint\.py is a file\. Give a model's local folder"):
+        read_config(Path(__file__))
     with pytest.raises(ValueError, match="no such file"):
         validate_checkpoint(tmp_path)
 

@@ -136,6 +136,7 @@ def test_errors_of_the_system_name_the_file_and_a_remedy(folders, tmp_path):
         (["tune", "--out", Path(__file__).parent], 2, "is a folder. Name a file in it."),
         (["generate", "somewhere", "hi", "--seed", 10**30], 2, "--seed"),
         (["generate", "somewhere", "hi", "--temperature", 1e-300], 1, "Use 0, which decodes greedily"),
+        (["generate", "somewhere", "hi", "--top-p", 0.9], 1, "Add --temperature, such as 0.8"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(arguments, code, message):
@@ -242,7 +243,7 @@ def test_pickled_weights_are_refused(folders, tmp_path, command):
 def test_other_dtypes_are_refused(folders, command, dtype):
     extra = ["hello"] if command == "generate" else []
     message = refuse(command, folders["original"], *extra, "--dtype", dtype)
-    assert f"--dtype takes auto or float32 or float16 or bfloat16; got {dtype!r}" in message
+    assert f"--dtype takes auto, float32, float16 or bfloat16; got {dtype!r}" in message
 
 
 @pytest.mark.parametrize("device", ["foo", "cuda:x", "", "-1", "meta", "xpu"])
@@ -323,11 +324,14 @@ def test_inspect_prints_a_table(folders):
 
 def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
     monkeypatch.setattr(replace, "LARGE", 1000)
-    assert "unquantized model.embed_tokens.weight" in succeed("inspect", folders["quantized"])
+    output = succeed("inspect", folders["quantized"])
+    assert re.search("unquantized model.embed_tokens.weight: .* MB: embedding_bits is not set\n", output)
 
 
 def test_inspect_refuses_what_does_not_fit(folders, tmp_path):
     assert "not quantized" in refuse("inspect", folders["original"], "--source", folders["quantized"])
+    message = refuse("inspect", folders["quantized"], "--source", folders["quantized"])
+    assert f"--source {folders['quantized']} is quantized. Give the folder that" in message
     other = shutil.copytree(folders["original"], tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     del tensors["model.layers.0.self_attn.q_proj.weight"]
@@ -356,11 +360,11 @@ def test_a_checkpoint_of_other_bits_than_its_config_is_refused(folders, tmp_path
 def test_generate_streams_what_the_model_says(folders, which):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    arguments = ("generate", folders[which], "hello", "--max-new-tokens", 8)
+    arguments = ("generate", folders[which], "hello", "--max-new-tokens", 8, "--dtype", "fp32")
     output = succeed(*arguments)
     tokenizer = AutoTokenizer.from_pretrained(folders[which])
     ids = tokenizer("<user>hello>", return_tensors="pt").input_ids
-    model = AutoModelForCausalLM.from_pretrained(folders[which], dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(folders[which], dtype=torch.float32)
     answer = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() in output
     assert "tokens/s" in output
@@ -372,16 +376,8 @@ def strip_speed(output: str) -> list[str]:
 
 
 def test_generate_samples_by_seed_and_without_template(folders):
-    sample = (
-        "generate",
-        folders["quantized"],
-        "hi",
-        "--max-new-tokens",
-        12,
-        "--temperature",
-        2.0,
-        "--no-chat",
-    )
+    options = ("--max-new-tokens", 12, "--temperature", 2.0, "--no-chat")
+    sample = ("generate", folders["quantized"], "hi", *options)
     one, two, three = (strip_speed(succeed(*sample, "--seed", seed)) for seed in (1, 1, 2))
     assert one == two
     assert one != three

@@ -174,6 +174,10 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "instruction set" in lines[3]
     with pytest.raises(ValueError, match="does not fit a weight of 256 in-features"):
         kbit.explain((3, 255), q)
+    layer = kbit.nn.KbitLinear.from_linear(torch.nn.Linear(256, 64))
+    with pytest.raises(TypeError, match=r"got KbitLinear\. Pass its \.quantized\(\)\."):
+        kbit.explain((3, 256), layer)
+    assert kbit.explain((3, 256), layer.quantized()).splitlines() == lines
     monkeypatch.setenv("KBIT_BACKEND", "reference")
     assert kbit.explain((256,), q).splitlines()[-1] == "backend reference: taken"
 

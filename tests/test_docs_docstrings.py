@@ -37,6 +37,10 @@ def members(name, thing):
             yield f"{name}.{key}", function
 
 
+def test_completion_offers_what_is_public():
+    assert set(kbit.__all__) <= set(dir(kbit))
+
+
 MODULES = [kbit, kbit.nn, importlib.import_module("kbit.nvfp4"), importlib.import_module("kbit.format")]
 THINGS = {name: thing for module in MODULES for name, thing in public(module)}
 FUNCTIONS = {name: thing for name, thing in THINGS.items() if inspect.isfunction(thing)}

@@ -133,10 +133,10 @@ def test_command_line_writes_the_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--toggle", "graph"], "--toggle takes all or dedup or fold or tile; got 'graph'"),
+        (["--toggle", "graph"], "--toggle takes all, dedup, fold or tile; got 'graph'"),
         (["--tokens", "1,x"], "--tokens takes positive whole numbers"),
         (["--tokens", "0"], "--tokens takes positive whole numbers"),
-        (["--accum", "fast"], "accum must be one of"),
+        (["--accum", "fast"], "--accum takes exact, seq16 or tc; got"),
         (["--toggle", "tile", "--accum", "seq16"], "cpu has no choice of tile under seq16"),
     ],
 )

@@ -68,5 +68,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'kbit' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # the configs, too, which only `__getattr__` knows
+
+
 # Last, since it may wait for another thread, which needs the rest of kbit then.
 autoregister.install()

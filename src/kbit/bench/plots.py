@@ -19,8 +19,8 @@ BASELINE_COLOR = "#666666"
 _LEAST_RATIO = 1.3  # of labelled numbers of tokens
 
 
-def figure_of(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A picture of empty panels with common axes, row by row; it needs no display.
+def figure_of(rows: int = 1, columns: int = 1, common: bool = True) -> tuple[Figure, list[Axes]]:
+    """A picture of empty panels, row by row, with `common` ranges of their axes; it needs no display.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -30,7 +30,7 @@ def figure_of(rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     except ImportError as error:
         raise ImportError(f"plots need matplotlib ({error}). pip install matplotlib") from None
     figure = Figure(figsize=(7, 4.5 if rows == 1 else 3 * rows), dpi=120, layout="constrained")
-    return figure, list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    return figure, list(figure.subplots(rows, columns, sharex=common, sharey=common, squeeze=False).flat)
 
 
 def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dict[int, float]]:

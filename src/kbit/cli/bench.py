@@ -45,9 +45,12 @@ Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit a
 @app.command()
 def cpu(
     threads: Threads = 2,
-    shape: Annotated[list[str] | None, typer.Option(help="Only these shapes; all by default.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this shape, such as 'llama-8b up'; repeatable."),
+    ] = None,
     rows: Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M.")] = "1,16,64,256",
-    bits: Annotated[str, typer.Option(help="Widths, such as 2,4.")] = "2,3,4,5",
+    bits: Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")] = "2,3,4,5",
     repeats: Annotated[int, typer.Option(min=7, help="Timed calls of each arm.")] = 9,
     quantizers: Annotated[bool, typer.Option(help="Also measure quantizing.")] = True,
     json_file: JsonFile = None,
@@ -128,8 +131,8 @@ def _quantize_table(rows: list[QuantizeRow]) -> Table:
 def decode(
     models: Annotated[list[Path], typer.Argument(help="Model folders, quantized or not.")],
     threads: Threads = 2,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt, timed as prefill.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer, timed as decode.")] = 64,
     json_file: JsonFile = None,
 ) -> None:
     """Tokens per second of model folders. One greedy loop; ratios are to the first."""

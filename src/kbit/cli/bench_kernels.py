@@ -37,12 +37,16 @@ class TimerName(str, Enum):
 Names = Annotated[str, typer.Option("--shape", help="Only these shapes, such as l8b,l70b; all by default.")]
 Models = Annotated[str, typer.Option("--model", help="Only the shapes of these models.")]
 Rows = Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M, such as 1,2,4.")]
-Bits = Annotated[str, typer.Option(help="Widths, such as 2,4.")]
+Bits = Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")]
 Dtypes = Annotated[str, typer.Option("--dtype", help="fp16, bf16, or both: fp16,bf16.")]
 Repeats = Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")]
 Variants = Annotated[
     list[str] | None,
-    typer.Option("--with", help="One more arm with this setting, such as KBIT_KERNEL=stream; repeatable."),
+    typer.Option(
+        "--with",
+        metavar="NAME=VALUE",
+        help="Also measure with this setting, such as KBIT_KERNEL=stream; repeatable.",
+    ),
 ]
 DECODE, PREFILL = "1,2,4,8,16,32,64", "128,256,512,1024,2048,4096,8192"
 
@@ -253,14 +257,19 @@ def dequant(
 
 
 def plot(
-    file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`.")],
+    file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json` or `eval --bits --json`.")],
     out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result of `bench kernels`. Speed-up against M by model, and a roofline; needs matplotlib."""
-    from kbit.bench import kernel_rows, plots
+    """Draw a result: speed-up against M by model and a roofline, or quality by width. Needs matplotlib."""
+    from kbit.bench import kernel_rows, plots, quality_plot
+    from kbit.bench.result_files import read_result
 
-    result, rows = kernel_rows.load(file)
-    for path in plots.write(result, rows, out):
+    found = read_result(file, "kbit bench kernels")
+    if quality_plot.is_quality(found):
+        written = [quality_plot.write(found, out)]
+    else:
+        written = plots.write(*kernel_rows.load(file), out)
+    for path in written:
         console.print(str(path), markup=False, soft_wrap=True)
 
 

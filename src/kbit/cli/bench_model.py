@@ -82,7 +82,7 @@ def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
 
 def model(
     name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
-    bits: Annotated[str, typer.Option(help="Widths; one arm each.")] = "4",
+    bits: Annotated[str, typer.Option(help="Bits per weight; one measurement each.")] = "4",
     embedding_bits: Annotated[
         int | None, typer.Option(help="Width of embeddings and head too; 16 bits by default.")
     ] = None,

@@ -44,7 +44,7 @@ def _table(runs: Sequence[Run]) -> Table:
 def quantize(
     name: Annotated[str, typer.Argument(help="A shipped model, such as llama-3-8b, or a config.json.")],
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
-    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 5.")] = 4,
+    bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 5; scales add 0.25.")] = 4,
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
     jobs: Annotated[str, typer.Option(help="Shards in work at a time; one run each.")] = "1,2,4",
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cuda",

@@ -72,7 +72,7 @@ def serve(
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Of --random: only the first layers.")] = None,
-    bits: Annotated[int, typer.Option(help="Of --random: bits per code.")] = 4,
+    bits: Annotated[int, typer.Option(help="Of --random: bits per weight.")] = 4,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,8,32",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client at each level.")] = 4,
     prompt_words: Annotated[int, typer.Option(min=4, help="Words of a prompt.")] = 64,
@@ -83,7 +83,10 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cuda:0 or cpu.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server to start, or to answer.")] = 600,
     option: Annotated[
-        list[str] | None, typer.Option(help="More of transformers serve, such as --cb-block-size=256.")
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION", help="One of transformers serve, such as --cb-block-size=256; repeatable."
+        ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

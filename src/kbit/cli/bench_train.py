@@ -44,7 +44,7 @@ def _table(results: Sequence[ArmResult], tokens: int) -> Table:
 
 def train(
     name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
-    bits: Annotated[str, typer.Option(help="Widths; one arm each.")] = "4",
+    bits: Annotated[str, typer.Option(help="Bits per weight; one measurement each.")] = "4",
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,

@@ -28,7 +28,7 @@ def workload(
         Path | None, typer.Option(help="A result of `bench moe --json`, for the layers of experts.")
     ] = None,
     model: Annotated[str, typer.Option(help="Models; by default all that the table has.")] = "",
-    bits: Annotated[str, typer.Option(help="Widths; by default all that the table has.")] = "",
+    bits: Annotated[str, typer.Option(help="Bits per weight; by default all that the table has.")] = "",
     users: Annotated[str, typer.Option(help="Numbers of users served at once.")] = "1,4,8,16,32,64",
     dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "fp16",
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens an iteration beside decoding.")] = 512,

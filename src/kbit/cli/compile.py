@@ -27,7 +27,9 @@ _ERRORS_SHOWN = 20
 def compile_kernels(
     arch: Annotated[
         list[str] | None,
-        typer.Option(help="Such as 80, 89, 90a, 100a; once for each. This machine's by default."),
+        typer.Option(
+            metavar="ARCH", help="Such as 80, 89, 90a, 100a; this machine's by default; repeatable."
+        ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Threads; the cores by default.")
@@ -37,7 +39,7 @@ def compile_kernels(
         bool, typer.Option("--verbose", "-v", help="List every kernel, not only every source file.")
     ] = False,
 ) -> None:
-    """Compile every CUDA kernel into the cache. The first run need not then; exit 1 if one is refused."""
+    """Compile every CUDA kernel ahead of time. Needs no GPU; exit 1 if the compiler refuses one."""
     from kbit.backends.cuda.compiler import chosen_compiler, cubin_folder, folder_problem
     from kbit.backends.cuda.variants import all_specs
 

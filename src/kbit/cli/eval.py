@@ -50,16 +50,22 @@ def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Model folder: quantized, or not with --bits.")],
-    reference: Annotated[Path | None, typer.Option(help="The unquantized model's folder.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    reference: Annotated[
+        Path | None, typer.Option(help="The unquantized model, for the divergence from it.")
+    ] = None,
     bits: Annotated[
         str | None, typer.Option(help="Quantize FOLDER in memory to these widths, such as 2,3,4,5.")
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="With --bits: plain absmax beside search.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="With --bits: also without the search for scales.")
+    ] = False,
     embedding_bits: Annotated[int | None, typer.Option(help="With --bits: embeddings and head too.")] = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text; a shipped one by default.")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text; one ships with kbit.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Score at most so many.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Score so many tokens of the text at most.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence on a text. Teacher forced, computed in float32."""
@@ -204,7 +210,7 @@ def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
 
 def _table(rows: list[dict[str, Any]], window: int) -> Table:
     table = Table(title=f"{rows[0]['tokens']} tokens in windows of {window}")
-    for header in ("model", "bits/weight", "nmse", "perplexity", "KL divergence"):
+    for header in ("model", "bits/weight", "squared error", "perplexity", "KL divergence"):
         table.add_column(header, justify="left" if header == "model" else "right")
     formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}
     for row in rows:

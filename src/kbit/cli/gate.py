@@ -16,9 +16,9 @@ console = Console(soft_wrap=True)
 
 
 def gate(
-    toggle: Annotated[str, typer.Option(help="dedup, fold or tile; all of them by default.")] = "all",
+    toggle: Annotated[str, typer.Option(help="Which optimization: dedup, fold, tile or all.")] = "all",
     tokens: Annotated[str, typer.Option(help="Batch sizes, such as 1,32,128.")] = "1,32,128",
-    accum: Annotated[str, typer.Option(help="Accumulation contract: exact, seq16 or tc.")] = "exact",
+    accum: Annotated[str, typer.Option(help="Order of sums: exact, seq16 or tc.")] = "exact",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=check_file, help="Also write the verdicts here.")
@@ -30,14 +30,15 @@ def gate(
         ),
     ] = None,
 ) -> None:
-    """Check that NVFP4's levers change no byte. A small MoE model with and without; exit 1 if one does."""
+    """Check that NVFP4's optimizations change no byte. A small MoE model, each on and off; exit 1 if not."""
     from kbit.nvfp4.gate import TOGGLES, make_reference, run_gate
-    from kbit.nvfp4.gemm import CONTRACT_VERSION
+    from kbit.nvfp4.gemm import ACCUMULATIONS, CONTRACT_VERSION
 
     batches = numbers("--tokens", tokens)
     if write_reference is not None:
         write_json(write_reference, make_reference(batches))
         return
+    one_of("--accum", accum, ACCUMULATIONS)
     find_device(device)  # before the levers are listed for it
     toggles = _toggles(toggle, accum, device, TOGGLES)
     console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")

@@ -44,14 +44,21 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
 
 def generate(
     folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
-    prompt: Annotated[str, typer.Argument(help="What to say to it.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
     chat: Annotated[bool, typer.Option(help="Use the chat template if there is one.")] = True,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For a temperature above 0.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this total probability."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the tokens drawn.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
 ) -> None:
     """Stream an answer to a prompt and say how fast it came."""
@@ -63,6 +70,8 @@ def generate(
             f"--temperature {temperature:g} leaves nothing to sample. Use 0, which decodes greedily, or at "
             f"least {LEAST_TEMPERATURE:g}."
         )
+    if top_p < 1 and not temperature:
+        raise ValueError("--top-p is for sampling. Add --temperature, such as 0.8, or leave it out.")
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():

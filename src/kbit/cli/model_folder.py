@@ -19,6 +19,8 @@ _MEANT = {
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+# As `kbit bench` and most people write them.
+_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 
 
@@ -27,7 +29,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
 
     Args:
         folder: a local model folder.
-        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16".
+        dtype: "auto" (the checkpoint's), "float32", "float16" or "bfloat16", or short "fp32", "fp16", "bf16".
         device: where to put it.
 
     Raises:
@@ -35,6 +37,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    dtype = _SHORT_DTYPES.get(dtype, dtype)
     one_of("--dtype", dtype, DTYPES)
     place = find_device(device)
     config = check_model_folder(folder)

@@ -47,4 +47,4 @@ def names(option: str, text: str, known: Sequence[str]) -> list[str]:
 def one_of(option: str, text: str, known: Sequence[str]) -> None:
     """Raises ValueError where an option names none of what is known."""
     if text not in known:
-        raise ValueError(f"{option} takes {' or '.join(known)}; got {text!r}.")
+        raise ValueError(f"{option} takes {', '.join(known[:-1])} or {known[-1]}; got {text!r}.")

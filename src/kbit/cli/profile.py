@@ -25,7 +25,9 @@ _NAME = 70  # characters of a kernel's name; templates have thousands
 def profile(
     folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
+    ] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each in the cache before the step.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,

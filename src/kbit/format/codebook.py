@@ -89,7 +89,9 @@ def validate_codebook(codebook: torch.Tensor, bits: int) -> None:
     if not bool(torch.isfinite(codebook).all()):
         raise ValueError(f"codebook must be finite, got {codebook.tolist()}. Remove NaN and Inf.")
     if not bool((codebook[1:] > codebook[:-1]).all()):
-        raise ValueError(f"codebook must be strictly ascending, got {codebook.tolist()}. Sort it.")
+        raise ValueError(
+            f"codebook must be strictly ascending, got {codebook.tolist()}. Sort it, each level once."
+        )
     largest = float(codebook.abs().max())
     if largest != 1.0:
         raise ValueError(
@@ -113,7 +115,10 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
     check_bits(bits)
     if isinstance(codebook, str):
         if codebook not in CODEBOOKS:
-            raise ValueError(f"unknown codebook {codebook!r}; known: {sorted(CODEBOOKS)}.")
+            raise ValueError(
+                f"unknown codebook {codebook!r}; known: {', '.join(sorted(CODEBOOKS))}. Give others as "
+                f"its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
+            )
         return CODEBOOKS[codebook](bits)
     levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook)
     if levels.is_floating_point():

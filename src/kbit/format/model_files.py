@@ -31,6 +31,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    if path.parent.is_file():
+        raise ValueError(f"{path.parent} is a file. {remedy}")
     if not path.is_file():
         raise ValueError(f"{path}: no such file. {remedy}")
     try:

@@ -28,7 +28,8 @@ def quantized(op: str, q: object, where: str = "") -> None:
     """Raise TypeError unless the weight is quantized."""
     if not isinstance(q, QuantizedTensor):
         of = f" of {where}" if where else ""
-        raise TypeError(
-            f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. Make one: "
-            f"kbit.quantize(weight, bits=4)."
+        # A quantized layer has one to give.
+        remedy = (
+            "Pass its .quantized()" if hasattr(q, "quantized") else "Make one: kbit.quantize(weight, bits=4)"
         )
+        raise TypeError(f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. {remedy}.")

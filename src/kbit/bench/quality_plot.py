@@ -1,0 +1,65 @@
+"""Picture of a result of `kbit eval --bits --json`: what each width costs in quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+
+# Key of a row -> label of its panel, and whether its axis is logarithmic.
+_PANELS = {"perplexity": ("perplexity", False), "kl_divergence": ("KL divergence, nats", True)}
+_METHODS = {
+    "plain": (COLORS[3], "s", "plain"),
+    "search": (COLORS[2], "o", "search (default)"),
+}
+
+
+def is_quality(result: Mapping[str, Any]) -> bool:
+    """Whether a result file is one of quality: rows with a perplexity, some of them of a width."""
+    rows = result.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        return False
+    return any(row.get("bits") and row.get("perplexity") for row in rows)
+
+
+def lines(result: Mapping[str, Any], key: str) -> dict[str, list[tuple[float, float]]]:
+    """{method: [(stored bits per weight, value)]} of the quantized rows, fewest bits first."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        if row.get("bits") and row.get(key) is not None:
+            found.setdefault(row["method"], []).append((row["bits_per_weight"], row[key]))
+    return {method: sorted(points) for method, points in found.items()}
+
+
+def write(result: Mapping[str, Any], folder: Path) -> Path:
+    """Write quality.png: perplexity and KL divergence against stored bits per weight.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the folder cannot be written.
+    """
+    figure, panels = figure_of(1, len(_PANELS), common=False)
+    rows = [row for row in result["rows"] if row.get("bits")]
+    exact = [row["perplexity"] for row in result["rows"] if row.get("method") == "unquantized"]
+    for axes, (key, (label, logarithmic)) in zip(panels, _PANELS.items(), strict=True):
+        for method, points in lines(result, key).items():
+            color, marker, name = _METHODS.get(method, (BASELINE_COLOR, "^", method))
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=name)
+        if key == "perplexity" and exact:
+            axes.axhline(exact[0], color=BASELINE_COLOR, linewidth=1, label="unquantized")
+        if logarithmic:
+            axes.set_yscale("log")
+        ticks = {row["bits_per_weight"]: f"{row['bits_per_weight']:.4g}\nk={row['bits']}" for row in rows}
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_xlabel("stored bits per weight")
+        axes.set_title(label)
+        axes.grid(alpha=0.3)
+    panels[0].legend()
+    if model := result.get("model"):
+        figure.suptitle(f"{model}, {result['rows'][0]['tokens']} tokens")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "quality.png"
+    figure.savefig(file)
+    return file
