@@ -468,6 +468,7 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     # In a process of its own, where nothing but the command has asked for kbit's part of transformers.
     result = shell("eval", tmp_path / "nvfp4", "--reference", folders["original"], *options)
     assert result.returncode == 0, result.stderr
+    assert "on a CPU NVFP4 runs by its reference" in result.stderr
     base, row = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert row["perplexity"] == pytest.approx(base["perplexity"], rel=0.1)
     assert 0 < row["kl_divergence"] < 0.05

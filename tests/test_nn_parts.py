@@ -125,3 +125,10 @@ def test_torch_export_finds_every_part(kind, inside):
         layer, x = KbitEmbedding.from_embedding(nn.Embedding(30, 40)).bfloat16(), torch.tensor([[1, 29]])
     program = torch.export.export(nn.Sequential(layer) if inside else layer, (x,))
     assert torch.equal(program.module()(x), layer(x))
+
+
+def test_a_state_that_is_not_quantized_says_what_to_do_once():
+    model = nn.Sequential(*(KbitLinear(64, 64) for _ in range(3)))
+    with pytest.raises(RuntimeError, match="load it into the unquantized model") as caught:
+        model.load_state_dict(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).state_dict())
+    assert str(caught.value).count("kbit.quantize_model") == 1

@@ -153,3 +153,15 @@ def test_layers_name_what_is_no_tensor(wrong):
 def test_no_experts_decode_to_nothing():
     layer = KbitExperts(0, 40, 24, nn.SiLU())
     assert layer.dequantize("gate_up_proj").shape == (0, 48, 40)
+
+
+def test_a_second_call_for_other_bits_says_that_it_changes_nothing(recwarn):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_model(quantize_model(model, kbit.QuantizationPolicy(bits=4)), kbit.QuantizationPolicy(bits=4))
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"2 layers keep the bits that they have, such as 0 \(4 bits\)"):
+        quantize_model(model, kbit.QuantizationPolicy(bits=3))
+    model.append(nn.Linear(32, 32))
+    quantize_model(model, kbit.QuantizationPolicy(bits=3))
+    assert not recwarn
+    assert [layer.bits for layer in model] == [4, 4, 3]

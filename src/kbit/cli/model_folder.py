@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from kbit.cli.options import one_of
 from kbit.format.words import counted
 from kbit.integrations.devices import find_device
@@ -18,6 +20,7 @@ _MEANT = {
     "know this architecture?",
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
+console = Console(stderr=True)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # As `kbit bench` and most people write them.
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -52,6 +55,11 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
             f"{folder} has no weights for {counted(len(missing), 'parameter')} of the model, such as "
             f"{missing[0]}. Is config.json that of this model, and its quantization_config known? Else fetch "
             f"the folder again."
+        )
+    if place.type == "cpu" and "nvfp4" in str((config.get("quantization_config") or {}).get("quant_method")):
+        console.print(
+            "[yellow]warning:[/yellow] on a CPU NVFP4 runs by its reference, for checking, and slowly.",
+            soft_wrap=True,
         )
     return model.to(place).eval()
 

@@ -257,7 +257,10 @@ def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(config)
     method = values.pop("quant_method", QUANT_METHOD)
     if method != QUANT_METHOD:
-        raise ValueError(f"quantization_config: quant_method is {method!r}, kbit reads {QUANT_METHOD!r}.")
+        raise ValueError(
+            f"quantization_config: quant_method is {method!r}, and this reads {QUANT_METHOD!r} alone. Other "
+            f"formats are not converted: quantize the unquantized model."
+        )
     version = values.pop("version", FORMAT_VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(

@@ -26,6 +26,11 @@ from kbit.nn.fuse import Parts
 from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.ops import forms
 
+_LOAD_FIRST = (
+    "The state has weights that are not quantized, for layers that are: load it into the unquantized model, "
+    "then call kbit.quantize_model."
+)
+
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
@@ -243,6 +248,9 @@ class QuantizedModule(TileableModule):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        _, strict, *_, errors = args
+        if strict and _LOAD_FIRST not in errors and any(prefix + name in state_dict for name in self.shapes):
+            errors.append(_LOAD_FIRST)
         tied.agree_on_factors(self, state_dict, prefix)
         self.reset_parameters()
 

@@ -15,6 +15,7 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.second_call import other_bits, refuse_other_format
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 
 Progress = Callable[[int, int, str], None]
@@ -79,7 +80,8 @@ def quantize_model(
 
     Warns:
         UserWarning: large parameters stay as they are although the policy would quantize them; an override
-            or a skip matches no module; or the model has no quantized layer in the end.
+            or a skip matches no module; the model has no quantized layer in the end; or all were quantized
+            before, some with other bits.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -98,7 +100,9 @@ def quantize_model(
     layers = _layers(model)
     _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
     groups = _with_bits(model, layers, policy, names)
-    _refuse_other_format(model, policy, {bits for bits, _ in groups})
+    if not groups and (kept := other_bits(model, lambda name: _width(name, policy, names))):
+        warnings.warn(kept, stacklevel=2)
+    refuse_other_format(model, policy, {bits for bits, _ in groups})
     for done, (bits, members) in enumerate(groups, start=1):
         _replace_group(model, members, bits, policy, fused)
         if progress is not None:
@@ -159,23 +163,6 @@ def _with_bits(
 def has_quantized(model: nn.Module) -> bool:
     """Whether any layer of a model is quantized."""
     return any(isinstance(module, QuantizedModule) for module in model.modules())
-
-
-def _refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
-    """Refuse new layers of these widths that a checkpoint's config cannot state beside those there are."""
-    for name, layer in model.named_modules():
-        if not isinstance(layer, QuantizedModule) or not widths:
-            continue
-        if layer.absmax_format != policy.absmax_format:
-            what, has = "one absmax_format", f"{layer.absmax_format}, the policy {policy.absmax_format}"
-        elif layer.bits in widths and policy.codebook_for(layer.bits).tolist() != layer.levels:
-            what, has = "one codebook for each width", f"another at {layer.bits} bits than the policy"
-        else:
-            continue
-        raise ValueError(
-            f"quantize_model: a model has {what}, and {name}, quantized already, has {has}. Use "
-            f"the same for all, or begin with the unquantized model."
-        )
 
 
 def _both(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -13,7 +13,16 @@ from kbit.format.policy import QUANT_METHOD, QuantizationPolicy, policy_fields
 
 @dataclass
 class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
-    """What to quantize to how many bits; see `QuantizationPolicy` for the fields.
+    """What to quantize to how many bits: a `QuantizationPolicy` that transformers understands.
+
+    Args, all of them optional:
+        bits: width of most layers, 2 to 5; 4 by default.
+        overrides: {regular expression: bits} for modules whose name it is found in; 0 leaves them out.
+        modules_to_not_convert: names of modules that stay as they are, with all inside them.
+        embedding_bits: width of embeddings and output head, which else stay as they are.
+        codebook: "nf" (normal-float, the default), 2^bits levels, or {bits: levels}.
+        search: search block scales (default) or take each block's largest weight.
+        absmax_format: of block scales, "e4m4" (a byte, the default), "float16" or "float32".
 
     >>> config = kbit.KbitConfig(bits=4, overrides={r"down_proj": 5})
     >>> model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
