@@ -15,10 +15,10 @@ from openai import OpenAI, OpenAIError
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("question")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("model", help="its name or path, as the server was started with")
+    parser.add_argument("question", help="what to ask it")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server: %(default)s")
+    parser.add_argument("--tokens", type=int, default=64, help="longest answer")
     return parser.parse_args()
 
 

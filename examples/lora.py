@@ -21,15 +21,15 @@ import kbit
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("model", type=Path, help="model folder, quantized or not")
+    parser.add_argument("text", type=Path, help="UTF-8 text to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder for the adapter")
     parser.add_argument("--bits", type=int, default=4, help="of an unquantized model's weights")
-    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=8, help="of the adapter")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=512, help="of one sequence")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     return parser.parse_args()
 
 

@@ -19,7 +19,9 @@ import kbit
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument(
+        "model", type=Path, nargs="?", help="unquantized folder; by default a tiny random one"
+    )
     parser.add_argument("--bits", type=int, default=4, help="of everything but experts")
     parser.add_argument("--expert-bits", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="random tokens to compare on")

@@ -19,9 +19,11 @@ import kbit  # before anything quantized is loaded: it teaches transformers to r
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument(
+        "model", type=Path, nargs="?", help="unquantized folder; by default a tiny random one"
+    )
     parser.add_argument("--out", type=Path, help="folder to write; a temporary one by default")
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 5))
     parser.add_argument("--prompt", default="What is a lighthouse?")
     parser.add_argument("--new-tokens", type=int, default=32)
     return parser.parse_args()

@@ -29,13 +29,15 @@ def read_packed(folder: Path, name: str, in_features: int | None = None) -> np.n
     config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     if config.get("quant_method") != "kbit":
         raise ValueError(f"{folder} is no k-bit checkpoint: its config.json names no quantization by kbit")
-    parts = {}
+    parts, others = {}, []
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as tensors:
-            wanted = filter(lambda key: key.startswith(name + "_"), tensors.keys())
-            parts |= {key: tensors.get_tensor(key) for key in wanted}
+            keys = list(tensors.keys())
+            parts |= {key: tensors.get_tensor(key) for key in keys if key.startswith(name + "_")}
+            others += [key.removesuffix("_packed") for key in keys if key.endswith("_packed")]
     if name + "_packed" not in parts:
-        raise ValueError(f"{folder} has no quantized parameter {name}")
+        such = f", but {len(others)} others such as {min(others)}" if others else ""
+        raise ValueError(f"{folder} has no quantized parameter {name}{such}")
     packed, absmax = parts[name + "_packed"], parts[name + "_absmax"]
     scale = parts.get(name + "_scale", np.ones(packed.shape[:-2], np.float32))
 
