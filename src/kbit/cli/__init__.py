@@ -28,6 +28,7 @@ from kbit.cli.tune import tune
 
 app = typer.Typer(
     help="LLM weights in 2 to 5 bits: quantize, look inside, talk, measure.",
+    epilog="To begin with: kbit doctor; kbit quantize IN OUT --bits 4; kbit generate OUT 'Hello'.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes leave long options' help 16 columns of 80
@@ -37,14 +38,14 @@ app.command()(quantize)
 app.command()(inspect)
 app.command()(generate)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.command()(gate)
 app.command("eval")(evaluate)
-app.add_typer(bench.app, name="bench")
+app.command()(doctor)
+app.command()(demo)
 app.command()(profile)
 app.command("compile")(compile_kernels)
 app.command()(tune)
-app.command()(doctor)
-app.command()(demo)
+app.command()(gate)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
