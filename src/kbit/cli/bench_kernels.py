@@ -271,9 +271,3 @@ def plot(
         written = plots.write(*kernel_rows.load(file), out)
     for path in written:
         console.print(str(path), markup=False, soft_wrap=True)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to `kbit bench`."""
-    for command in (kernels, check, dequant, plot):
-        app.command()(command)

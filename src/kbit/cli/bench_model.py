@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kbit.cli import bench_moe
 from kbit.cli.options import names, numbers, one_of
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -163,9 +162,3 @@ def _show(results: Sequence[ArmResult]) -> None:
         show(table)
     for row in (row for result in results for row in result.decode if row.profile):
         show(_profile(row.arm, row.batch, row.profile or {}))
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command and `kbit bench moe` to `kbit bench`."""
-    app.command()(model)
-    bench_moe.register(app)

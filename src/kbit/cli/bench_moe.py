@@ -95,8 +95,3 @@ def moe(
     for problem in dict.fromkeys(row.problem for row in measured):
         chosen = [row for row in measured if row.problem == problem]
         show(_table(problem, chosen, result["read_bandwidth_gb_s"]))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `kbit bench`."""
-    app.command()(moe)

@@ -107,8 +107,3 @@ def _run(runs: Sequence[Iterator[NVFP4Row]], repeats: int, file: Path | None) ->
     for key in dict.fromkeys((row.part, row.problem) for row in measured):
         chosen = [row for row in measured if (row.part, row.problem) == key]
         show(_table(": ".join(key), chosen, result["read_bandwidth_gb_s"]))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `kbit bench`."""
-    app.command()(nvfp4)

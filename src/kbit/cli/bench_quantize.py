@@ -79,8 +79,3 @@ def quantize(
     finally:
         if runs:
             show(_table(runs))
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to `kbit bench`."""
-    app.command()(quantize)

@@ -26,8 +26,3 @@ def report(
     console.print(f"{out}: {out.stat().st_size / 1e3:.0f} kB", markup=False, soft_wrap=True)
     if absent:
         console.print(f"absent: {', '.join(absent)}; the page says how to make them", soft_wrap=True)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `kbit bench`."""
-    app.command()(report)

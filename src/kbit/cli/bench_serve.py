@@ -160,8 +160,3 @@ def _machine(on_cpu: bool) -> dict[str, Any]:
     from kbit.bench import gpu_timing, machine
 
     return machine.describe() if on_cpu or not torch.cuda.is_available() else gpu_timing.describe()
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to `kbit bench`."""
-    app.command()(serve)

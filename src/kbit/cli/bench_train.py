@@ -84,8 +84,3 @@ def train(
     finally:
         if arms:
             show(_table(arms, sequences * tokens))
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to `kbit bench`."""
-    app.command()(train)

@@ -87,8 +87,3 @@ def _models(names: list[str], measured: Times) -> list[ModelLayers]:
     if not complete:
         raise ValueError("\n".join(nothing_measured(item, measured) for item in models[:1]))
     return complete
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `kbit bench`."""
-    app.command()(workload)

@@ -1,9 +1,14 @@
-"""Options that take several values, joined by commas."""
+"""Options that several commands have, and values of options that are joined by commas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit and torch alike.")]
 
 
 def words(text: str) -> list[str]:
