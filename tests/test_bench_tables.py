@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bench_runs import refuse, run
 from kbit.bench import check, dequant, kernel_rows, kernel_tables, plots, quality_plot, targets
+from kbit.bench.text_table import in_sections, text_table
 from kbit.bench.workload import times
 from made_up_rows import BANDWIDTH, made_up, problem, result_file
 
@@ -24,6 +25,14 @@ def text_of(table) -> str:
 
 
 # -- rows and tables -----------------------------------------------------------------------------------------
+
+
+def test_a_line_stands_between_rows_of_different_keys_only():
+    table = text_table("title", ("name", "M"), left=("name",))
+    for name, tokens in in_sections(table, [("a", 1), ("b", 1), ("c", 2)], lambda row: row[1]):
+        table.add_row(name, str(tokens))
+    assert [row.end_section for row in table.rows] == [False, True, False]
+    assert [column.justify for column in table.columns] == ["left", "right"]
 
 
 def test_rates_of_a_row():

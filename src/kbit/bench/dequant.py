@@ -16,6 +16,7 @@ from kbit.bench import targets
 from kbit.bench.gpu_timing import Arm
 from kbit.bench.kernels import Plan, Weights, activations, make_weights
 from kbit.bench.shapes import LayerShape
+from kbit.bench.text_table import in_sections, text_table
 from kbit.format import QuantizedTensor
 
 
@@ -85,14 +86,10 @@ def tables(rows: Sequence[DequantizeRow], bandwidth: float) -> Iterator[Table]:
     for bits in sorted({row.bits for row in rows}):
         chosen = [row for row in rows if row.bits == bits]
         dtype = chosen[0].dtype
-        table = Table(title=f"k={bits}: dequantize + cuBLAS, us")
-        for header in ("shape", "M", dtype, "dequantize", "total", f"vs {dtype}", "GB/s", "% read"):
-            table.add_column(header, justify="left" if header == "shape" else "right", no_wrap=True)
-        previous = chosen[0].shape
-        for row in chosen:
-            if row.shape != previous:
-                table.add_section()
-            previous = row.shape
+        title = f"k={bits}: dequantize + cuBLAS, us"
+        headers = ("shape", "M", dtype, "dequantize", "total", f"vs {dtype}", "GB/s", "% read")
+        table = text_table(title, headers, left=("shape",), no_wrap=True)
+        for row in in_sections(table, chosen, lambda row: row.shape):
             table.add_row(*_cells(row, bandwidth))
         yield table
 

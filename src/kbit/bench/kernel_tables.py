@@ -10,6 +10,7 @@ from rich.table import Table
 from kbit.bench import targets
 from kbit.bench.kernel_rows import Comparison, KernelRow, Total, compare, totals
 from kbit.bench.targets import Target
+from kbit.bench.text_table import in_sections, text_table
 
 STYLES = {"goal": "green", "floor": "yellow", "below": "red"}
 # A figure above the read bandwidth means that the weights were not cold.
@@ -33,17 +34,11 @@ def table(comparisons: Sequence[Comparison], bandwidth: float) -> Table:
     """One table; all comparisons share dtype and M."""
     first = comparisons[0].baseline
     names = list(dict.fromkeys(itertools.chain.from_iterable(item.kernels for item in comparisons)))
-    result = Table(title=f"M={first.rows}, {first.dtype}")
     headers = ["shape", "k", *names, first.dtype, "best", f"vs {first.dtype}", "spread", "GB/s", "% read"]
     headers.append("floor/goal")
-    for header in headers:
-        result.add_column(header, justify="left" if header in ("shape", "best") else "right", no_wrap=True)
+    result = text_table(f"M={first.rows}, {first.dtype}", headers, left=("shape", "best"), no_wrap=True)
     at_four = {item.baseline.shape: item.dispatched.us for item in comparisons if item.bits == 4}
-    previous = comparisons[0]
-    for item in comparisons:
-        if item.baseline.shape != previous.baseline.shape:
-            result.add_section()
-        previous = item
+    for item in in_sections(result, comparisons, lambda item: item.baseline.shape):
         result.add_row(*_cells(item, names, bandwidth, at_four.get(item.baseline.shape)))
     _add_totals(result, totals(comparisons), len(names))
     return result

@@ -19,6 +19,7 @@ from kbit.bench import gpu_timing, shapes, targets
 from kbit.bench.gpu_timing import Arm, GpuTiming
 from kbit.bench.kernels import DTYPES, Plan
 from kbit.bench.shapes import LayerShape
+from kbit.bench.text_table import in_sections, text_table
 from kbit.format import get_codebook
 from kbit.format.codebook import midpoints
 
@@ -135,17 +136,11 @@ def measure(plan: Plan) -> Iterator[RowKernelRow]:
 def tables(measured: Sequence[RowKernelRow], bandwidth: float) -> Iterator[Table]:
     """A table per dtype; `bandwidth` in GB/s."""
     for dtype in dict.fromkeys(row.dtype for row in measured):
-        table = Table(title=f"kernels over rows alone, {dtype}")
-        for header in ("shape", "k", "kernel", "us", "spread", "GB/s", "% read"):
-            left = header in ("shape", "kernel")
-            table.add_column(header, justify="left" if left else "right", no_wrap=True)
-        previous: tuple[str, int] | None = None
-        for row in measured:
-            if row.dtype != dtype:
-                continue
-            if previous not in (None, (row.shape, row.bits)):
-                table.add_section()
-            previous = row.shape, row.bits
+        headers = ("shape", "k", "kernel", "us", "spread", "GB/s", "% read")
+        title, left = f"kernels over rows alone, {dtype}", ("shape", "kernel")
+        table = text_table(title, headers, left, no_wrap=True)
+        chosen = [row for row in measured if row.dtype == dtype]
+        for row in in_sections(table, chosen, lambda row: (row.shape, row.bits)):
             times = f"{row.us:.1f}", f"{100 * row.spread:.0f}%", f"{row.gb_s:.0f}"
             table.add_row(row.shape, str(row.bits), row.kernel, *times, _share(row, bandwidth))
         yield table

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.options import Threads, names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -69,14 +70,10 @@ def cpu(
 
 def _linear_table(rows: list[LinearRow], bandwidth: float) -> Table:
     first = rows[0]
-    table = Table(title=f"{first.shape}: {first.in_features} -> {first.out_features}, bfloat16 activations")
-    for header in ("M", "kernel", "k", "ms", "spread", "GB/s", "% read", "vs bf16", "vs f32"):
-        table.add_column(header, justify="left" if header == "kernel" else "right")
-    previous = first.rows
-    for row in rows:
-        if row.rows != previous:
-            table.add_section()
-            previous = row.rows
+    title = f"{first.shape}: {first.in_features} -> {first.out_features}, bfloat16 activations"
+    headers = ("M", "kernel", "k", "ms", "spread", "GB/s", "% read", "vs bf16", "vs f32")
+    table = text_table(title, headers, left=("kernel",))
+    for row in in_sections(table, rows, lambda row: row.rows):
         table.add_row(
             str(row.rows),
             row.kernel,
@@ -93,9 +90,8 @@ def _linear_table(rows: list[LinearRow], bandwidth: float) -> Table:
 
 
 def _quantize_table(rows: list[QuantizeRow]) -> Table:
-    table = Table(title="quantize, million weights a second")
-    for header in ("kernel", "k", "plain", "search"):
-        table.add_column(header, justify="left" if header == "kernel" else "right")
+    headers = ("kernel", "k", "plain", "search")
+    table = text_table("quantize, million weights a second", headers, left=("kernel",))
     speeds = {(row.isa, row.bits, row.search): row.million_weights_s for row in rows}
     for isa, bits in dict.fromkeys((row.isa, row.bits) for row in rows):
         plain, search = (f"{speeds[isa, bits, searched]:.0f}" for searched in (False, True))

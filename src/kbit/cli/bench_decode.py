@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.options import Threads, labels
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -44,9 +44,8 @@ def decode(
         rows = {each: vars(speed) for each, speed in speeds.items()}
         write_json(json_file, {"machine": about, "decode": rows})
     base = next(iter(speeds.values())).decode_tokens_s
-    table = Table(title=f"one stream, {prompt_tokens} prompt and {new_tokens} new tokens, {threads} threads")
-    for header in ("model", "prefill tok/s", "decode tok/s", "vs first"):
-        table.add_column(header, justify="left" if header == "model" else "right")
+    title = f"one stream, {prompt_tokens} prompt and {new_tokens} new tokens, {threads} threads"
+    table = text_table(title, ("model", "prefill tok/s", "decode tok/s", "vs first"), left=("model",))
     for name, speed in speeds.items():
         ratio = f"{speed.decode_tokens_s / base:.2f}"
         table.add_row(escape(name), f"{speed.prefill_tokens_s:.0f}", f"{speed.decode_tokens_s:.1f}", ratio)

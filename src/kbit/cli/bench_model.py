@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.options import names, numbers, one_of
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -30,10 +31,9 @@ def _gigabytes(count: int | None) -> str:
 def _sizes(results: Sequence[ArmResult]) -> Table:
     from kbit.bench.model import captured, label, prefill_vs_bf16
 
-    table = Table(title="memory and prefill")
     sizes = ("weights GB", "peak building", "peak running")
-    for header in ("arm", *sizes, "prefill tok/s", "vs bf16", "CUDA graph"):
-        table.add_column(header, justify="left" if header in ("arm", "CUDA graph") else "right")
+    headers = ("arm", *sizes, "prefill tok/s", "vs bf16", "CUDA graph")
+    table = text_table("memory and prefill", headers, left=("arm", "CUDA graph"))
     for result in results:
         if result.absent:
             table.add_row(label(result.name, result.gpus), escape(f"left out: {result.absent}"))
@@ -52,9 +52,8 @@ def _sizes(results: Sequence[ArmResult]) -> Table:
 def _decode(results: Sequence[ArmResult]) -> Table:
     from kbit.bench.model import captured, label, vs_bf16, vs_one_gpu
 
-    table = Table(title="decode")
-    for header in ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "vs one GPU", "CUDA graph"):
-        table.add_column(header, justify="left" if header in ("arm", "CUDA graph") else "right")
+    headers = ("batch", "arm", "ms/step", "spread", "tok/s", "vs bf16", "vs one GPU", "CUDA graph")
+    table = text_table("decode", headers, left=("arm", "CUDA graph"))
     rows = sorted((row for result in results for row in result.decode), key=lambda row: row.batch)
     for row in rows:
         ratios = (_ratio(vs_bf16(row, results)), _ratio(vs_one_gpu(row, results)))
@@ -68,9 +67,8 @@ def _ratio(value: float | None) -> str:
 
 
 def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
-    table = Table(title=f"{arm}, batch {batch}: where a step goes")
-    for header in ("kernel", "us", "calls"):
-        table.add_column(header, justify="left" if header == "kernel" else "right", overflow="fold")
+    title = f"{arm}, batch {batch}: where a step goes"
+    table = text_table(title, ("kernel", "us", "calls"), left=("kernel",), overflow="fold")
     for kind, us in profile["by_kind_us"].items():
         table.add_row(kind, f"{us:.1f}", "")
     table.add_section()

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.options import names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -33,15 +34,10 @@ def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
     from kbit.bench.moe import baselines
 
     best = baselines(rows)
-    table = Table(title=problem)
     unit = "tokens" if problem.startswith("layer") else "M each"
-    for header in (unit, "kernel", "k", "us", "spread", "GB/s", "% read", "vs best 16-bit"):
-        table.add_column(header, justify="left" if header == "kernel" else "right")
-    previous = rows[0].rows
-    for row in rows:
-        if row.rows != previous:
-            table.add_section()
-            previous = row.rows
+    headers = (unit, "kernel", "k", "us", "spread", "GB/s", "% read", "vs best 16-bit")
+    table = text_table(problem, headers, left=("kernel",))
+    for row in in_sections(table, rows, lambda row: row.rows):
         ratio, speed = best[problem, row.rows].us / row.us, row.read_bytes / row.us / 1e3
         cells = (str(row.rows), row.kernel, str(row.bits or ""), f"{row.us:.2f}", f"{100 * row.spread:.0f}%")
         slow = row.kind != BASELINE and ratio < 1

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.options import names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -34,14 +35,9 @@ def _table(title: str, rows: Sequence[NVFP4Row], bandwidth: float) -> Table:
     from kbit.bench.nvfp4 import CUBLAS
 
     base = {row.rows: row.us for row in rows if row.arm == CUBLAS}
-    table = Table(title=title)
-    for header in ("rows", "arm", "us", "spread", "GB/s", "% read", "quantized", "copied", "vs bf16"):
-        table.add_column(header, justify="left" if header == "arm" else "right")
-    previous = rows[0].rows
-    for row in rows:
-        if row.rows != previous:
-            table.add_section()
-            previous = row.rows
+    headers = ("rows", "arm", "us", "spread", "GB/s", "% read", "quantized", "copied", "vs bf16")
+    table = text_table(title, headers, left=("arm",))
+    for row in in_sections(table, rows, lambda row: row.rows):
         ratio = base[row.rows] / row.us if row.rows in base else None
         table.add_row(
             str(row.rows),

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.options import numbers, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
@@ -23,10 +24,8 @@ console = Console()
 
 
 def _table(runs: Sequence[Run]) -> Table:
-    table = Table(title="quantizing a checkpoint, from disk to disk")
     headers = ("jobs", "devices", "weights", "in GB", "out GB", "s", "M weights/s", "80 B weights, min")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "devices" else "right")
+    table = text_table("quantizing a checkpoint, from disk to disk", headers, left=("devices",))
     for run in runs:
         table.add_row(
             str(run.jobs),

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.model_folder import load_tokenizer
 from kbit.cli.options import labels, numbers
 from kbit.cli.outputs import JsonFile, write_json
@@ -27,10 +28,8 @@ console = Console()
 
 
 def _table(results: Mapping[str, Sequence[Level]]) -> Table:
-    table = Table(title="chat completions on loopback")
     headers = ("clients", "model", "requests", "errors", "tok/s", "p50 s", "p95 s", "resident MB", "GPU GB")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "model" else "right")
+    table = text_table("chat completions on loopback", headers, left=("model",))
     rows = [(level.clients, name, level) for name, levels in results.items() for level in levels]
     for clients, name, level in sorted(rows, key=lambda row: row[0]):
         table.add_row(

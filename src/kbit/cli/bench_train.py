@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.options import numbers, one_of
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -23,10 +24,8 @@ console = Console()
 
 def _table(results: Sequence[ArmResult], tokens: int) -> Table:
     base = next((result for result in results if result.name == "bf16"), None)
-    table = Table(title=f"LoRA, {tokens} tokens a step")
     headers = ("arm", "weights GB", "adapters MB", "peak GB", "ms/step", "spread", "tok/s", "vs bf16", "loss")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "arm" else "right")
+    table = text_table(f"LoRA, {tokens} tokens a step", headers, left=("arm",))
     for row in results:
         table.add_row(
             row.name,

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.tables import show
 from kbit.format.words import counted
 
@@ -109,9 +110,8 @@ def _compile_with_progress(
 
 def _by_source(kernels: Sequence[Kernel]) -> Table:
     """A row for each source and architecture; registers are the most of any kernel."""
-    table = Table()
-    for header in ("source", "arch", "kernels", "compiled", "registers", "spilling", "refused"):
-        table.add_column(header, justify="left" if header in ("source", "arch") else "right")
+    headers = ("source", "arch", "kernels", "compiled", "registers", "spilling", "refused")
+    table = text_table(None, headers, left=("source", "arch"))
     for source, arch in dict.fromkeys((spec.source, arch) for spec, arch, _ in kernels):
         found = [outcome for spec, at, outcome in kernels if (spec.source, at) == (source, arch)]
         done = [outcome for outcome in found if not isinstance(outcome, ValueError)]

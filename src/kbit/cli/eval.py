@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.model_folder import load_model, load_tokenizer
 from kbit.cli.options import numbers
 from kbit.cli.outputs import JsonFile, write_json
@@ -209,9 +210,9 @@ def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
 
 
 def _table(rows: list[dict[str, Any]], window: int) -> Table:
-    table = Table(title=f"{rows[0]['tokens']} tokens in windows of {window}")
-    for header in ("model", "bits/weight", "squared error", "perplexity", "KL divergence"):
-        table.add_column(header, justify="left" if header == "model" else "right")
+    title = f"{rows[0]['tokens']} tokens in windows of {window}"
+    headers = ("model", "bits/weight", "squared error", "perplexity", "KL divergence")
+    table = text_table(title, headers, left=("model",))
     formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}
     for row in rows:
         values = [(row.get(key), spec) for key, spec in formats.items()]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.bench.text_table import text_table
 from kbit.cli.model_folder import load_model
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -60,9 +61,8 @@ def profile(
 
 
 def _table(title: str, parts: Sequence[Part]) -> Table:
-    table = Table(title=title)
-    for header in ("kernel", "calls", "us", "% of step", "step without, us", "at most"):
-        table.add_column(header, justify="left" if header == "kernel" else "right")
+    headers = ("kernel", "calls", "us", "% of step", "step without, us", "at most")
+    table = text_table(title, headers, left=("kernel",))
     for part in parts:
         name = part.kernel if len(part.kernel) <= _NAME else f"{part.kernel[:_NAME]}..."
         times = (f"{part.us:.1f}", f"{100 * part.share:.1f}", f"{part.step_without_us:.1f}")

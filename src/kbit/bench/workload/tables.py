@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kbit.bench.text_table import in_sections, text_table
 from kbit.bench.workload.distributions import Traffic
 from kbit.bench.workload.scenarios import Analysis, Scenario
 from kbit.bench.workload.scheduler import Limits
@@ -28,15 +29,10 @@ def table(analysis: Analysis) -> Table:
     scenarios = analysis.scenarios
     dtype = scenarios[0].dtype
     kernels = list(dict.fromkeys(kernel for item in scenarios for kernel in item.shares))
-    result = Table(title=f"{analysis.model}: linear layers of a block, us an iteration on average")
+    title = f"{analysis.model}: linear layers of a block, us an iteration on average"
     headers = ["users", "k", "mean M", "decode only", *kernels, dtype, "kbit", f"vs {dtype}"]
-    for header in headers:
-        result.add_column(header, justify="right", no_wrap=True)
-    previous = scenarios[0].users
-    for item in scenarios:
-        if item.users != previous:
-            result.add_section()
-            previous = item.users
+    result = text_table(title, headers, no_wrap=True)
+    for item in in_sections(result, scenarios, lambda item: item.users):
         result.add_row(*_cells(item, kernels))
     return result
 
