@@ -1,6 +1,7 @@
 """The timing protocol and the tables. No test here asserts a speed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from kbit.backends import cpu
 from kbit.bench import cpu as bench
-from kbit.bench import machine, timing
+from kbit.bench import gpu_timing, machine, timing
 from kbit.bench.decode import tokens_per_second
 from kbit.cli import bench as command
 
@@ -51,6 +52,18 @@ def test_machine_says_what_a_result_was_measured_on():
     assert {"date", "commit", "torch", "cpu", "threads", "isa"} <= set(about)
     assert about["torch"] == torch.__version__
     json.dumps(about)
+
+
+def test_a_result_names_the_gpu_that_it_was_measured_on(monkeypatch):
+    def properties(index):
+        values = {"name": f"GPU {index}", "major": 9, "minor": 0, "multi_processor_count": 1}
+        return SimpleNamespace(**values, L2_cache_size=2**20)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert gpu_timing.describe()["gpu"] == "GPU 0"
+    assert gpu_timing.describe("cuda:1")["gpu"] == "GPU 1"
+    assert gpu_timing.describe("cpu") == machine.describe()
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no CPU kernels to measure")

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
+from kbit.cli.quantize import _summary
 from kbit.format.checkpoint import read_header
+from kbit.format.policy import QuantizationPolicy
 from kbit.integrations import streaming
+from kbit.integrations.streaming import Report
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.streaming.workers import places, run_all
@@ -54,6 +57,12 @@ def test_the_summary_as_json(source, tmp_path):
     assert summary["weights_per_second"] == pytest.approx(summary["weights"] / summary["seconds"])
     assert summary["seconds_for_80b"] == pytest.approx(80e9 / summary["weights_per_second"])
     assert summary["policy"]["bits"] == 4
+
+
+def test_the_summary_names_the_gpu_that_quantized(monkeypatch):
+    monkeypatch.setattr("kbit.bench.gpu_timing.describe", lambda device: {"gpu": device})
+    about = _summary(Report(workers=["cuda:1", "cuda:0"]), Path("model"), QuantizationPolicy())
+    assert about["machine"] == {"gpu": "cuda:1"}
 
 
 def test_no_more_workers_than_shards(source, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +130,23 @@ def test_command(folder, tmp_path):
     shown = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--out", str(page)])
     assert shown.exit_code == 0, shown.output
     assert "kbit::grouped_linear" in page.read_text()
+
+
+def test_a_step_is_recorded_on_the_gpu_that_has_the_model(folder, monkeypatch):
+    """A CUDA graph of another one would be empty, and take no time."""
+    chosen = []
+
+    def profile_step(model, *options):
+        assert chosen == [torch.device("cuda:1")]
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("kbit.bench.gpu_timing.require_gpu", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    there = SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(sys.modules["kbit.cli.profile"], "load_model", lambda *_: there)
+    monkeypatch.setattr(profile, "profile_step", profile_step)
+    result = CliRunner().invoke(app, ["profile", str(folder), "--device", "cuda:1"])
+    assert "far enough" in str(result.exception)
 
 
 def test_command_refuses(tmp_path):

@@ -239,15 +239,21 @@ def result_header(repeats: int) -> dict[str, Any]:
     }
 
 
-def describe() -> dict[str, object]:
-    """What a result was measured on: the machine, and its GPU, driver, CUDA and L2, as JSON values."""
-    index = torch.cuda.current_device()
+def describe(device: torch.device | str = "cuda") -> dict[str, object]:
+    """What a result was measured on, as JSON values: the machine and, if `device` is a GPU, that one.
+
+    "cuda" is the current one.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return machine.describe()
+    index = torch.cuda.current_device() if device.index is None else device.index
     about = torch.cuda.get_device_properties(index)
     return machine.describe() | {
         "gpu": about.name,
         "compute_capability": f"{about.major}.{about.minor}",
         "multiprocessors": about.multi_processor_count,
-        "l2_mb": round(l2_bytes() / 2**20, 1),
+        "l2_mb": round(about.L2_cache_size / 2**20, 1),
         "driver": _driver(),
         "cuda": torch.version.cuda,
     }

@@ -107,7 +107,7 @@ def model(
     """Decode and prefill of a whole model against bf16. Random weights, quantized layer by layer."""
     import torch
 
-    from kbit.bench import gpu_timing, machine, model_build, model_ranks
+    from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
 
     one_of("--device", device, ("cuda", "cpu"))
@@ -119,7 +119,7 @@ def model(
     policies = _policies(bits, embedding_bits, search, baseline)
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
-    about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    about = gpu_timing.describe(device)
     found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
     results: list[ArmResult] = []
 

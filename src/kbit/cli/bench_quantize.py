@@ -56,17 +56,17 @@ def quantize(
     json_file: JsonFile = None,
 ) -> None:
     """Weights per second from disk to disk. On a checkpoint of random weights, written first."""
-    from kbit.bench import gpu_timing, machine
+    from kbit.bench import gpu_timing
     from kbit.bench import quantize as bench
     from kbit.format.policy import QuantizationPolicy
     from kbit.integrations.streaming.workers import places
 
     counts, devices = numbers("--jobs", jobs), words(device)
-    on_gpu = any(one.startswith("cuda") for one in devices)
-    if on_gpu:
+    gpus = [one for one in devices if one.startswith("cuda")]
+    if gpus:
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
     places(devices or [device], None)  # before a model is written
-    about = gpu_timing.describe() if on_gpu else machine.describe()
+    about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}
     runs: list[Run] = []

@@ -156,6 +156,6 @@ def _machine(on_cpu: bool) -> dict[str, Any]:
     """Asked for once a server runs: a CUDA context of our own would take memory that the server counts."""
     import torch
 
-    from kbit.bench import gpu_timing, machine
+    from kbit.bench import gpu_timing
 
-    return machine.describe() if on_cpu or not torch.cuda.is_available() else gpu_timing.describe()
+    return gpu_timing.describe("cpu" if on_cpu or not torch.cuda.is_available() else "cuda")

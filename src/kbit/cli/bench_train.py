@@ -58,7 +58,7 @@ def train(
     """Time and peak memory of a LoRA step against bf16. Random weights."""
     import torch
 
-    from kbit.bench import gpu_timing, machine, model_build
+    from kbit.bench import gpu_timing, model_build
     from kbit.bench import train as bench
     from kbit.format.policy import QuantizationPolicy
 
@@ -72,7 +72,7 @@ def train(
         f"kbit k={width}": QuantizationPolicy(bits=width, search=False) for width in numbers("--bits", bits)
     }
     config = model_build.load_config(name, layers)
-    about = gpu_timing.describe() if device == "cuda" else machine.describe()
+    about = gpu_timing.describe(device)
     result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}
     arms: list[ArmResult] = []
     try:

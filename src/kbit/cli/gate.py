@@ -31,6 +31,7 @@ def gate(
     ] = None,
 ) -> None:
     """Check that NVFP4's optimizations change no byte. A small MoE model, each on and off; exit 1 if not."""
+    from kbit.bench import gpu_timing
     from kbit.nvfp4.gate import TOGGLES, make_reference, run_gate
     from kbit.nvfp4.gemm import ACCUMULATIONS, CONTRACT_VERSION
 
@@ -55,7 +56,7 @@ def gate(
                 console.print(f"       {verdict.failure}", markup=False)
     contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
     rows = [vars(verdict) for verdict in verdicts]
-    write_json(json_file, {"machine": _machine(device), **contract, "verdicts": rows})
+    write_json(json_file, {"machine": gpu_timing.describe(device), **contract, "verdicts": rows})
     if any(verdict.failure for verdict in verdicts):
         raise typer.Exit(1)
 
@@ -68,13 +69,6 @@ def _toggles(toggle: str, accum: str, device: str, known: tuple[str, ...]) -> tu
     if toggle != "all":
         return (toggle,)
     return tuple(name for name in known if name != "tile" or tiles_nvfp4(accum, device))
-
-
-def _machine(device: str) -> dict[str, object]:
-    """What the verdicts hold for: versions, commit and, if it ran there, the GPU."""
-    from kbit.bench import gpu_timing, machine
-
-    return gpu_timing.describe() if device.startswith("cuda") else machine.describe()
 
 
 def _device_name(device: str) -> str:

@@ -39,15 +39,16 @@ def profile(
     """Where one decode step goes. Share and calls of each kernel, device busy, ceiling of removing each."""
     import torch
 
-    from kbit.bench import gpu_timing, machine
+    from kbit.bench import gpu_timing
     from kbit.bench import profile as bench
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         gpu_timing.require_gpu("kbit profile --device cuda", or_cpu=True)
     model = load_model(folder, dtype, device)
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
     found = bench.profile_step(model, batch, context, steps, graph)
-    about = gpu_timing.describe() if found.device == "cuda" else machine.describe()
     how = "CUDA graph" if found.reason is None else f"no CUDA graph: {found.reason}"
     console.print(
         f"{folder.resolve().name}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
@@ -57,6 +58,7 @@ def profile(
     )
     show(_table("levers, by purpose", found.groups))
     show(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
+    about = gpu_timing.describe(found.device)
     write_json(json_file, {"machine": about, "profile": bench.as_json(found, folder.resolve().name)})
 
 

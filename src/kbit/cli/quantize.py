@@ -131,13 +131,13 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:
     """A run as JSON values, with the time that 80 billion weights would take at its speed."""
-    from kbit.bench import machine
+    from kbit.bench import gpu_timing
     from kbit.bench.quantize import PROJECTED_WEIGHTS
 
     values = vars(report) | {"shards": len(report.shards), "bits_per_weight": report.bits_per_weight}
     speed = report.weights_per_second
     return {
-        "machine": machine.describe(),
+        "machine": gpu_timing.describe(report.workers[0]),
         "model": source.resolve().name,
         "policy": policy.to_dict(),
         **values,
