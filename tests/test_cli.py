@@ -127,7 +127,7 @@ def test_errors_of_the_system_name_the_file_and_a_remedy(folders, tmp_path):
     [
         (["demo", "--folder", __file__], 2, "is a file. Name a folder."),
         (["bench", "quantize", "llama-3-8b", "--folder", __file__], 2, "is a file. Name a folder."),
-        (["bench", "quantize", "llama-3-8b", "--device", ""], 1, "no device ''. Use cpu"),
+        (["bench", "quantize", "llama-3-8b", "--device", ""], 1, "no device to quantize on. Use cpu"),
         (["bench", "quantize", "llama-3-8b", "--device", "x"], 1, "no device 'x'. Use cpu"),
         (["bench", "cpu", "--threads", 100_000], 2, "1024"),
         (["bench", "cpu", "-m", "1,0"], 1, "--rows takes positive whole numbers such as 1,2,4; got '1,0'"),

@@ -142,6 +142,13 @@ def test_bad_devices(options, message, source, tmp_path):
 def test_places():
     assert places(["cpu"], None) == [CPU]
     assert places(["cpu"], 3) == [CPU] * 3
+    with pytest.raises(ValueError, match="no device to quantize on"):
+        places([], None)
+
+
+def test_spaces_between_devices_are_no_part_of_their_names(source, tmp_path):
+    result = run(source, tmp_path / "out", "--device", "cpu, cpu")
+    assert result.exit_code == 0, result.output
 
 
 def test_workers_share_the_threads_and_leave_the_callers_alone():

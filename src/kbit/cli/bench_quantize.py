@@ -65,7 +65,7 @@ def quantize(
     gpus = [one for one in devices if one.startswith("cuda")]
     if gpus:
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
-    places(devices or [device], None)  # before a model is written
+    places(devices, None)  # before a model is written
     about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
+from kbit.cli.options import words
 from kbit.cli.outputs import check_file, write_json
 from kbit.format.words import counted
 
@@ -120,7 +121,7 @@ def run(
                 shown.enter_context(bar)
             bar.update(task, completed=done, total=total)
 
-        return quantize_checkpoint(source, target, policy, force, show, jobs, device.split(","))
+        return quantize_checkpoint(source, target, policy, force, show, jobs, words(device))
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -28,9 +28,12 @@ def places(devices: Sequence[str], jobs: int | None) -> list[torch.device]:
             so that one reads and writes while the other computes.
 
     Raises:
-        ValueError: a device is not known or not there, or jobs is less than the number of devices.
+        ValueError: a device is not known or not there, there is none, or jobs is less than their number.
     """
-    found = [find_device(name, "cpu, cuda, or a list such as cuda:0,cuda:1") for name in devices]
+    known = "cpu, cuda, or a list such as cuda:0,cuda:1"
+    if not devices:
+        raise ValueError(f"no device to quantize on. Use {known}.")
+    found = [find_device(name, known) for name in devices]
     if jobs is None:
         jobs = len(found) * (2 if found[0].type == "cuda" else 1)
     if jobs < len(found):
