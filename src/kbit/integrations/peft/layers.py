@@ -40,10 +40,23 @@ def check_config(layer: QuantizedModule, config: Any) -> None:
         raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
 
 
-class Unmergeable:
-    """Codes cannot take a small update in place: most of it would round to nothing."""
+class LoraOnCodes:
+    """What adapters on codes have in common: they refuse what would read codes as a weight, or write them.
+
+    Codes cannot take a small update in place: most of it would round to nothing.
+    """
 
     base_layer: Any
+    get_base_layer: Any
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Add an adapter; see peft.
+
+        Raises:
+            ValueError: the configuration needs the 16-bit weight.
+        """
+        check_config(self.get_base_layer(), config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Refuse: codes cannot be merged in place.
@@ -67,47 +80,20 @@ class Unmergeable:
         return self.base_layer
 
 
-class LoraLinear(Unmergeable, Linear):
+class LoraLinear(LoraOnCodes, Linear):
     """peft's LoRA on a KbitLinear."""
-
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Add an adapter; see peft.
-
-        Raises:
-            ValueError: the configuration needs the 16-bit weight.
-        """
-        check_config(self.get_base_layer(), config)
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], in autocast's dtype where that is on."""
         return super().forward(autocast(x), *args, **kwargs)
 
 
-class LoraEmbedding(Unmergeable, Embedding):
+class LoraEmbedding(LoraOnCodes, Embedding):
     """peft's LoRA on a KbitEmbedding."""
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Add an adapter; see peft.
 
-        Raises:
-            ValueError: the configuration needs the 16-bit table.
-        """
-        check_config(self.get_base_layer(), config)
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
-
-
-class LoraKbitExperts(Unmergeable, LoraExperts):
+class LoraKbitExperts(LoraOnCodes, LoraExperts):
     """LoRA on KbitExperts, one pair of small matrices per expert and projection."""
-
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Add an adapter; see peft.
-
-        Raises:
-            ValueError: the configuration needs the 16-bit weight.
-        """
-        check_config(self.get_base_layer(), config)
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

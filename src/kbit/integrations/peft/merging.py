@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, Unmergeable
+from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, LoraOnCodes
 from kbit.integrations.transformers.inplace import forget_if_plain, is_of_transformers
 from kbit.nn import KbitExperts, KbitLinear
 from kbit.nn.experts import WEIGHTS
@@ -63,7 +63,7 @@ def check_tuners(model: nn.Module) -> None:
         ValueError: there is one; the message names the first.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, BaseTunerLayer) or isinstance(layer, Unmergeable):
+        if not isinstance(layer, BaseTunerLayer) or isinstance(layer, LoraOnCodes):
             continue
         if isinstance(layer.get_base_layer(), QuantizedModule):
             tuner = f"{type(layer).__module__}.{type(layer).__name__}"
