@@ -119,6 +119,7 @@ def test_many_shards_hold_what_one_does(source, tmp_path, small_shards, monkeypa
     one = load_file(tmp_path / "one" / "model.safetensors")
     assert merged.keys() == one.keys() == index["weight_map"].keys()
     assert all(torch.equal(merged[name], one[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
     validate_checkpoint(tmp_path / "many")
 
 

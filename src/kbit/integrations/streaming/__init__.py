@@ -217,7 +217,8 @@ def _write_rest(
         weight_map: dict[str, str] = {}
         size = 0
         for file in shards:
-            weight_map |= dict.fromkeys(read_header(partial / file), file)
-            size += (partial / file).stat().st_size
+            tensors = read_header(partial / file)
+            weight_map |= dict.fromkeys(tensors, file)
+            size += sum(info.nbytes for info in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
