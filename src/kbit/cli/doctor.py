@@ -199,7 +199,7 @@ def _nvrtc() -> Finding:
 def _nvcc() -> Finding:
     from kbit.backends.cuda.compiler import nvcc
 
-    wanted = os.environ.get("KBIT_CUDA_COMPILER") == nvcc.KIND or "KBIT_NVCC" in os.environ
+    wanted = os.environ.get("KBIT_CUDA_COMPILER") == nvcc.KIND or os.environ.get("KBIT_NVCC")
     try:
         return Finding("nvcc", f"{nvcc.Nvcc().name}{'' if wanted else '; used with KBIT_CUDA_COMPILER=nvcc'}")
     except ValueError as error:
