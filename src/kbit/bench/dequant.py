@@ -14,10 +14,9 @@ from rich.table import Table
 import kbit.ops as ops
 from kbit.bench import targets
 from kbit.bench.gpu_timing import Arm
-from kbit.bench.kernels import Plan, Weights, activations, make_weights
+from kbit.bench.kernels import Plan, Weights, activations, decode_and_multiply, make_weights
 from kbit.bench.shapes import LayerShape
 from kbit.bench.text_table import in_sections, text_table
-from kbit.format import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,11 @@ class DequantizeRow:
         return self.fp16_us / self.total_us
 
 
-def _both(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
-    return F.linear(x, ops.dequantize(q, x.dtype))
-
-
 def _arms(weights: Weights, x: torch.Tensor) -> dict[tuple[str, int], Arm]:
     arms = {("fp16", 16): Arm([functools.partial(F.linear, x, w) for w in weights.dense])}
     for bits, copies in weights.packed.items():
         arms["dequantize", bits] = Arm([functools.partial(ops.dequantize, q, x.dtype) for q in copies])
-        arms["total", bits] = Arm([functools.partial(_both, x, q) for q in copies])
+        arms["total", bits] = Arm([functools.partial(decode_and_multiply, x, q) for q in copies])
     return arms
 
 

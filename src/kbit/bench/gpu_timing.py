@@ -1,4 +1,4 @@
-"""The timing protocol on GPUs. Every figure of `kbit bench kernels`, `check` and `dequant` comes from here.
+"""The timing protocol on GPUs, of every measurement of kernels; that on CPUs is `kbit.bench.timing`.
 
 Pitfalls it avoids, each of which changed a table:
 * Warm weights. A layer whose weights stay in L2 (60 MB on H200) reads faster than memory delivers. As many

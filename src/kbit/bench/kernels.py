@@ -97,8 +97,9 @@ def activations(shape: LayerShape, count: int, plan: Plan) -> torch.Tensor:
 Label = tuple[str, int | None, str, int]
 
 
-def _dequantize_call(x: torch.Tensor, q: QuantizedTensor) -> Callable[[], torch.Tensor]:
-    return lambda: F.linear(x, ops.dequantize(q, x.dtype))
+def decode_and_multiply(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
+    """x @ W^T by cuBLAS on a decoded weight."""
+    return F.linear(x, ops.dequantize(q, x.dtype))
 
 
 def variant_name(settings: dict[str, str]) -> str:
@@ -121,7 +122,8 @@ def make_arms(weights: Weights, x: torch.Tensor, plan: Plan) -> dict[Label, Arm]
         for settings in plan.variants:
             arms[variant_name(settings), bits, OURS, nbytes] = Arm(calls, settings)
         if plan.dequantize:
-            arms[DEQUANTIZE, bits, OURS, nbytes] = Arm([_dequantize_call(x, q) for q in copies])
+            decoding = [functools.partial(decode_and_multiply, x, q) for q in copies]
+            arms[DEQUANTIZE, bits, OURS, nbytes] = Arm(decoding)
     for (name, bits), made in weights.peers.items():
         reason = peers.try_call(made[0], x)
         if reason is not None:

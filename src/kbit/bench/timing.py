@@ -1,4 +1,4 @@
-"""The timing protocol. Every figure of `kbit bench` comes from here.
+"""The timing protocol on CPUs, of `kbit bench cpu`; that on GPUs is `kbit.bench.gpu_timing`.
 
 Pitfalls it avoids, each of which changed a table by tens of percent:
 * Warm weights. A 31 MB weight that stays in a 32 MB cache reads several times faster than one that a model
@@ -35,16 +35,10 @@ def check_repeats(repeats: int) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and spread of repeated calls, in milliseconds."""
+    """Median time of a call in milliseconds, and (max - min) / median over the repeats."""
 
     median_ms: float
-    min_ms: float
-    max_ms: float
-
-    @property
-    def spread(self) -> float:
-        """(max - min) / median."""
-        return (self.max_ms - self.min_ms) / self.median_ms
+    spread: float
 
 
 def copies_needed(nbytes: int, cache_bytes: int) -> int:
@@ -80,12 +74,7 @@ def measure(
             samples[name].append(1e3 * (time.perf_counter() - start))
         if index >= MIN_REPEATS and time.perf_counter() > deadline:
             break
-    return {name: summarize(values) for name, values in samples.items()}
-
-
-def summarize(milliseconds: Sequence[float]) -> Timing:
-    """Median, least and largest of samples."""
-    return Timing(statistics.median(milliseconds), min(milliseconds), max(milliseconds))
+    return {name: Timing(*median_and_spread(values)) for name, values in samples.items()}
 
 
 def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
