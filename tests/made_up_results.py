@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbit.bench import nvfp4, quantize, row_kernels, serve, train
+from kbit.bench import conversions, nvfp4, quantize, serve, train
 
 
 def training() -> dict[str, Any]:
@@ -36,8 +36,8 @@ def nvfp4_parts() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    rows = [row_kernels.RowKernelRow("quantize", "l8b", 4096, 14336, 4, "fp16", 40.0, 0.01, 3600.0)]
-    return {"read_bandwidth_gb_s": 4500.0, "row_kernels": row_kernels.as_json(rows, 4500.0)}
+    rows = [conversions.ConversionRow("quantize", "l8b", 4096, 14336, 4, "fp16", 40.0, 0.01, 3600.0)]
+    return {"read_bandwidth_gb_s": 4500.0, "row_kernels": conversions.as_json(rows, 4500.0)}
 
 
 FILES = {

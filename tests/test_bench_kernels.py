@@ -13,13 +13,13 @@ import torch
 import kbit
 from bench_runs import refuse, run
 from kbit.bench import (
+    conversions,
     dequant,
     gpu_timing,
     kernel_rows,
     kernels,
     ncu,
     peers,
-    row_kernels,
     shapes,
     targets,
     timing,
@@ -202,21 +202,21 @@ def test_kernels_over_rows_alone(on_cpu, monkeypatch):
     def nothing(*args):
         return torch.zeros(1)
 
-    monkeypatch.setattr(row_kernels.rows, "quantize", quantized)
+    monkeypatch.setattr(conversions.rows, "quantize", quantized)
     for name in ("quantize_unchecked", "to_tiled", "from_tiled", "dequantize", "dequantize_tiled"):
-        monkeypatch.setattr(row_kernels.rows, name, nothing)
+        monkeypatch.setattr(conversions.rows, name, nothing)
     monkeypatch.setattr(gpu_timing, "warm_up", lambda arm: None)
-    rows = list(row_kernels.shape_rows(layer, plan, "cpu"))
-    names = ["quantize", row_kernels.WAITING, "tile", "untile", "dequantize", "dequantize tiles"]
+    rows = list(conversions.shape_rows(layer, plan, "cpu"))
+    names = ["quantize", conversions.WAITING, "tile", "untile", "dequantize", "dequantize tiles"]
     assert [row.kernel for row in rows] == 2 * names
     few = 32 * 64 * 2.25 / 8
     moved = {row.kernel: row.gb_s * 1e3 * row.us for row in rows if row.bits == 2}
     assert moved == pytest.approx(
         dict.fromkeys(names, few + 2 * 32 * 64) | {"tile": 2 * few, "untile": 2 * few}
     )
-    (table,) = row_kernels.tables(rows, 1000.0)
+    (table,) = conversions.tables(rows, 1000.0)
     assert table.row_count == 12
-    (first, *_) = row_kernels.as_json(rows, 1000.0)
+    (first, *_) = conversions.as_json(rows, 1000.0)
     assert first["share_of_read_bandwidth"] == pytest.approx(first["gb_s"] / 1000.0, abs=1e-3)
 
 

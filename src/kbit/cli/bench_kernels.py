@@ -233,8 +233,8 @@ def dequant(
     json_file: JsonFile = None,
 ) -> None:
     """What decoding in front of cuBLAS costs. One table per width; and kernels over rows alone."""
+    from kbit.bench import conversions, gpu_timing
     from kbit.bench import dequant as bench
-    from kbit.bench import gpu_timing, row_kernels
 
     choice = choose(shape, model, rows, bits, dtype, repeats, with_peers=False)
     gpu_timing.require_gpu("kbit bench dequant")
@@ -245,15 +245,15 @@ def dequant(
         measured += bench.shape_rows(item, plan)
         write_json(json_file, result | {"rows": bench.as_json(measured)})
     result["rows"] = bench.as_json(measured)
-    kernels_alone: list[row_kernels.RowKernelRow] = []
+    kernels_alone: list[conversions.ConversionRow] = []
     for name in choice.dtypes if alone else ():
-        kernels_alone += row_kernels.measure(replace(choice.plan, dtype=name))
-        write_json(json_file, result | {"row_kernels": row_kernels.as_json(kernels_alone, bandwidth)})
+        kernels_alone += conversions.measure(replace(choice.plan, dtype=name))
+        write_json(json_file, result | {"row_kernels": conversions.as_json(kernels_alone, bandwidth)})
     for name in choice.dtypes if products else ():
         chosen = [row for row in measured if row.dtype == name]
         _print_tables(list(bench.tables(chosen, bandwidth)), result)
     if alone:
-        _print_tables(list(row_kernels.tables(kernels_alone, bandwidth)), result)
+        _print_tables(list(conversions.tables(kernels_alone, bandwidth)), result)
 
 
 def plot(

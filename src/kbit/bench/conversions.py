@@ -1,4 +1,4 @@
-"""The kernels over whole rows, each alone: quantize, dequantize and the change of layout, against bandwidth.
+"""The kernels that convert weights, each alone: quantize, dequantize and change of layout, against bandwidth.
 
 The second table of `kbit bench dequant`. GB/s count what is read and written, once.
 """
@@ -29,7 +29,7 @@ _TARGETS = ("quantize", "dequantize", "dequantize tiles")
 
 
 @dataclass(frozen=True)
-class RowKernelRow:
+class ConversionRow:
     """One kernel alone; `gb_s` counts the bytes that it has to read and to write.
 
     "quantize, waited for" is timed by the CPU's clock: the call as `kbit.quantize` makes it, with what the
@@ -101,8 +101,8 @@ def _waiting(arm: Arm, repeats: int) -> GpuTiming:
     return gpu_timing.summarize(samples)
 
 
-def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[RowKernelRow]:
-    """Measure every kernel over rows on one shape, at every width of a plan."""
+def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[ConversionRow]:
+    """Measure every conversion of one shape, at every width of a plan."""
     generator = torch.Generator(device).manual_seed(0)
     size = (shape.out_features, shape.in_features)
     w = (torch.randn(size, generator=generator, device=device) * 0.02).to(DTYPES[plan.dtype])
@@ -113,7 +113,7 @@ def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[
         for name in ("quantize", WAITING, *list(arms)[1:]):
             result = results[name]
             moved = nbytes[name.partition(",")[0]]
-            yield RowKernelRow(
+            yield ConversionRow(
                 name,
                 shape.name,
                 shape.in_features,
@@ -126,14 +126,14 @@ def shape_rows(shape: LayerShape, plan: Plan, device: str = "cuda") -> Iterator[
             )
 
 
-def measure(plan: Plan) -> Iterator[RowKernelRow]:
+def measure(plan: Plan) -> Iterator[ConversionRow]:
     """Measure `SHAPES`."""
     for shape in shapes.select(SHAPES):
         yield from shape_rows(shape, plan)
         torch.cuda.empty_cache()
 
 
-def tables(measured: Sequence[RowKernelRow], bandwidth: float) -> Iterator[Table]:
+def tables(measured: Sequence[ConversionRow], bandwidth: float) -> Iterator[Table]:
     """A table per dtype; `bandwidth` in GB/s."""
     for dtype in dict.fromkeys(row.dtype for row in measured):
         headers = ("shape", "k", "kernel", "us", "spread", "GB/s", "% read")
@@ -146,7 +146,7 @@ def tables(measured: Sequence[RowKernelRow], bandwidth: float) -> Iterator[Table
         yield table
 
 
-def _share(row: RowKernelRow, bandwidth: float) -> str:
+def _share(row: ConversionRow, bandwidth: float) -> str:
     share = row.gb_s / bandwidth
     least = targets.dequantize_bandwidth(row.in_features * row.out_features)
     if least is None or row.kernel not in _TARGETS:
@@ -154,7 +154,7 @@ def _share(row: RowKernelRow, bandwidth: float) -> str:
     return f"[{'green' if share >= least else 'red'}]{100 * share:.0f}[/]"
 
 
-def as_json(measured: Sequence[RowKernelRow], bandwidth: float) -> list[dict[str, Any]]:
+def as_json(measured: Sequence[ConversionRow], bandwidth: float) -> list[dict[str, Any]]:
     """Rows as JSON objects, with the share of `bandwidth` (GB/s)."""
     return [
         asdict(row)
