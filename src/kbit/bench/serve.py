@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib
 import json
 import os
 import signal
@@ -209,12 +208,12 @@ def _level(port: int, pid: int, model: str, plan: Plan, clients: int) -> Level:
 
 def _memory(pid: int) -> tuple[int | None, int | None]:
     """(resident bytes of a process and its children, bytes in use on the first GPU by anybody)."""
+    import psutil
     import torch
 
-    psutil: Any = importlib.import_module("psutil")  # it has no type hints
-
     try:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        server = psutil.Process(pid)
+        family = [server, *server.children(recursive=True)]
         resident = sum(process.memory_info().rss for process in family)
     except psutil.Error:
         resident = None
