@@ -6,25 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kbit.bench import targets
-from kbit.bench.kernel_rows import KernelRow, compare
+from kbit.bench.kernel_rows import Comparison, KernelRow, compare
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One problem: its speed-up over the 16-bit baseline, and the least it may have."""
+    """One problem at one width, and the least speed-up that its dispatched path may have."""
 
-    shape: str
-    rows: int
-    bits: int
-    dtype: str
-    us: float
-    baseline_us: float
+    problem: Comparison
     bound: float
 
     @property
     def speedup(self) -> float:
-        """Time of the baseline / our time."""
-        return self.baseline_us / self.us
+        """Time of the 16-bit baseline / time of the dispatched path."""
+        return self.problem.speedup(self.problem.dispatched)
 
     @property
     def holds(self) -> bool:
@@ -32,23 +27,16 @@ class Verdict:
         return self.speedup >= self.bound
 
     def __str__(self) -> str:
+        base, ours = self.problem.baseline, self.problem.dispatched
         return (
-            f"{self.shape} M={self.rows} k={self.bits} {self.dtype}: {self.us:.1f} us against "
-            f"{self.baseline_us:.1f} us, {self.speedup:.3f} < {self.bound:g}"
+            f"{base.shape} M={base.rows} k={self.problem.bits} {base.dtype}: {ours.us:.1f} us against "
+            f"{base.us:.1f} us, {self.speedup:.3f} < {self.bound:g}"
         )
 
 
 def verdicts(rows: Iterable[KernelRow]) -> list[Verdict]:
     """One for every shape, M, width and dtype that has a baseline."""
     return [
-        Verdict(
-            item.baseline.shape,
-            item.baseline.rows,
-            item.bits,
-            item.baseline.dtype,
-            item.dispatched.us,
-            item.baseline.us,
-            targets.never_slower(item.baseline.shape, item.baseline.rows, item.bits),
-        )
+        Verdict(item, targets.never_slower(item.baseline.shape, item.baseline.rows, item.bits))
         for item in compare(rows)
     ]
