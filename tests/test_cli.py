@@ -509,7 +509,7 @@ def test_eval_refuses_what_it_cannot_score(folders, text, tmp_path):
         assert f"--text {unreadable} cannot be read" in message
         assert "leave --text out" in message
     assert "--bits takes" in refuse("eval", original, "--bits", "2-5", "--text", text)
-    assert "bits must be" in refuse("eval", original, "--bits", "6", "--text", text)
+    assert "--bits takes 2, 3, 4, 5" in refuse("eval", original, "--bits", "6", "--text", text)
     assert "is quantized. Give the unquantized model, or drop --bits" in refuse(
         "eval", quantized, "--bits", "4", "--text", text
     )

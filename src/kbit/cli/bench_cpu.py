@@ -10,7 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
-from kbit.cli.options import Threads, names, numbers
+from kbit.cli.options import Threads, numbers, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -37,14 +37,13 @@ def cpu(
 
     from kbit.bench import cpu as bench
     from kbit.bench import machine, timing
-    from kbit.format import SUPPORTED_BITS
 
     shapes = shape or list(bench.SHAPES)
     unknown = set(shapes) - set(bench.SHAPES)
     if unknown:
         raise ValueError(f"bench cpu: unknown shapes {sorted(unknown)}; known: {list(bench.SHAPES)}.")
     counts = numbers("--rows", rows)
-    widths = [int(width) for width in names("--bits", bits, [str(width) for width in SUPPORTED_BITS])]
+    chosen = widths(bits)
     torch.set_num_threads(threads)
     bandwidth = timing.read_bandwidth()
     about = machine.describe()
@@ -56,7 +55,7 @@ def cpu(
         write_json(json_file, head | {"linear": bench.as_json(linear), "quantize": bench.as_json(quantize)})
 
     for name in track(shapes, description="linear", console=console):
-        linear += bench.linear_rows(name, counts, widths, repeats)
+        linear += bench.linear_rows(name, counts, chosen, repeats)
         save()  # so that an interruption loses one shape
     if quantizers:
         quantize += track(bench.quantize_rows(), description="quantize", console=console)

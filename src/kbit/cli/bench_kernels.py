@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kbit.cli.options import names, numbers, words
+from kbit.cli.options import names, numbers, widths, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
 
@@ -93,12 +93,11 @@ def choose(
         ValueError: one of them names what does not exist.
     """
     from kbit.bench import kernels, shapes
-    from kbit.format.codebook import check_bits
 
     dtypes = tuple(names("--dtype", dtype, list(kernels.DTYPES)))
     plan = kernels.Plan(
         rows=numbers("--rows", rows),
-        bits=[check_bits(width) for width in numbers("--bits", bits)],
+        bits=widths(bits),
         repeats=repeats,
         variants=[_settings(text) for text in variants],
         **options,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
-from kbit.cli.options import names, numbers, one_of
+from kbit.cli.options import names, numbers, one_of, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -150,7 +150,7 @@ def _policies(
 
     options: dict[str, Any] = {"embedding_bits": embedding_bits, "search": search}
     policies: dict[str, QuantizationPolicy | None] = {
-        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in numbers("--bits", bits)
+        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in widths(bits)
     }
     return policies | ({BASELINE: None} if baseline else {})
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
-from kbit.cli.options import names, numbers
+from kbit.cli.options import names, numbers, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -71,17 +71,17 @@ def moe(
 
     shapes = names("--shape", shape, list(bench.SHAPES))
     routings = names("--routing", routing, ROUTINGS)
-    widths, counts = numbers("--bits", bits), numbers("--rows", rows)
+    bit_widths, counts = widths(bits), numbers("--rows", rows)
     sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
     gpu_timing.require_gpu("kbit bench moe")
     result = gpu_timing.result_header(repeats) | {"dtype": "bf16"}
     measured: list[MoeRow] = []
     runs = []
     if part is not Part.layer:
-        settings = (counts, widths, repeats, gpu_timing.measure)
+        settings = (counts, bit_widths, repeats, gpu_timing.measure)
         runs += [bench.grouped_rows(name, count, *settings) for count in sizes for name in shapes]
     if part is not Part.grouped:
-        runs.append(moe_layer.layer_rows(batches, routings, widths, repeats, gpu_timing.measure))
+        runs.append(moe_layer.layer_rows(batches, routings, bit_widths, repeats, gpu_timing.measure))
     for run in runs:
         for row in run:
             measured.append(row)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
-from kbit.cli.options import numbers, one_of
+from kbit.cli.options import one_of, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -68,9 +68,7 @@ def train(
     plan = bench.Plan(sequences, tokens, rank, experts, checkpointing, repeats)
     policies: dict[str, QuantizationPolicy | None] = {bench.BASELINE: None} if baseline else {}
     # Plain scales: random weights need no search.
-    policies |= {
-        f"kbit k={width}": QuantizationPolicy(bits=width, search=False) for width in numbers("--bits", bits)
-    }
+    policies |= {f"kbit k={width}": QuantizationPolicy(bits=width, search=False) for width in widths(bits)}
     config = model_build.load_config(name, layers)
     about = gpu_timing.describe(device)
     result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.options import numbers, words
+from kbit.cli.options import numbers, widths, words
 from kbit.cli.outputs import JsonFile, check_file, write_json
 from kbit.cli.tables import show
 
@@ -51,7 +51,6 @@ def workload(
     from kbit.bench.workload import distributions, scenarios, tables, times
     from kbit.bench.workload import plot as plots
     from kbit.bench.workload.scheduler import Limits
-    from kbit.format.codebook import check_bits
 
     header, rows = kernel_rows.load(table)
     if experts is not None:
@@ -59,10 +58,10 @@ def workload(
     measured = times.from_result(header, rows, dtype)
     traffic = distributions.load(distribution)
     limits = Limits(chunk, budget)
-    widths = [check_bits(width) for width in numbers("--bits", bits)] if bits else []
+    chosen = widths(bits) if bits else []
     steps = scenarios.steps_of(traffic, numbers("--users", users), limits, turns, seed)
     models = _models(words(model), measured)
-    found = [scenarios.analyse(item, measured, steps, widths) for item in models]
+    found = [scenarios.analyse(item, measured, steps, chosen) for item in models]
     result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
     for analysis in found:
         show(tables.table(analysis))

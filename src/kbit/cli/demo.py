@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
-from kbit.cli.options import numbers
+from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def demo(
     from kbit.format import QuantizationPolicy
 
     start = time.perf_counter()
-    widths = numbers("--bits", bits)
-    policies = [QuantizationPolicy(bits=width, embedding_bits=embedding_bits) for width in widths]
+    policies = [QuantizationPolicy(bits=width, embedding_bits=embedding_bits) for width in widths(bits)]
     base = prepare(folder)
     _be_quiet()
     variants: list[tuple[Path, QuantizationPolicy | None]] = [(base, None)]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.model_folder import load_model, load_tokenizer
-from kbit.cli.options import numbers
+from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -77,7 +77,7 @@ def evaluate(
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
-        rows = _in_memory(folder, numbers("--bits", bits), plain, embedding_bits, text, window, max_tokens)
+        rows = _in_memory(folder, widths(bits), plain, embedding_bits, text, window, max_tokens)
     from kbit.bench import machine
 
     show(_table(rows, window))

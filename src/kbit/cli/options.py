@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kbit.format.codebook import SUPPORTED_BITS
+
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit and torch alike.")]
 
 
@@ -47,6 +49,15 @@ def names(option: str, text: str, known: Sequence[str]) -> list[str]:
     if not found or not set(found) <= set(known):
         raise ValueError(f"{option} takes {', '.join(known)}, joined by commas; got {text!r}.")
     return found
+
+
+def widths(text: str) -> list[int]:
+    """Widths of codes, of an option --bits.
+
+    Raises:
+        ValueError: there are none, or others than the format has.
+    """
+    return [int(width) for width in names("--bits", text, [str(width) for width in SUPPORTED_BITS])]
 
 
 def one_of(option: str, text: str, known: Sequence[str]) -> None:
