@@ -45,11 +45,13 @@ class TensorInfo:
         file: the file it is in.
         dtype: its dtype.
         shape: its shape.
+        offset: of its data, in bytes from the beginning of the file.
     """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -88,7 +90,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if name == "__metadata__":
             _check_metadata(path, entry)
             continue
-        info, begin, end = _parse_entry(path, name, entry)
+        info, begin, end = _parse_entry(path, name, entry, 8 + length)
         ranges.append((begin, end, name))
         tensors[name] = info
     ranges.sort()
@@ -161,7 +163,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorInfo, int, int]:
+    """(what the header says, first and last byte) of a tensor; bytes count from the buffer, at `start`."""
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: needs dtype, shape and data_offsets, got {str(entry)[:80]}.")
@@ -172,8 +175,8 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, in
         raise ValueError(f"{where}: shape must be at most 8 sizes >= 0, got {str(shape)[:80]}.")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise ValueError(f"{where}: data_offsets must be [begin, end], got {str(offsets)[:80]}.")
-    info = TensorInfo(path, DTYPES[dtype], tuple(shape))
     begin, end = offsets
+    info = TensorInfo(path, DTYPES[dtype], tuple(shape), start + begin)
     if end - begin != info.nbytes:
         raise ValueError(
             f"{where}: {dtype} of shape {shape} has {info.nbytes} bytes, data_offsets {offsets} span "

@@ -1,14 +1,12 @@
 """Reading tensors of safetensors files one at a time, or one expert of a stack.
 
-With plain reads, not a memory map: what a map has touched counts as this process's memory until it is closed,
-and opening a file anew for every tensor parses its header as often, a millisecond each in large mixtures.
+With plain reads at the places that the header tells, not a memory map: what a map has touched counts as this
+process's memory until it is closed, and the library parses a file's header anew for every tensor, which takes
+a millisecond each in large mixtures.
 """
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
     """One tensor.
 
     Args:
-        name: its name in the file.
+        name: its name, for messages.
         info: what the file's header, checked before, says of it.
         device: where it goes; for a GPU it is read into pinned memory.
         expert: index along the first dimension to read alone.
@@ -28,7 +26,7 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
     Raises:
         ValueError: the file has become shorter than its header says.
     """
-    shape, start = list(info.shape), _offsets(info.file, info.file.stat().st_mtime_ns)[name]
+    shape, start = list(info.shape), info.offset
     if expert is not None:
         start += expert * (info.nbytes // max(1, shape.pop(0)))
     # Pinned tensors come from torch's cache of them, so there is no allocation for most reads.
@@ -48,16 +46,3 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
                 raise ValueError(f"{info.file} is truncated: {name} ends after {done} of {len(raw)} bytes.")
             done += count
     return tensor.to(device)
-
-
-@lru_cache(maxsize=256)
-def _offsets(path: Path, modified: int) -> dict[str, int]:
-    """Where every tensor's data begins in a file whose header has been checked."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {
-        name: 8 + length + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
