@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kbit.bench import random_models
 from kbit.cli import app
-from kbit.format.checkpoint import read_header
+from kbit.format.safetensors_header import read_header
 from parallel_models import PARALLEL
 
 

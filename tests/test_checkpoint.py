@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from kbit.format import QuantizationPolicy
-from kbit.format.checkpoint import (
-    check_index,
-    parts_to_save,
-    read_header,
-    read_index,
-    validate_checkpoint,
-)
-from kbit.format.model_files import checkpoint_files, read_config
-from kbit.format.safetensors_header import MAX_HEADER_BYTES
+from kbit.format.checkpoint import check_index, parts_to_save, validate_checkpoint
+from kbit.format.model_files import checkpoint_files, read_config, read_index
+from kbit.format.safetensors_header import MAX_HEADER_BYTES, read_header
 from kbit.format.tensor import QuantizedTensor
 from kbit.quantizers import quantize
 

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 import kbit
 import tiny_models
 from kbit.backends import cpu
-from kbit.format.checkpoint import parts_to_save, read_header, read_index, validate_checkpoint
+from kbit.format.checkpoint import parts_to_save, validate_checkpoint
+from kbit.format.model_files import read_index
+from kbit.format.safetensors_header import read_header
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs

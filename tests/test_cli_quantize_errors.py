@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import kbit
 import tiny_models
-from kbit.format.checkpoint import read_index, validate_checkpoint
+from kbit.format.checkpoint import validate_checkpoint
+from kbit.format.model_files import read_index
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from quantize_runs import altered, content, fail_at, refuse, run

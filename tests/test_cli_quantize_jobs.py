@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from kbit.cli.quantize import _summary
-from kbit.format.checkpoint import read_header
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.safetensors_header import read_header
 from kbit.integrations import streaming
 from kbit.integrations.streaming import Report
 from kbit.integrations.streaming import folder as work_folder

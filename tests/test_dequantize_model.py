@@ -11,7 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 import kbit
-from kbit.format.checkpoint import read_index
+from kbit.format.model_files import read_index
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import KbitExperts, KbitLinear, QuantizedModule, dequantize_model, quantize_model
 from tiny_models import ARCHITECTURES, build

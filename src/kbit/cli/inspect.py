@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kbit.format.checkpoint import TensorInfo
     from kbit.format.policy import QuantizationPolicy
+    from kbit.format.safetensors_header import TensorInfo
 
 console = Console()
 
@@ -159,7 +159,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per weight, bytes and error of every module. Without --source only headers are read."""
-    from kbit.format.checkpoint import read_config, read_index, validate_checkpoint
+    from kbit.format.checkpoint import validate_checkpoint
+    from kbit.format.model_files import read_config, read_index
 
     quantized = "quantization_config" in read_config(folder)
     policy = validate_checkpoint(folder) if quantized else None

@@ -74,8 +74,8 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         FileNotFoundError: no folder, or no config.json in it.
         ValueError: the config is no JSON object, or there are no safetensors files.
     """
-    from kbit.format.checkpoint import checkpoint_files, read_config, read_policy
-    from kbit.format.model_files import GIVE_FOLDER
+    from kbit.format.checkpoint import read_policy
+    from kbit.format.model_files import GIVE_FOLDER, checkpoint_files, read_config
     from kbit.format.policy import QUANT_METHOD
 
     if not (folder / "config.json").is_file():

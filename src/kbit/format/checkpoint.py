@@ -15,27 +15,13 @@ from typing import Any
 import torch
 
 from kbit.format.codebook import BLOCK_SIZE
-from kbit.format.model_files import CONFIG_NAME, checkpoint_files, read_config, read_index
+from kbit.format.model_files import CONFIG_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
-from kbit.format.safetensors_header import TensorInfo, read_header
+from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import dtype_name, first_of
-
-__all__ = [
-    "ABSMAX",
-    "PACKED",
-    "SCALE",
-    "TensorInfo",
-    "check_index",
-    "checkpoint_files",
-    "parts_to_save",
-    "read_config",
-    "read_header",
-    "read_index",
-    "validate_checkpoint",
-]
 
 
 def parts_to_save(name: str, q: QuantizedTensor) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from kbit.format.checkpoint import TensorInfo
 from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.safetensors_header import TensorInfo
 from kbit.format.unmatched import unmatched
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
 from kbit.nn.experts import WEIGHTS

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.format.checkpoint import TensorInfo, read_header
 from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.experts import KbitExperts
 from kbit.nn.parts import QuantizedModule

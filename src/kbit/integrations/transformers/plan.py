@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
-from kbit.format.checkpoint import TensorInfo
 from kbit.format.names import PACKED, SCALE, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.safetensors_header import TensorInfo
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import (
     Transforms,

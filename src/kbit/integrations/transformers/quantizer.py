@@ -10,8 +10,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from kbit.format.checkpoint import TensorInfo, check_index
+from kbit.format.checkpoint import check_index
 from kbit.format.policy import QUANT_METHOD
+from kbit.format.safetensors_header import TensorInfo
 from kbit.nn.dequantize import dequantize_model
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED

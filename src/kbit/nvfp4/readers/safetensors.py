@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from kbit.format.checkpoint import TensorInfo, read_header, read_index
+from kbit.format.model_files import read_index
+from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
 
