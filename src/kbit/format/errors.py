@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kbit.format.words import counted
+
 
 class KbitError(ValueError):
     """Base of kbit's own exceptions."""
@@ -21,8 +23,8 @@ class NonFiniteWeightError(KbitError):
         self.count, self.where = count, where
         name = where or "weight"
         super().__init__(
-            f"quantize: {name} holds {count} NaN or Inf value{'s' if count != 1 else ''}; block scales need "
-            f"finite weights. Repair the checkpoint, or leave this module out "
+            f"quantize: {name} holds {counted(count, 'NaN or Inf value')}; block scales need finite weights. "
+            f"Repair the checkpoint, or leave this module out "
             f"(modules_to_not_convert, --skip)."
         )
 

@@ -7,10 +7,12 @@ call then costs 3 us instead of 10.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from kbit.format import scales
 from kbit.format.reference import blocks_of
-from kbit.format.scales import absmax_format
 from kbit.ops import checks, grad_checks
 
 LIBRARY = torch.library.Library("kbit", "DEF")
@@ -39,34 +41,31 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def _define() -> None:
-    LIBRARY.define(
-        "quantize(Tensor w, Tensor codebook, int bits, str absmax_format, bool search)"
-        " -> (Tensor packed, Tensor absmax, Tensor scale)",
-        tags=TAGS,
-    )
-    for name, (arguments, has_out) in SCHEMAS.items():
+def define(schemas: Mapping[str, tuple[str, bool]]) -> None:
+    """Declare ops that return one tensor: {name: (arguments, whether it has an out= variant)}."""
+    for name, (arguments, has_out) in schemas.items():
         LIBRARY.define(f"{name}{arguments} -> Tensor", tags=TAGS)
         if has_out:
             # Returning nothing, not the aliased out: torch.compile functionalizes only such custom ops.
             LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=TAGS)
 
 
-_define()
+LIBRARY.define(
+    "quantize(Tensor w, Tensor codebook, int bits, str absmax_format, bool search)"
+    " -> (Tensor packed, Tensor absmax, Tensor scale)",
+    tags=TAGS,
+)
+define(SCHEMAS)
 
 
 @torch.library.register_fake("kbit::quantize", lib=LIBRARY)
 def quantize(w, codebook, bits, absmax_format, search):  # noqa: D103
     checks.quantize(w, codebook, bits, absmax_format)
     blocks = blocks_of(w.shape[-1])
-    stored = _absmax_dtype(absmax_format)
+    stored = scales.absmax_format(absmax_format).dtype
     packed = w.new_empty((*w.shape[:-1], blocks * bits), dtype=torch.int32)
     absmax = w.new_empty((*w.shape[:-1], blocks), dtype=stored)
     return packed, absmax, w.new_empty(w.shape[:-2], dtype=torch.float32)
-
-
-def _absmax_dtype(name: str) -> torch.dtype:
-    return absmax_format(name).dtype
 
 
 @torch.library.register_fake("kbit::dequantize", lib=LIBRARY)

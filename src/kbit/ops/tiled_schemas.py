@@ -17,7 +17,7 @@ import torch
 from kbit.format.reference import blocks_of
 from kbit.format.tiles import tile_shape
 from kbit.ops import grad_checks, tiled_checks
-from kbit.ops.schemas import LIBRARY, TAGS, out_variant
+from kbit.ops.schemas import LIBRARY, TAGS, define, out_variant
 
 _WEIGHT = "Tensor tiled, Tensor codebook, Tensor scale"
 _SIZES = "SymInt out_features, SymInt in_features"
@@ -43,19 +43,9 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
 }
 
 
-def _define() -> None:
-    LIBRARY.define("tile(Tensor packed, Tensor absmax, SymInt in_features, int bits) -> Tensor", tags=TAGS)
-    LIBRARY.define(
-        f"untile(Tensor tiled, int bits, {_SIZES}) -> (Tensor packed, Tensor absmax)",
-        tags=TAGS,
-    )
-    for name, (arguments, has_out) in SCHEMAS.items():
-        LIBRARY.define(f"{name}{arguments} -> Tensor", tags=TAGS)
-        if has_out:
-            LIBRARY.define(f"{name}.out{arguments[:-1]}, *, Tensor(a!) out) -> ()", tags=TAGS)
-
-
-_define()
+LIBRARY.define("tile(Tensor packed, Tensor absmax, SymInt in_features, int bits) -> Tensor", tags=TAGS)
+LIBRARY.define(f"untile(Tensor tiled, int bits, {_SIZES}) -> (Tensor packed, Tensor absmax)", tags=TAGS)
+define(SCHEMAS)
 
 
 @torch.library.register_fake("kbit::tile", lib=LIBRARY)
