@@ -1,10 +1,27 @@
-"""Files that users name: read with one line that says what is wrong with them and where to get another."""
+"""Files that users name: one line says what is wrong with those that are read; written ones are whole."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that readers find, at any moment, the old one or the new one.
+
+    Raises:
+        OSError: the disk is full, say; the old file is still there.
+    """
+    # Not made from the file's name, which may be as long as names can be.
+    new = file.with_name(f".kbit-{os.getpid()}.new")
+    try:
+        new.write_text(text)
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def read_text(path: Path, name: str, remedy: str) -> str:

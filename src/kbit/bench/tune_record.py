@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +11,13 @@ from typing import Any
 from kbit.backends.cuda import tables
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.tables import Problem, Row, TableError
+from kbit.bench.result_files import replace_text
 
 ABOUT = (
     "Fastest CUDA kernel by problem, and the runner-up: medians in microseconds, cold weights, graph replays"
 )
 # Rows are only added to those that were measured with the same.
 SAME = ("gpu", "driver", "cuda", "torch", "sources")
-_FILE_MODE = 0o644
 
 
 class Record:
@@ -84,7 +81,7 @@ class Record:
         return [(key[0], self._rows[key]) for key in order]
 
     def save(self) -> None:
-        """Write the file beside its place and rename it, so that readers see all of it or the one before.
+        """Write the file; readers see all of it or the one before.
 
         Raises:
             OSError: it cannot be written.
@@ -100,14 +97,5 @@ class Record:
         lines = ",\n  ".join(json.dumps(tables.write_row(*pair)) for pair in self.rows())
         text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}\n'
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self.file.parent, prefix=".new-")
-        try:
-            with open(descriptor, "w") as file:
-                os.chmod(temporary, _FILE_MODE)
-                file.write(text)
-            os.replace(temporary, self.file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_text(self.file, text)
         self._saved = True

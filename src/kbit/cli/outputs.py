@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kbit.bench.result_files import replace_text
+
 
 def check_file(file: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before hours are spent on what belongs there."""
@@ -57,15 +59,7 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     if not _can_be_replaced(file):
         file.write_text(text)
         return
-    file = file.resolve()  # of a link, what it points to
-    # Not made from the file's name, which may be as long as names can be.
-    new = file.with_name(f".kbit-{os.getpid()}.new")
-    try:
-        new.write_text(text)
-        new.replace(file)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    replace_text(file.resolve(), text)  # of a link, what it points to
 
 
 def _is_stdout(file: Path) -> bool:
