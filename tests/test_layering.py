@@ -4,6 +4,9 @@ and every module can be the first to be imported."""
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -159,6 +162,13 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("package", ["kbit.bench", "kbit.integrations.transformers"])
+def test_large_packages_say_where_what_is(package):
+    module = importlib.import_module(package)
+    known = set(re.findall(r"\w+", module.__doc__))
+    assert not {info.name for info in pkgutil.iter_modules(module.__path__)} - known
+
+
 def test_every_module_can_be_imported_first() -> None:
     dotted = [".".join(path.relative_to(SRC).with_suffix("").parts) for path in MODULES]
     names = [name.removesuffix(".__init__") for name in dotted]

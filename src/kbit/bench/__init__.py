@@ -1,1 +1,20 @@
-"""Benchmarks: one timing protocol, what the machine is, and the tables that `kbit bench` prints."""
+"""Benchmarks: what `kbit bench`, `kbit tune`, `kbit profile` and `kbit eval` measure, by command.
+
+    bench kernels      kernels, kernel_rows, kernel_tables, peers, ncu
+    bench check, plot  check; plots; targets
+    bench dequant      dequant, conversions
+    bench moe, nvfp4   moe, moe_layer; nvfp4, nvfp4_layer; both with routings
+    bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
+    bench train        train
+    bench serve        serve, random_models, child
+    bench quantize     quantize, random_models
+    bench cpu, decode  cpu, timing; decode
+    bench workload     workload
+    bench report       report
+    tune               tune, tune_record
+    profile            profile
+    eval               quality
+
+What they share: `gpu_timing`, the protocol on GPUs; `shapes` of layers; `correctness`, since results are
+compared before they are timed; the `machine`; `result_files` and `text_table`. `kbit.cli` reads options.
+"""

@@ -3,6 +3,13 @@
 `AutoModelForCausalLM.from_pretrained(folder, quantization_config=kbit.KbitConfig(bits=4))` quantizes while it
 loads; `save_pretrained` and `from_pretrained` round-trip the result. Importing this package does not import
 transformers; asking it for `KbitConfig` does.
+
+    config, quantizer, autoregister  what transformers knows, calls and finds
+    plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
+    placement, operations            empty layers before a load, and what the load does with tensors
+    report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
+    saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
+    parallel, parallel_layers, sharded, collectives  models that are split over ranks
 """
 
 from __future__ import annotations
