@@ -321,6 +321,13 @@ def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
     assert re.search("unquantized model.embed_tokens.weight: .* MB: embedding_bits is not set\n", output)
 
 
+def test_inspect_takes_a_config_that_says_that_nothing_is_quantized(folders, tmp_path):
+    shutil.copytree(folders["original"], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"quantization_config": None}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert inspected(tmp_path / "model") == inspected(folders["original"])
+
+
 def test_inspect_refuses_what_does_not_fit(folders, tmp_path):
     assert "not quantized" in refuse("inspect", folders["original"], "--source", folders["quantized"])
     message = refuse("inspect", folders["quantized"], "--source", folders["quantized"])

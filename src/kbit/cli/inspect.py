@@ -162,7 +162,7 @@ def inspect(
     from kbit.format.checkpoint import validate_checkpoint
     from kbit.format.model_files import read_config, read_index
 
-    quantized = "quantization_config" in read_config(folder)
+    quantized = read_config(folder).get("quantization_config") is not None
     policy = validate_checkpoint(folder) if quantized else None
     index = read_index(folder)
     modules = read_modules(index, policy)
