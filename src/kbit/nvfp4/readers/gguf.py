@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
+from kbit.nvfp4.quantize import repack_nvfp4
 from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
 
 NVFP4_TYPE = 40
 _F32_TYPE = 0
-_BLOCK, _BLOCK_BYTES = 64, 36
+_BLOCK = 64
 _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
 _STRING, _ARRAY = 8, 9
@@ -68,14 +69,11 @@ def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
     shape, where = info.shape, f"{path}: tensor {name!r}"
     if len(shape) not in (2, 3) or min(shape) < 1 or shape[-1] % _BLOCK:
         raise ValueError(f"{where}: must be [N, K] or [E, N, K] with K a multiple of 64, got {shape}.")
-    data = _data(path, info, (*shape[:-1], shape[-1] // _BLOCK * _BLOCK_BYTES), torch.uint8, where)
+    data = _data(path, info, layouts.codes_shape(shape, "ggml"), torch.uint8, where)
     codes, scales = layouts.to_nv(data, "ggml", shape[-1])
     check_scale_bytes(scales, where)
     factors = _factors(path, tensors, name, shape[:-2])
-    t = NVFP4Tensor(codes, scales, factors, shape)
-    if layout == "nv":
-        return t
-    return NVFP4Tensor(layouts.from_nv(codes, scales, layout), None, factors, shape, layout)
+    return repack_nvfp4(NVFP4Tensor(codes, scales, factors, shape), layout)
 
 
 def _factors(path: Path, tensors: Mapping[str, GGUFTensor], name: str, lead: tuple[int, ...]) -> torch.Tensor:
