@@ -51,12 +51,16 @@ def test_shipped_sizes_are_those_of_the_models(name):
     assert parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
 
 
-def test_a_config_can_keep_its_first_layers():
+def test_a_config_can_keep_its_first_layers(tmp_path):
     config = model_build.load_config("qwen3-coder-next", 5)
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
     assert model_build.load_config("glm-4.7-flash", 2).mlp_layer_types == ["dense", "sparse"]
     with pytest.raises(ValueError, match="has 32 layers, of which 1 to 32 can be kept; got 33"):
         model_build.load_config("llama-3-8b", 33)
+    nested = tmp_path / "nested.json"
+    nested.write_text('{"model_type": "gemma3", "text_config": {"num_hidden_layers": 4}}')
+    with pytest.raises(ValueError, match="states no num_hidden_layers"):
+        model_build.load_config(str(nested), 2)
 
 
 @pytest.mark.parametrize("config_file", ["qwen3_next"], indirect=True)

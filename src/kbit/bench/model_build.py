@@ -79,7 +79,9 @@ def _read(name: str) -> dict[str, Any]:
 def _cut(values: dict[str, Any], layers: int, name: str) -> None:
     """Keep the first layers, in lists with an entry for each too."""
     total = values.get("num_hidden_layers")
-    if not isinstance(total, int) or not 1 <= layers <= total:
+    if not isinstance(total, int):
+        raise ValueError(f"{name} states no num_hidden_layers, so its first {layers} cannot be kept.")
+    if not 1 <= layers <= total:
         raise ValueError(f"{name} has {total} layers, of which 1 to {total} can be kept; got {layers}.")
     for key, value in values.items():
         if isinstance(value, list) and len(value) == total:
