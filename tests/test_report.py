@@ -85,11 +85,6 @@ def kernels_file(folder: Path, name: str = "kernels.json", **more) -> None:
     (folder / name).write_text(json.dumps(header | {"rows": kernel_rows.as_json(rows)} | more))
 
 
-def grouped(shape: str, bits: int | None, kernel: str, us: float) -> dict[str, object]:
-    names = {"shape": shape, "experts": 8, "tokens_per_expert": 4, "dtype": "fp16", "spread": 0.01}
-    return names | {"bits": bits, "kernel": kernel, "us": us}
-
-
 PART = {"kernel": "stream", "group": "kbit", "calls": 3, "us": 50.0, "share": 0.5}
 PART |= {"step_without_us": 50.0, "ceiling": 2.0}
 PLAN = {"prompt": 8, "steps": 4, "prefill": 64}
@@ -113,12 +108,7 @@ ARMS = [
 @pytest.fixture
 def everything(tmp_path):
     """A folder with a file of every kind."""
-    experts = [
-        grouped("moe_gu", None, "bmm", 20.0),
-        grouped("moe_gu", None, "grouped_mm", 16.0),
-        grouped("moe_gu", 4, "kbit", 8.0),
-    ]
-    kernels_file(tmp_path, grouped=experts, peers_absent={"humming": ["cannot be imported <here>"]})
+    kernels_file(tmp_path, peers_absent={"humming": ["cannot be imported <here>"]})
     files = {
         "dequant": {
             "read_bandwidth_gb_s": 4500.0,
