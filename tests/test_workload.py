@@ -330,24 +330,21 @@ def test_active_experts():
 def grouped(shape, bits=4, factor=1.0):
     """us = factor * experts * sqrt(tokens): interpolated exactly, in both directions."""
     return [
-        {
-            "shape": shape,
-            "experts": experts,
-            "tokens_per_expert": each,
-            "bits": width,
-            "dtype": "fp16",
-            "kernel": kernel,
-            "us": scale * experts * math.sqrt(each),
-        }
+        measured.GroupedRow(
+            shape, experts, each, width, "fp16", kernel, kind, scale * experts * math.sqrt(each)
+        )
         for experts in (8, 512)
         for each in (1, 64)
-        for width, kernel, scale in ((None, "bmm", 3.0), (None, "grouped_mm", 2.0), (bits, "kbit", factor))
+        for width, kernel, kind, scale in (
+            (None, "bmm", "baseline", 3.0),
+            (None, "grouped_mm", "baseline", 2.0),
+            (bits, "kbit", "ours", factor),
+        )
     ]
 
 
 def test_grouped_rows_by_hand():
-    result = {"machine": HOPPER, "grouped": grouped("moe_gu")}
-    times = measured.from_result(result, glm_rows(), "fp16")
+    times = measured.from_result({"machine": HOPPER}, glm_rows(), "fp16", grouped("moe_gu"))
     shape = next(shape for shape in shapes.SHAPES if shape.name == "moe_gu")
     active, each = active_experts(512, 10, 20)
     assert times.grouped_us(shape, 4, 10, 20) == pytest.approx(active * math.sqrt(each))
@@ -361,12 +358,7 @@ def test_results_of_bench_moe_are_grouped_rows(tmp_path):
     layer = row | {"problem": "layer, zipf"}
     (tmp_path / "moe.json").write_text(json.dumps({"dtype": "bf16", "rows": [row, layer]}))
     (found,) = measured.load_grouped(tmp_path / "moe.json")
-    assert found == {"shape": "moe_gu", "experts": 128, "tokens_per_expert": 4, "dtype": "bf16"} | {
-        "bits": 4,
-        "kernel": "kbit",
-        "kind": "ours",
-        "us": 9.5,
-    }
+    assert found == ("moe_gu", 128, 4, 4, "bf16", "kbit", "ours", 9.5)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other\.json is not a result of `kbit bench moe"):
         measured.load_grouped(tmp_path / "other.json")
@@ -413,7 +405,7 @@ MOE = ModelLayers("mixed", shapes.select(["glm_gu"]), layers_of("qwen3-coder-nex
 
 def test_experts_count_where_measured_and_are_left_out_with_a_note():
     steps = {1: {Step(1, 0): 1.0}}
-    with_experts = measured.from_result({"grouped": grouped("moe_gu")}, glm_rows(), "fp16")
+    with_experts = measured.from_result({}, glm_rows(), "fp16", grouped("moe_gu"))
     found = scenarios.analyse(MOE, with_experts, steps, [4])
     assert found.notes == ()
     assert found.scenarios[0].us == pytest.approx(2 * 4 + 10)
@@ -424,7 +416,7 @@ def test_experts_count_where_measured_and_are_left_out_with_a_note():
     assert found.scenarios[0].us == pytest.approx(2 * 4)
     far = {1: {Step(0, 1024): 1.0}}
     (note,) = scenarios.analyse(
-        MOE, measured.from_result({"grouped": grouped("moe_gu")[:6]}, glm_rows(), "fp16"), far, [4]
+        MOE, measured.from_result({}, glm_rows(), "fp16", grouped("moe_gu")[:6]), far, [4]
     ).notes
     assert "no grouped rows around 512 experts" in note
 

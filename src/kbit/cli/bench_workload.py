@@ -53,9 +53,10 @@ def workload(
     from kbit.bench.workload.scheduler import Limits
 
     header, rows = kernel_rows.load(table)
+    grouped = []
     if experts is not None:
-        header |= {"grouped": times.load_grouped(experts), "grouped_from": experts.name}
-    measured = times.from_result(header, rows, dtype)
+        grouped, header["grouped_from"] = times.load_grouped(experts), experts.name
+    measured = times.from_result(header, rows, dtype, grouped)
     traffic = distributions.load(distribution)
     limits = Limits(chunk, budget)
     chosen = widths(bits) if bits else []

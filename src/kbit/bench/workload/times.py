@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kbit.backends.cuda import preference, tables
 from kbit.backends.cuda.compiler import arch_of
@@ -156,8 +156,28 @@ class Times:
         return curve.at(experts)
 
 
-def from_result(result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str) -> Times:
+class GroupedRow(NamedTuple):
+    """One measured product with many experts, `each` of which got so many tokens."""
+
+    shape: str
+    experts: int
+    each: int
+    bits: int | None
+    dtype: str
+    kernel: str
+    kind: str
+    us: float
+
+
+def from_result(
+    result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str, grouped: Iterable[GroupedRow] = ()
+) -> Times:
     """Curves of one dtype; kernels as dispatched, or the fastest of ours where no row is.
+
+    Args:
+        result, rows: of `kbit bench kernels`, see `kernel_rows.load`.
+        dtype: "fp16" or "bf16".
+        grouped: of `kbit bench moe`, see `load_grouped`.
 
     Raises:
         NotMeasured: there is no row of this dtype beside its 16-bit baseline.
@@ -178,24 +198,20 @@ def from_result(result: Mapping[str, Any], rows: Sequence[KernelRow], dtype: str
         dtype,
         {key: Curve(tuple(sorted(points.items()))) for key, points in times.items()},
         kernels,
-        _grouped(result.get("grouped") or (), dtype),
+        _grouped(grouped, dtype),
         _arch(result.get("machine") or {}),
         _tables(result.get("machine") or {}),
     )
 
 
-def _grouped(items: Iterable[Mapping[str, Any]], dtype: str) -> dict[Key, dict[int, Curve]]:
+def _grouped(rows: Iterable[GroupedRow], dtype: str) -> dict[Key, dict[int, Curve]]:
     """Fastest 16-bit row and dispatched (else fastest) row of ours, by shape, width, experts and tokens."""
     found: dict[Key, dict[int, dict[float, dict[str, float]]]] = {}
-    names = ("shape", "experts", "tokens_per_expert", "bits", "dtype", "kernel", "us")
-    for item in items:
-        if missing := [name for name in names if name not in item]:
-            raise ValueError(f"workload: a grouped row has no {', '.join(missing)}: {dict(item)}.")
-        bits = item["bits"]
-        if item["dtype"] != dtype or (bits is not None and item.get("kind", OURS) != OURS):
+    for row in rows:
+        if row.dtype != dtype or (row.bits is not None and row.kind != OURS):
             continue
-        experts = found.setdefault((item["shape"], bits), {}).setdefault(item["experts"], {})
-        experts.setdefault(item["tokens_per_expert"], {})[item["kernel"]] = item["us"]
+        experts = found.setdefault((row.shape, row.bits), {}).setdefault(row.experts, {})
+        experts.setdefault(row.each, {})[row.kernel] = row.us
     return {
         key: {
             count: Curve(
@@ -207,8 +223,8 @@ def _grouped(items: Iterable[Mapping[str, Any]], dtype: str) -> dict[Key, dict[i
     }
 
 
-def load_grouped(path: Path) -> list[dict[str, Any]]:
-    """Grouped rows of a result of `kbit bench moe --json`, as `from_result` takes them under "grouped".
+def load_grouped(path: Path) -> list[GroupedRow]:
+    """The products in a result of `kbit bench moe --json`.
 
     Raises:
         OSError: the file cannot be read.
@@ -218,13 +234,13 @@ def load_grouped(path: Path) -> list[dict[str, Any]]:
     result = read_result(path, command)
     try:
         return [
-            {
-                "shape": f"moe_{match['shape']}",
-                "experts": int(match["experts"]),
-                "tokens_per_expert": row["rows"],
-                "dtype": result["dtype"],
-            }
-            | {name: row[name] for name in ("bits", "kernel", "kind", "us")}
+            GroupedRow(
+                shape=f"moe_{match['shape']}",
+                experts=int(match["experts"]),
+                each=row["rows"],
+                dtype=result["dtype"],
+                **{name: row[name] for name in ("bits", "kernel", "kind", "us")},
+            )
             for row in result["rows"]
             if (match := _GROUPED_PROBLEM.match(row["problem"]))
         ]
