@@ -52,6 +52,13 @@ def test_machine_says_what_a_result_was_measured_on():
     json.dumps(about)
 
 
+def test_a_processor_without_a_family_is_named_without_it(monkeypatch):
+    arm = "processor\t: 0\nBogoMIPS\t: 2100.00\nCPU implementer\t: 0x41\n"
+    monkeypatch.setattr(machine.Path, "read_text", lambda *_: arm)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    assert machine.cpu_model() == "aarch64"
+
+
 def test_a_result_names_the_gpu_that_it_was_measured_on(monkeypatch):
     def properties(index):
         values = {"name": f"GPU {index}", "major": 9, "minor": 0, "multi_processor_count": 1}

@@ -32,7 +32,7 @@ def describe() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """The processor's name and its family, model and stepping where the system tells them."""
+    """The processor's name, with its family and model where the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -41,7 +41,8 @@ def cpu_model() -> str:
         reversed([(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)])
     )
     name = fields.get("model name", platform.machine())
-    return f"{name} (family {fields.get('cpu family')}, model {fields.get('model')})"
+    known = "cpu family" in fields and "model" in fields  # not on Arm
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if known else name
 
 
 def last_level_cache_bytes() -> int:
