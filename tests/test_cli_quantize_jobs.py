@@ -20,7 +20,7 @@ from kbit.integrations import streaming
 from kbit.integrations.streaming import Report
 from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming.reader import read_tensor
-from kbit.integrations.streaming.workers import places, run_all
+from kbit.integrations.streaming.workers import run_all, worker_devices
 from quantize_runs import content, run
 
 CPU = torch.device("cpu")
@@ -139,11 +139,11 @@ def test_bad_devices(options, message, source, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_places():
-    assert places(["cpu"], None) == [CPU]
-    assert places(["cpu"], 3) == [CPU] * 3
+def test_worker_devices():
+    assert worker_devices(["cpu"], None) == [CPU]
+    assert worker_devices(["cpu"], 3) == [CPU] * 3
     with pytest.raises(ValueError, match="no device to quantize on"):
-        places([], None)
+        worker_devices([], None)
 
 
 def test_spaces_between_devices_are_no_part_of_their_names(source, tmp_path):

@@ -59,13 +59,13 @@ def quantize(
     from kbit.bench import gpu_timing
     from kbit.bench import quantize as bench
     from kbit.format.policy import QuantizationPolicy
-    from kbit.integrations.streaming.workers import places
+    from kbit.integrations.streaming.workers import worker_devices
 
     counts, devices = numbers("--jobs", jobs), words(device)
     gpus = [one for one in devices if one.startswith("cuda")]
     if gpus:
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
-    places(devices, None)  # before a model is written
+    worker_devices(devices, None)  # before a model is written
     about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

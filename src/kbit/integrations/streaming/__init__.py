@@ -31,7 +31,7 @@ from kbit.format.safetensors_header import read_header
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
 from kbit.integrations.streaming.reader import read_tensor
-from kbit.integrations.streaming.workers import places, run_all
+from kbit.integrations.streaming.workers import run_all, worker_devices
 
 __all__ = ["Report", "quantize_checkpoint"]
 
@@ -95,7 +95,7 @@ def quantize_checkpoint(
         policy: which modules get how many bits.
         force: replace `target` if it exists.
         progress: called as progress(bytes done, bytes in all, tensor name), from any thread, one at a time.
-        jobs: shards in work at a time; the bytes written do not depend on it. Default: see `workers.places`.
+        jobs: shards in work at a time; the bytes written do not depend on it. See `worker_devices`.
         devices: where to quantize, such as ("cuda:0", "cuda:1"); workers take them in turn.
 
     Returns:
@@ -114,7 +114,7 @@ def quantize_checkpoint(
     """
     start = time.perf_counter()
     folder.check_target(source, target, force)
-    where = places(devices, jobs)
+    where = worker_devices(devices, jobs)
     config, tensors = plan_jobs(source, policy)
     partial = target.with_name(target.name + ".partial")
     with folder.exclusive(partial):

@@ -19,7 +19,7 @@ from kbit.integrations.devices import find_device
 Task = Callable[[torch.device, Callable[[], bool]], object]
 
 
-def places(devices: Sequence[str], jobs: int | None) -> list[torch.device]:
+def worker_devices(devices: Sequence[str], jobs: int | None) -> list[torch.device]:
     """A device for every worker.
 
     Args:
