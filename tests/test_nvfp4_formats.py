@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvfp4_exactly as exactly
-from kbit.nvfp4 import NVFP4Tensor, exact
+from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, exact, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.formats import e2m1, layouts, ue4m3
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -100,6 +100,15 @@ def test_layouts_convert_without_loss(rows: int, columns: int, layout: str, stac
     back_codes, back_scales = layouts.to_nv(data, layout, columns)
     assert torch.equal(back_codes, codes)
     assert torch.equal(back_scales, scales)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("shape", [(0, 40), (0, 4, 40), (3, 0, 40)])
+def test_no_rows_and_no_experts_have_every_layout(shape: tuple[int, ...], layout: str) -> None:
+    t = repack_nvfp4(quantize_nvfp4(torch.zeros(shape), layout=layout), "nv")
+    assert [tuple(part.shape) for part in t.nv()] == [(*shape[:-1], 24), (*shape[:-1], 3)]
+    decoded = dequantize_nvfp4(t, torch.bfloat16)
+    assert (tuple(decoded.shape), decoded.dtype) == (shape, torch.bfloat16)
 
 
 def test_ggml_layout_byte_by_byte() -> None:

@@ -176,7 +176,10 @@ def dequantize_nvfp4(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torc
     """
     checks.float_dtype("dequantize_nvfp4", "dtype", dtype)
     if len(t.shape) == 3:
-        return torch.stack([dequantize_nvfp4(t.expert(index), dtype) for index in range(t.shape[0])])
+        values = torch.empty(t.shape, dtype=dtype, device=t.device)
+        for index in range(t.shape[0]):
+            values[index] = dequantize_nvfp4(t.expert(index), dtype)
+        return values
     codes, scales = t.nv()
     values = kernels_for(codes).dequantize(codes, scales, float(t.global_scale), t.row_scale, dtype)
     return values[:, : t.shape[1]]

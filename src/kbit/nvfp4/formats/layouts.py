@@ -82,6 +82,8 @@ def from_nv(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Ten
     Returns:
         uint8; see the module.
     """
+    if not codes.numel():
+        return codes.new_empty(codes_shape((*codes.shape[:-1], 2 * codes.shape[-1]), layout))
     if layout == "tiled":
         return tiles.to_tiled_nvfp4(codes, scales)
     block = _INTERLEAVED[layout]
@@ -109,10 +111,14 @@ def to_nv(
     Returns:
         codes [..., N, K16 / 2], scales [..., N, K16 / 16].
     """
-    if layout == "tiled":
-        return tiles.from_tiled_nvfp4(data, rows or data.shape[-3] * tiles.TILE_ROWS, columns)
-    block = _INTERLEAVED[layout]
     groups = round_up(columns) // SUB_BLOCK
+    if layout == "tiled":
+        rows = data.shape[-3] * tiles.TILE_ROWS if rows is None else rows
+        if not data.numel():
+            lead = (*data.shape[:-3], rows)
+            return data.new_empty((*lead, groups * SUB_BLOCK // 2)), data.new_empty((*lead, groups))
+        return tiles.from_tiled_nvfp4(data, rows, columns)
+    block = _INTERLEAVED[layout]
     blocks = data.unflatten(-1, (-1, block.nbytes)) if layout == "ggml" else data.transpose(-3, -2)
     scales = blocks[..., : block.sub_blocks].flatten(-2)[..., :groups].contiguous()
     packed = blocks[..., block.sub_blocks :].unflatten(-1, (-1, 8)).flatten(-3, -2)[..., :groups, :]
