@@ -476,7 +476,7 @@ def test_command_on_the_committed_table(tmp_path):
         (("--bits", "7"), "7"),
         (("--budget", "9000", "--users", "1"), "outside of the measured"),
         (("--budget", "8", "--users", "16"), "--budget of at least 16"),
-        (("--dtype", "int8"), "no int8 rows"),
+        (("--dtype", "int8"), "--dtype takes fp16 or bf16; got 'int8'"),
         (("--turns", "3", "--users", "4"), "at least as many turns"),
     ],
 )

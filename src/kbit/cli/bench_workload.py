@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kbit.cli.options import numbers, widths, words
+from kbit.cli.options import numbers, one_of, widths, words
 from kbit.cli.outputs import JsonFile, check_file, write_json
 from kbit.cli.tables import show
 
@@ -48,10 +48,12 @@ def workload(
     decodes for all who have an answer under way, then adds one chunk of the oldest prompt.
     """
     from kbit.bench import kernel_rows
+    from kbit.bench.kernels import DTYPES
     from kbit.bench.workload import distributions, scenarios, tables, times
     from kbit.bench.workload import plot as plots
     from kbit.bench.workload.scheduler import Limits
 
+    one_of("--dtype", dtype, tuple(DTYPES))
     header, rows = kernel_rows.load(table)
     grouped = []
     if experts is not None:
