@@ -237,6 +237,9 @@ def test_check_lists_what_falls_below_its_bound(tmp_path):
     assert result.exit_code == 1
     assert "l70b M=1024 k=4 fp16: 630.0 us against 600.0 us, 0.952 < 0.98" in result.output
     assert "1 of 2 problems keep the bound" in result.output
+    assert "Drop one of them" in refuse(
+        "check", "--from", tmp_path / "rows.json", "--json", tmp_path / "verdicts.json"
+    )
     good = run("check", "--from", result_file(tmp_path / "good.json", rows[:4]))
     assert good.exit_code == 0, good.output
 

@@ -201,6 +201,8 @@ def check(
     from kbit.bench.check import verdicts
 
     if source is not None:
+        if json_file is not None:
+            raise ValueError("bench check --from measures nothing that --json could write. Drop one of them.")
         _, measured = kernel_rows.load(source)
     else:
         choice = choose(shape, model, rows, bits, dtype, repeats, dequantize=False, with_peers=False)
