@@ -79,6 +79,14 @@ def _has_own_forward(module: nn.Module) -> bool:
     return own is not None and not usual
 
 
+def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of every module: what replaces it is to be found by each, and files may hold it under any."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
     """Give the module that replaces another its hooks on calls; handles of the old one's remove them."""
     for name in _HOOKS:

@@ -16,7 +16,7 @@ from kbit.integrations.transformers.plan import Plan
 from kbit.nn.experts import KbitExperts
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import empty_like
-from kbit.nn.support import left_alone, unsupported
+from kbit.nn.support import left_alone, names_of_modules, unsupported
 
 # (target, source) parameter names, as in PreTrainedModel.all_tied_weights_keys.
 Ties = list[tuple[str, str]]
@@ -59,7 +59,7 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
         placeholders: keep the unquantized parameters too, without data, so that transformers' loader finds
             the names of an unquantized checkpoint; `Quantize` removes each.
     """
-    names = _names(model)
+    names = names_of_modules(model)
     for target, planned in plan.items():
         path = holder_of(target)
         module = model.get_submodule(path)
@@ -90,14 +90,6 @@ def unmark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
     """Undo `mark_initialized`."""
     for name in names:
         layer.__dict__.pop(name, None)
-
-
-def _names(model: Any) -> dict[nn.Module, list[str]]:
-    """All names of every module: a quantized one is to be found by each, and files may hold it under any."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
 
 
 def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
@@ -134,7 +126,7 @@ def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
 
 def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -> None:
     """Replace the other end of each tied pair too, and tell transformers to tie their parts."""
-    names = _names(model)
+    names = names_of_modules(model)
     for pair in ties:
         planned = plan[pair[1]] if pair[1] in plan else plan[pair[0]]
         for name in pair:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from kbit.nn.experts import is_experts
-from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, unsupported
+from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, names_of_modules, unsupported
 from kbit.nvfp4.layers.experts import NVFP4Experts
 from kbit.nvfp4.layers.linear import NVFP4Linear
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings
@@ -27,10 +27,7 @@ def replaceable(model: nn.Module, choose: Chooser) -> Iterator[tuple[list[str], 
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    for module, known in names.items():
+    for module, known in names_of_modules(model).items():
         if not all(name and choose(name) for name in known) or unsupported(module):
             continue
         untied = type(module) is nn.Linear and owners.get(id(module.weight)) == 1
