@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvfp4_exactly as exactly
+from kbit import nvfp4
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, quantize_nvfp4, repack_nvfp4, tiles_nvfp4
 from kbit.nvfp4.formats import e2m1, ue4m3
 from kbit.nvfp4.reference.quantize import decode
@@ -229,6 +230,21 @@ def test_errors_say_what_was_wrong(name: str) -> None:
     changes, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         product_with(**changes)
+
+
+def test_plain_tensors_are_refused() -> None:
+    x, w = torch.randn(2, 32), random_tensor(3, 32, 0)
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    for name, call in {
+        "gemm_nvfp4: a": lambda: gemm_nvfp4(x, w),
+        "gemm_nvfp4: w": lambda: gemm_nvfp4(w, x),
+        "linear_nvfp4: w": lambda: nvfp4.linear_nvfp4(x, x),
+        "moe_gemm_nvfp4: w": lambda: nvfp4.moe_gemm_nvfp4(x, x, ids),
+        "dequantize_nvfp4: t": lambda: nvfp4.dequantize_nvfp4(x),
+        "repack_nvfp4: t": lambda: nvfp4.repack_nvfp4(x, "nv"),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name} must be an NVFP4Tensor, got Tensor. Make one: kbit"):
+            call()
 
 
 def test_too_many_columns() -> None:

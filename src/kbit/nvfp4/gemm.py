@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.format.words import at
-from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
 from kbit.ops import checks
@@ -87,6 +87,7 @@ def linear_nvfp4(
     >>> linear_nvfp4(torch.randn(2, 64), quantize_nvfp4(torch.randn(8, 64))).shape
     torch.Size([2, 8])
     """
+    check_nvfp4("linear_nvfp4", "w", w, where)
     if len(w.shape) != 2 or w.row_scale is not None:
         raise ValueError(
             f"linear_nvfp4: w must be [N, K] without row_scale, got {w.shape}{at(where)}. Experts go "
@@ -154,6 +155,8 @@ def check_product(
     Raises:
         TypeError, ValueError: the operands or names do not fit.
     """
+    check_nvfp4(op, "a", a, where)
+    check_nvfp4(op, "w", w, where)
     check_accumulation(accum, op)
     checks.float_dtype(op, "out_dtype", out_dtype, where)
     if len(a.shape) != 2 or a.shape[-1] != w.shape[-1]:

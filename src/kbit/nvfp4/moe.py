@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kbit.format.words import at
-from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.gemm import check_product, check_tile
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
@@ -236,6 +236,7 @@ def moe_gemm_nvfp4(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
+    check_nvfp4("moe_gemm_nvfp4", "w", w)
     routing = route(ids, w.shape[0])
     a = quantize_for_experts(x, routing, dedup, search, ties, global_scale)
     y = expert_product(a, routing, w, accum, out_dtype or x.dtype)

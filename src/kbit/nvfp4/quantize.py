@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from kbit.format.words import at
-from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, e2m1, layouts, ue4m3
+from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, check_nvfp4, e2m1, layouts, ue4m3
 from kbit.nvfp4.kernels import kernels_for
 from kbit.ops import checks, kinds
 
@@ -149,8 +149,10 @@ def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
         A tensor of t's shape, its codes and scales uint8 as before; `t` itself if it has that layout already.
 
     Raises:
+        TypeError: t is no NVFP4Tensor.
         ValueError: there is no such layout.
     """
+    check_nvfp4("repack_nvfp4", "t", t)
     layouts.check_layout(layout, "repack_nvfp4")
     if layout == t.layout:
         return t
@@ -172,8 +174,9 @@ def dequantize_nvfp4(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torc
         dtype, t.shape.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: t is no NVFP4Tensor, or another dtype.
     """
+    check_nvfp4("dequantize_nvfp4", "t", t)
     checks.float_dtype("dequantize_nvfp4", "dtype", dtype)
     if len(t.shape) == 3:
         values = torch.empty(t.shape, dtype=dtype, device=t.device)

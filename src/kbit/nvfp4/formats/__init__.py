@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kbit.nvfp4.formats.layouts import LAYOUTS
-from kbit.nvfp4.formats.tensor import NonFiniteError, NVFP4Tensor
+from kbit.nvfp4.formats.tensor import NonFiniteError, NVFP4Tensor, check_nvfp4
 
-__all__ = ["LAYOUTS", "NVFP4Tensor", "NonFiniteError"]
+__all__ = ["LAYOUTS", "NVFP4Tensor", "NonFiniteError", "check_nvfp4"]

@@ -177,3 +177,16 @@ def _check_part(
         )
     if part.device != device:
         raise ValueError(f"NVFP4 tensor: {name} must be on {device}, got {part.device}. Move it there.")
+
+
+def check_nvfp4(op: str, name: str, value: object, where: str = "") -> None:
+    """Check that the argument `name` of an op is in NVFP4.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, NVFP4Tensor):
+        raise TypeError(
+            f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{at(where)}. Make one: "
+            f"kbit.nvfp4.quantize_nvfp4({name})."
+        )
