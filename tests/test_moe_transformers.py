@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.cli import app
-from kbit.integrations.transformers import report
+from kbit.integrations.transformers import names, report
 from kbit.nn import KbitExperts, replace
 from tiny_models import build
 
@@ -98,6 +100,24 @@ def test_experts_of_another_layout_are_told_with_the_reason(monkeypatch):
     assert (
         "model.layers.*.mlp.experts.gate_up_proj (2 of 0.0 MB: its experts have is_transposed=True)" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "reason"),
+    [
+        (
+            "mixtral",
+            {"modules_to_not_convert": ["model.layers.0.block_sparse_moe"]},
+            "modules_to_not_convert has",
+        ),
+        ("granitemoe", {"overrides": {"input_linear": 0}}, "the override 'input_linear' is 0"),
+    ],
+)
+def test_experts_left_out_by_their_names_in_files_are_told_so(name, left_out, reason, monkeypatch):
+    monkeypatch.setattr(replace, "LARGE", 1000)
+    model, policy = build(name, torch.float32), kbit.KbitConfig(**left_out)
+    text = report.unquantized(model, policy, names.names_in_files(model))
+    assert re.search(rf"layers\.[0*]\.\w+\.experts\.gate_up_proj \([^(]*{re.escape(reason)}", text), text
 
 
 def test_a_shared_parameter_is_told_once():

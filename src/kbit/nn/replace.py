@@ -165,7 +165,7 @@ def has_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
-def _both(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:
+def all_names(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:
     """A module's names: those in the model's checkpoints if they are others, and the model's own."""
     return (*names.get(name, ()), name)
 
@@ -239,7 +239,7 @@ def leftovers(
     def why(name: str, parameter: nn.Parameter) -> str:
         for holder in (name, *holders[id(parameter)]):
             reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
-            reason = reason or policy.why_not(*_both(holder, names or {}))
+            reason = reason or policy.why_not(*all_names(holder, names or {}))
             if reason is not None:
                 return reason if holder == name else f"it shares its weight with {holder}: {reason}"
         return "the checkpoint has it unquantized, or in another layout"
@@ -250,7 +250,7 @@ def leftovers(
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{key}" if name else key
             large = parameter.numel() >= LARGE and parameter.dim() > 1
-            if large and policy.bits_for(*_both(module_of(full), names or {})):
+            if large and policy.bits_for(*all_names(module_of(full), names or {})):
                 found[full] = why(name, parameter)
     return found
 
@@ -269,8 +269,8 @@ def _warn_about_leftovers(
 def _warn_about_unmatched(
     model: nn.Module, policy: QuantizationPolicy, layers: list[str], names: Mapping[str, list[str]]
 ) -> None:
-    known = [each for name in layers for each in _both(name, names)]
-    others = [each for name, _ in model.named_modules() for each in _both(name, names)]
+    known = [each for name in layers for each in all_names(name, names)]
+    others = [each for name, _ in model.named_modules() for each in all_names(name, names)]
     found = unmatched(policy, known, others)
     if found:
         warnings.warn(found, stacklevel=3)

@@ -39,7 +39,8 @@ def unquantized(
                 continue
             seen.add(id(parameter))
             full = f"{name}.{key}" if name else key
-            reason = reasons.get(full) or policy.why_not(module_of(full)) or "not a weight matrix"
+            known = replace.all_names(module_of(full), names or {})
+            reason = reasons.get(full) or policy.why_not(*known) or "not a weight matrix"
             found.setdefault((_NUMBER.sub("*", full), reason), []).append(parameter.nbytes)
     if not found:
         return None
