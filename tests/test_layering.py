@@ -161,7 +161,6 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", ["kbit.bench", "kbit.integrations.transformers"])
 def test_large_packages_say_where_what_is(package):
     module = importlib.import_module(package)
@@ -169,6 +168,7 @@ def test_large_packages_say_where_what_is(package):
     assert not {info.name for info in pkgutil.iter_modules(module.__path__)} - known
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first() -> None:
     dotted = [".".join(path.relative_to(SRC).with_suffix("").parts) for path in MODULES]
     names = [name.removesuffix(".__init__") for name in dotted]
