@@ -96,7 +96,9 @@ def test_side_files_and_config(source, tmp_path):
     result = run(source, tmp_path / "out", "--bits", 3)
     assert result.exit_code == 0, result.output
     assert re.search(r"peak memory \d+ MB$", result.output, re.M)  # a line of a file is not broken
-    assert re.search(r"^\d+\.\d MB stay unquantized: kbit inspect .*out names what is large", result.output, re.M)
+    assert re.search(
+        r"^\d+\.\d MB stay unquantized: kbit inspect .*out names what is large", result.output, re.M
+    )
     out = tmp_path / "out"
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()

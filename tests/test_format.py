@@ -165,7 +165,7 @@ def test_absmax_format_is_found_by_name_and_dtype():
         ([-1.0, 0.0, 0.5, math.inf], ValueError, "finite"),
         ([-2.0, 0.0, 0.5, 1.0], ValueError, "largest magnitude 1, got 2"),
         (torch.tensor([-1, 0, 1, 2]), TypeError, "float32"),
-        ("fp4", ValueError, "unknown codebook 'fp4'; known: nf. Give others as its 4 levels"),
+        ("fp4", ValueError, "unknown codebook 'fp4'; known: nf. Give another by its 4 levels"),
     ],
 )
 def test_bad_codebooks_are_refused(levels, error, message):

@@ -261,7 +261,7 @@ def plot(
     file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json` or `eval --bits --json`.")],
     out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result: speed-up against M by model and a roofline, or quality by width. Needs matplotlib."""
+    """Draw a result as PNGs. Speed-up against M and a roofline, or quality by width; needs matplotlib."""
     from kbit.bench import kernel_rows, plots, quality_plot
     from kbit.bench.result_files import read_result
 

@@ -164,8 +164,8 @@ def _print_summary(report: Report, target: Path) -> None:
     )
     if left := report.bytes_out - report.quantized_bytes:
         console.print(
-            f"{left / 1e6:.1f} MB stay unquantized: kbit inspect {escape(str(target))} names what is large of "
-            f"that, and says why",
+            f"{left / 1e6:.1f} MB stay unquantized: kbit inspect {escape(str(target))} names what is large "
+            "of that, and says why",
             soft_wrap=True,
         )
 

@@ -116,8 +116,8 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
     if isinstance(codebook, str):
         if codebook not in CODEBOOKS:
             raise ValueError(
-                f"unknown codebook {codebook!r}; known: {', '.join(sorted(CODEBOOKS))}. Give others as "
-                f"its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
+                f"unknown codebook {codebook!r}; known: {', '.join(sorted(CODEBOOKS))}. Give another "
+                f"by its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
             )
         return CODEBOOKS[codebook](bits)
     levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook)
