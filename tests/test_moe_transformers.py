@@ -135,3 +135,15 @@ def test_inspect_counts_experts_of_a_layer_together(tmp_path, monkeypatch):
     for name in ("gate_proj", "up_proj", "down_proj"):
         line = f"unquantized model.layers.*.mlp.experts.*.{name}.weight: 2 x 0.0 M weights, 2 x 0.0 MB"
         assert line in result.output
+
+
+def test_inspect_says_why_experts_that_are_stored_one_by_one_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(replace, "LARGE", 4 * 24 * 48)
+    build("qwen3_next", torch.bfloat16).save_pretrained(tmp_path / "in")
+    for arguments in (["quantize", "--override", "experts$=0", tmp_path / "in"], ["inspect"]):
+        result = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / "out")])
+        assert result.exit_code == 0, result.output
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        parameter = re.escape(f"model.layers.*.mlp.experts.*.{name}.weight")
+        line = rf"^unquantized {parameter}: .*the override 'experts\$' is 0$"
+        assert re.search(line, result.output, re.M), result.output

@@ -219,22 +219,27 @@ def _print(modules: list[Module], folder: Path, policy: QuantizationPolicy | Non
 def _large(modules: list[Module]) -> list[tuple[str, int, Module]]:
     """Large parameters that stayed unquantized: (name, in how many layers, the largest of them).
 
-    Experts that are stored one by one are one parameter in memory, and are counted together.
+    Experts that are stored one by one are one parameter in memory, and are counted together, named as
+    the first of them, by which a policy knows them.
     """
     parameters: dict[str, Module] = {}
     for module in (module for module in modules if module.bits is None):
         name = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", module.name)
-        whole = parameters.setdefault(name, Module(name, None))
+        whole = parameters.setdefault(name, Module(module.name, None))
         whole.weights += module.weights
         whole.bytes += module.bytes
     from kbit.nn import replace
 
-    layers: dict[str, list[Module]] = {}
+    layers: dict[str, dict[str, Module]] = {}
     for name, module in parameters.items():
         if module.weights >= replace.LARGE:
-            layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(module)
+            layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), {})[name] = module
     return [
-        (pattern if len(found) > 1 else found[0].name, len(found), max(found, key=lambda one: one.weights))
+        (
+            pattern if len(found) > 1 else next(iter(found)),
+            len(found),
+            max(found.values(), key=lambda one: one.weights),
+        )
         for pattern, found in layers.items()
     ]
 
