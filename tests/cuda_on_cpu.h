@@ -51,8 +51,8 @@ struct Index3 {
 inline thread_local Index3 threadIdx, blockIdx;
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
-constexpr int kMostBlocks = 4, kBlockBytes = 1 << 20;
-alignas(1024) inline u8 cluster_memory[kMostBlocks * kBlockBytes];
+constexpr int kMostBlocks = 4, kWindowBytes = 1 << 20;
+alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline thread_local int block_rank;
 inline int cluster_blocks;
 
@@ -242,7 +242,7 @@ inline void require_aligned(u64 address, u64 bytes) {
     }
 }
 inline u8* block_memory() {
-    return cluster_memory + block_rank * kBlockBytes;
+    return cluster_memory + block_rank * kWindowBytes;
 }
 inline u32 shared_address(const void* pointer) {
     return u32(static_cast<const u8*>(pointer) - cluster_memory);
@@ -399,7 +399,7 @@ inline void cluster_sync() {
     pthread_barrier_wait(&cluster_barrier);
 }
 inline u32 cluster_address(u32 address, u32 rank) {
-    return address % kBlockBytes + rank * kBlockBytes;
+    return address % kWindowBytes + rank * kWindowBytes;
 }
 template <class T>
 void store_cluster(u32 to, T value, u32 barrier) {
@@ -454,7 +454,7 @@ float silu_and_mul(float gate, float up) {
 template <class KERNEL>
 void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bool together, KERNEL kernel) {
     const int x = grid[0], y = grid[1], z = grid[2];
-    if (shared_bytes > kBlockBytes || cluster > kMostBlocks || x % cluster != 0) {
+    if (shared_bytes > kWindowBytes || cluster > kMostBlocks || x % cluster != 0) {
         std::abort();
     }
     blockDim = {u32(threads), 1, 1};
@@ -470,7 +470,7 @@ void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bo
     for (int first = 0; first < x * y * z; first += cluster) {
         std::vector<std::thread> all;
         for (int rank = 0; rank < cluster; ++rank) {
-            std::memset(cluster_memory + rank * kBlockBytes, 0xa5, shared_bytes);
+            std::memset(cluster_memory + rank * kWindowBytes, 0xa5, shared_bytes);
         }
         for (int i = 0; i < cluster * threads; ++i) {
             const auto run = [=] {

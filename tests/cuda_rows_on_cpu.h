@@ -107,13 +107,13 @@ void store_global(u8* to, u32 value) {
 template <int BYTES>
 void put_shared_element(u32 address, u32 value) {
     require_aligned(address, BYTES);
-    std::memcpy(block_memory + address, &value, BYTES);
+    std::memcpy(cluster_memory + address, &value, BYTES);
 }
 template <int BYTES>
 u32 shared_element(u32 address) {
     require_aligned(address, BYTES);
     u32 value = 0;
-    std::memcpy(&value, block_memory + address, BYTES);
+    std::memcpy(&value, cluster_memory + address, BYTES);
     return value;
 }
 // stmatrix.x4: lane 8h + i says where row i of square h goes; lane l has elements 2 (l % 4), + 1 of row l

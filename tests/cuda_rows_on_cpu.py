@@ -38,7 +38,7 @@ PTX = (
     (r'asm volatile\("stmatrix.*?"memory"\);', "store_squares(to, a);"),
     (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
     (r"load_shared_element<", "shared_element<"),
-    (r"extern __shared__ [^;]*? (\w+)\[\];", r"u8* const \1 = block_memory;"),
+    (r"extern __shared__ [^;]*? (\w+)\[\];", r"u8* const \1 = block_memory();"),
     (r"#pragma (once|unroll.*)", ""),
 )
 
@@ -68,8 +68,8 @@ def translated(name: str, seen: set[str]) -> str:
 def _placed(variable: re.Match[str], place: int) -> str:
     kind, name, is_array = variable.groups()
     if is_array:
-        return f"{kind}* const {name} = reinterpret_cast<{kind}*>(block_memory + {place});"
-    return f"{kind}& {name} = *reinterpret_cast<{kind}*>(block_memory + {place});"
+        return f"{kind}* const {name} = reinterpret_cast<{kind}*>(block_memory() + {place});"
+    return f"{kind}& {name} = *reinterpret_cast<{kind}*>(block_memory() + {place});"
 
 
 def host_source(spec: KernelSpec) -> str:
@@ -83,10 +83,10 @@ def host_source(spec: KernelSpec) -> str:
     return (
         f'#include "cuda_rows_on_cpu.h"\n{config}\n{source}\n'
         f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
-        f"{parameters}) {{\n"
+        f"int cluster, {parameters}) {{\n"
         f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
         f"    const int bytes = shared_bytes + 4 * {SHARED_STEP};\n"
-        f"    launch(grid, threads, bytes, true, [=] {{ {spec.entry}({names}); }});\n}}\n"
+        f"    launch(grid, threads, bytes, cluster, true, [=] {{ {spec.entry}({names}); }});\n}}\n"
     )
 
 

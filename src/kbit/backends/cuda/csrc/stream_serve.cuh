@@ -94,24 +94,21 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
     const int g = lane >> 2, t = lane & 3;
     const u32 parts_empty = parts_full + 8 * kBuffers;
     float* const up_totals = totals + p.rows * kSums * 32;
-    const auto store = [&](int row, float (&sums)[kSums], float (&gates)[kSums]) {
+    const auto store = [&](int row, int i, float sum, float gate) {
         int slot = 0, row_tile = p.first + row;
         if constexpr (kExperts == kExpertRows) {
             slot = row_tile / p.per_slot;
             row_tile -= slot * p.per_slot;
             out.unit = choice.factor_of(slot);
         }
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-            if constexpr (kOne) {
-                sums[i] = add_four_lanes(sums[i]);
-                gates[i] = add_four_lanes(gates[i]);
-            }
-            if (!kOne || t == 0) {
-                const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
-                const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
-                out.store(p, token, n, p.gated ? gates[i] : sums[i], sums[i]);
-            }
+        if constexpr (kOne) {
+            sum = add_four_lanes(sum);
+            gate = add_four_lanes(gate);
+        }
+        if (!kOne || t == 0) {
+            const int token = kOne ? slot : i / 4 * 8 + 2 * t + i % 2;
+            const int n = row_tile * 16 + g + (kOne ? i : i / 2 % 2) * 8;
+            out.store(p, token, n, p.gated ? gate : sum, sum);
         }
     };
     Cursor<kBuffers> in;
@@ -133,7 +130,6 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
             in.next();
             const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated);
             const bool complete = p.last(segment), writes = complete && (p.ups(segment) || !p.gated);
-            float gates[kSums] = {};
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
                 const int at = (row * kSums + i) * 32 + lane;
@@ -143,16 +139,14 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
                 }
                 if (kSplit ? !complete : !writes) {
                     *kept = sums[i];
-                } else if (!kSplit && p.gated) {
-                    gates[i] = totals[at];
+                } else if (!kSplit) {
+                    store(row, i, sums[i], p.gated ? totals[at] : 0.0f);
                 }
             }
             if constexpr (kSplit) {
                 if (complete) {
                     exchange.send(row, p.ups(segment), sums, lane);
                 }
-            } else if (writes) {
-                store(row, sums, gates);
             }
         }
     }
@@ -164,7 +158,10 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
             if (p.gated) {
                 exchange.add_up(gates, row, false, lane);
             }
-            store(row, sums, gates);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                store(row, i, sums[i], gates[i]);
+            }
         }
     }
 }
