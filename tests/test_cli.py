@@ -542,6 +542,7 @@ def test_doctor_reads_the_settings(monkeypatch):
 def test_serve_refuses_what_is_no_model(tmp_path):
     assert "no config.json" in refuse("serve", tmp_path)
     assert "is not a folder" in refuse("serve", tmp_path / "missing")
+    assert "is not a folder" in refuse("serve", "model-4bits")  # and not looked for on a hub
 
 
 def test_doctor_prints_remedies_whole(monkeypatch):

@@ -227,6 +227,6 @@ def test_a_stopped_server_exits_as_other_commands_do(folders, number, last):
 def test_the_command_hands_every_option_over(monkeypatch):
     taken = []
     monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", taken.extend)
-    result = CliRunner().invoke(app, ["serve", "folder", "--port", "8000", "--continuous-batching"])
+    result = CliRunner().invoke(app, ["serve", "org/model", "--port", "8000", "--continuous-batching"])
     assert result.exit_code == 0, result.output
-    assert taken == ["folder", "--port", "8000", "--continuous-batching"]
+    assert taken == ["org/model", "--port", "8000", "--continuous-batching"]

@@ -74,7 +74,7 @@ def command(
 
 
 def _check_model(name: str) -> None:
-    """Raises OSError or ValueError for no model's folder and no name on a hub (one slash at most)."""
+    """Raises OSError or ValueError for no model's folder and no name on a hub, which has one slash."""
     folder = Path(name)
     if folder.exists():
         check_model_folder(folder)
@@ -83,7 +83,7 @@ def _check_model(name: str) -> None:
                 f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "
                 f"for part of a path. Rename the folder, or serve it through a link of another name."
             )
-    elif name.count("/") > 1 or name.startswith((".", "/", "~")):
+    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )
