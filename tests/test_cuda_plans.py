@@ -163,6 +163,13 @@ def test_reasons_name_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens in clusters of" in words["wgmma"]
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_no_tokens_are_explained_as_some_are(device: DeviceLimits) -> None:
+    words = preference.reasons(0, torch.float16, 512, 2048, 4, False, device)
+    assert words["stream"] == "it takes 1 to 16 tokens, got 0"
+    assert any(word.startswith("taken ") for word in words.values())
+
+
 def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_BACKEND", raising=False)
     q = kbit.quantize(torch.randn(64, 256), 4)

@@ -65,7 +65,7 @@ def candidates(
             tiling = block.tiling(cluster)
             tiles = _row_blocks(out_features, gated, tiling) * -(-m // block.tokens)
             size = cluster * tiling.sharers
-            grid = size * min(tiles, device.clusters(size))
+            grid = size * max(1, min(tiles, device.clusters(size)))
             if cluster > 1 and (
                 not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
             ):
