@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,35 +70,47 @@ def translated(name: str, seen: set[str]) -> str:
 
 
 def host_source(spec: KernelSpec) -> str:
-    """C++ with a function `run` that takes grid, block, shared memory, cluster and the kernel's arguments."""
-    source = translated(spec.source, set())
+    """C++ with a function `run`, of a kernel of stream.cu or NVFP4."""
+    together = spec.entry in TOGETHER
+    return with_run(spec, translated(spec.source, set()), "cuda_on_cpu.h", together)
+
+
+def with_run(spec: KernelSpec, source: str, header: str, together: bool, more_bytes: int = 0) -> str:
+    """C++ with a function `run` that takes grid, block, shared memory, cluster and the kernel's arguments.
+
+    Args:
+        spec: the kernel.
+        source: its source without PTX.
+        header: what stands in for PTX.
+        together: whether threads of a block wait for each other.
+        more_bytes: of shared memory, besides what the launch asks for.
+    """
     found = re.search(rf"__global__ void[^{{]*?\b{spec.entry}\((.*?)\)\s*\{{", source, re.DOTALL)
     assert found is not None, spec.entry
     parameters = " ".join(found[1].replace("__restrict__", "").split())
     names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
-    together = str(spec.entry in TOGETHER).lower()
     config = spec.config_header.replace("#pragma once", "")
     return (
-        f'#include "cuda_on_cpu.h"\n{config}\n{source}\n'
+        f'#include "{header}"\n{config}\n{source}\n'
         f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
         f"int cluster, {parameters}) {{\n"
-        f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
-        f"    launch(grid, threads, shared_bytes, cluster, {together}, [=] {{ {spec.entry}({names}); }});\n"
-        "}\n"
+        f"    const int grid[3] = {{grid_x, grid_y, grid_z}}, bytes = shared_bytes + {more_bytes};\n"
+        f"    launch(grid, threads, bytes, cluster, {str(together).lower()}, "
+        f"[=] {{ {spec.entry}({names}); }});\n}}\n"
     )
 
 
 class Kernels:
     """Compiled kernels in a folder, in the place of the launcher."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, source_of: Callable[[KernelSpec], str] = host_source) -> None:
+        self.folder, self.source_of = folder, source_of
         self.function = functools.cache(self._function)
 
     def _function(self, spec: KernelSpec) -> object:
         stem = re.sub(r"\W+", "_", spec.name)
         source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
-        source.write_text(host_source(spec))
+        source.write_text(self.source_of(spec))
         command = [COMPILER, *FLAGS, f"-I{HERE}", "-o", str(library), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -5,10 +5,8 @@ Threads of a block run at once and wait for each other; blocks run one after ano
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
-import subprocess
 
 import cuda_on_cpu
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
@@ -73,31 +71,6 @@ def _placed(variable: re.Match[str], place: int) -> str:
 
 
 def host_source(spec: KernelSpec) -> str:
-    """C++ with a function `run` that takes grid, block, shared memory and the kernel's arguments."""
+    """C++ with a function `run`, of a kernel over rows."""
     source = translated(spec.source, set())
-    found = re.search(rf"__global__ void[^{{]*?\b{spec.entry}\((.*?)\)\s*\{{", source, re.DOTALL)
-    assert found is not None, spec.entry
-    parameters = " ".join(found[1].split())
-    names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
-    config = spec.config_header.replace("#pragma once", "")
-    return (
-        f'#include "cuda_rows_on_cpu.h"\n{config}\n{source}\n'
-        f'extern "C" void run(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, '
-        f"int cluster, {parameters}) {{\n"
-        f"    const int grid[3] = {{grid_x, grid_y, grid_z}};\n"
-        f"    const int bytes = shared_bytes + 4 * {SHARED_STEP};\n"
-        f"    launch(grid, threads, bytes, cluster, true, [=] {{ {spec.entry}({names}); }});\n}}\n"
-    )
-
-
-class Kernels(cuda_on_cpu.Kernels):
-    """Compiled kernels in a folder, in the place of the launcher."""
-
-    def _function(self, spec: KernelSpec) -> object:
-        stem = re.sub(r"\W+", "_", spec.name)
-        source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
-        source.write_text(host_source(spec))
-        command = [cuda_on_cpu.COMPILER, *cuda_on_cpu.FLAGS, f"-I{cuda_on_cpu.HERE}"]
-        done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(library)).run
+    return cuda_on_cpu.with_run(spec, source, "cuda_rows_on_cpu.h", True, 4 * SHARED_STEP)

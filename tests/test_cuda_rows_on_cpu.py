@@ -22,12 +22,12 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_rows_on_cpu.Kernels:
-    return cuda_rows_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_rows_on_cpu"))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_rows_on_cpu"), cuda_rows_on_cpu.host_source)
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_rows_on_cpu.Kernels) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
     cuda_on_cpu.install(monkeypatch, kernels)
 
 
