@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from kbit.bench.result_files import no_result, read_result
 BASELINE, OURS, PEER = "baseline", "ours", "peer"
 # The path that kbit.linear takes by itself.
 DISPATCHED = "kbit"
+COMMAND = "kbit bench kernels"  # whose results these are
 # What JSON makes of a row's fields.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -152,15 +153,23 @@ def load(path: Path) -> tuple[dict[str, Any], list[KernelRow]]:
         OSError: the file cannot be read.
         ValueError: it is not one.
     """
-    command = "kbit bench kernels"
-    result = read_result(path, command)
+    result = read_result(path, COMMAND)
+    return result, rows_of(result, path)
+
+
+def rows_of(result: Mapping[str, Any], path: Path) -> list[KernelRow]:
+    """The rows of a result that was read from `path`.
+
+    Raises:
+        ValueError: it is none of `kbit bench kernels --json`.
+    """
     try:
         rows = from_json(result["rows"])
     except (KeyError, TypeError) as error:
-        raise no_result(path, command, error) from None
+        raise no_result(path, COMMAND, error) from None
     for row in rows:
         for field in fields(KernelRow):
             value = getattr(row, field.name)
             if type(value) not in _JSON_TYPES[str(field.type)] or (field.name == "us" and not value > 0):
-                raise no_result(path, command, f"a row's {field.name} is {value!r}")
-    return result, rows
+                raise no_result(path, COMMAND, f"a row's {field.name} is {value!r}")
+    return rows

@@ -265,10 +265,10 @@ def plot(
     from kbit.bench import kernel_rows, plots, quality_plot
     from kbit.bench.result_files import read_result
 
-    found = read_result(file, "kbit bench kernels")
+    found = read_result(file, kernel_rows.COMMAND)
     if quality_plot.is_quality(found):
         written = [quality_plot.write(found, out)]
     else:
-        written = plots.write(*kernel_rows.load(file), out)
+        written = plots.write(found, kernel_rows.rows_of(found, file), out)
     for path in written:
         console.print(str(path), markup=False, soft_wrap=True)
