@@ -51,7 +51,7 @@ def check(m: int, n: int, k: int, bits: int, dtype: torch.dtype, gated: bool = F
     assert not bool(wrong.any()), (wrong.nonzero()[:4].tolist(), int(wrong.sum()), y.numel())
 
 
-@pytest.mark.parametrize("m", [1, 5, 16, 20])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 16, 20])
 def test_every_class_of_tokens(m: int) -> None:
     for n, k in SIZES:
         check(m, n, k, 4, torch.float16)
@@ -71,7 +71,7 @@ def test_other_tables_of_five_bits(arch: str, kilobytes: int, monkeypatch: pytes
         check(m, *SIZES[0], 5, torch.float16)
 
 
-@pytest.mark.parametrize("m", [1, 2, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8])
 def test_gates(m: int) -> None:
     for n, k in SIZES[:2]:
         check(m, n, k, 4, torch.float16, gated=True)
@@ -82,10 +82,13 @@ def test_gates(m: int) -> None:
     ("m", "n", "k", "blocks"),
     [
         (1, 24, 2600, 2),
-        (2, 16, 2309, 2),
+        (1, 16, 5400, 2),
+        (2, 16, 5309, 2),
+        (3, 33, 5400, 2),
         (4, 9, 5400, 2),
-        (5, 40, 2600, 2),
+        (5, 24, 2600, 2),
         (8, 9, 5400, 4),
+        (7, 40, 5400, 4),
         (6, 33, 10500, 4),
     ],
 )

@@ -11,7 +11,8 @@ from kbit.backends.cuda import layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
-TOKENS = (1, 8, 16)  # most tokens that a compiled kernel takes
+TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
+NVFP4_TOKENS = (1, 8, 16)
 # What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
 MEASURED_ARCH = "90a"  # experts, and some launches of one weight, are compiled for this one alone
@@ -67,7 +68,7 @@ kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
 
 def sums_of(tokens: int) -> int:
     """Sums of a row tile that a lane holds, in the kernel for so many tokens; kSums in stream.cuh."""
-    return 2 if tokens == 1 else tokens // 2
+    return 2 if tokens == 1 else max(4, tokens // 2)
 
 
 def configs(
@@ -86,8 +87,9 @@ def configs(
     measured = arch == MEASURED_ARCH
     split = [Config(16, 2, split=True)] if measured and experts == DENSE and not nvfp4 else []
     if tokens > 1:  # 12 workers have more registers than 16
-        stages = (1, 2) if measured else (2,)
-        return [Config(workers, count) for workers in (12, 16) for count in stages] + split
+        if not measured:
+            return [Config(12, 2), Config(16, 2)]
+        return [Config(16, 1), Config(16, 2), Config(20, 1) if tokens <= 4 else Config(12, 2), *split]
     if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
         return [Config(16, 1)]
     return [Config(16, 2), Config(20, 1), *split] if measured and not experts else [Config(16, 2)]
@@ -96,7 +98,7 @@ def configs(
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose for such an architecture."""
     formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
-    kernels = [(*one, tokens, DENSE) for one in formats for tokens in TOKENS]
+    kernels = [(*one, tokens, DENSE) for one in formats for tokens in (NVFP4_TOKENS if one[1] else TOKENS)]
     if arch == MEASURED_ARCH:
         kernels += [
             (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)

@@ -53,49 +53,54 @@ def _by_shape(m: int, groups: int, share: float) -> Wanted:
         return Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 else Wanted(16, 2)
     if m <= 4:
         if groups <= 8:
-            return Wanted(8, 1, blocks=2) if share > 2 else Wanted(8, 2)
-        if groups <= 16 and 0.5 < share <= 1:
-            return Wanted(8, 2)
-        if groups > 20 and share > 8:
-            return Wanted(8, 2, blocks=2)
-        return Wanted(16, 2 if groups > 64 or (groups > 20 and share <= 1) else 1)
+            return Wanted(8, 1 if share <= 0.5 else 2, blocks=2 if share > 4 else 1)
+        if groups <= 16:
+            if share <= 0.5 and m > 2:
+                return Wanted(16, 1)
+            return Wanted(8, 1, blocks=2) if 1 < share <= 4 else Wanted(8 if share <= 1 else 16, 2)
+        if groups <= 20:
+            return Wanted(10, 1, compiled_for=20)
+        return Wanted(8, 2, blocks=2) if groups <= 64 and share > 1 else Wanted(16, 2)
     if m <= 8:
         if groups <= 8:
             return Wanted(8, 2, compiled_for=12 if share > 2 else 16)
-        if groups <= 16 and 0.5 < share <= 2:
-            return Wanted(8, 2, compiled_for=12)
-        if 20 < groups <= 40 and share > 1:
-            return Wanted(12, 2, compiled_for=12)
-        return Wanted(16, 2 if groups > 8 and share <= 0.5 else 1)
+        return Wanted(16, 1 if groups <= 40 and 1 < share <= 8 else 2)
     return _by_groups(m, groups)
 
 
 def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     """Where splitting K over a cluster was faster on an H200: x is read, and swapped, in fewer places.
 
-    2048 x 4096 by 8 tokens, 4 bits: 4.5 us in blocks, 3.9 in pairs; 1024 x 8192: 6.4, 4.6 in fours. With more
+    2048 x 4096 by 8 tokens, 4 bits: 4.3 us in blocks, 3.9 in pairs; 1024 x 8192: 5.1, 4.4 in fours. With more
     than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks. At 5 bits,
     with a larger table in each block and one stage, it was slower by up to 30%.
     """
     if groups <= 8 or share > 4:
         return None
     if m == 1:
-        return Wanted(8, 2, cluster=2) if groups <= 16 and 0.5 < share <= 1 else None
+        pairs = share <= 0.5 if groups > 20 else groups <= 16 and 0.5 < share <= 1
+        return Wanted(8, 2, cluster=2) if pairs else None
     if m <= 4:
+        if groups <= 20:
+            return None
         if share <= 0.5:
             return Wanted(8, 2, cluster=2)
-        return Wanted(16, 2, cluster=2) if groups > 40 else None
+        if m <= 2:
+            return None
+        return Wanted(16, 2, cluster=2) if groups > 40 else Wanted(8, 2, blocks=2, cluster=2)
     if share <= 0.5:
         return Wanted(8, 2, cluster=2 if groups <= 20 else 4)
     if groups > 40:
         return Wanted(16, 2, cluster=2 if share > 2 else 4)
-    return Wanted(16, 2, cluster=2) if groups <= 20 and share <= 2 else None
+    if groups > 20:
+        return Wanted(8, 2, blocks=2, cluster=4)
+    return Wanted(16, 2, cluster=2) if share <= 1 else None
 
 
 def _by_groups(m: int, groups: int) -> Wanted:
     """What to use where look-up tables are large, or nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
-    narrow = groups <= 8 or (m > 1 and 16 < groups <= 24)
+    narrow = groups <= 8 or 16 < groups <= 24 if m > 2 else groups <= 8 and m == 1
     return Wanted(8, 2, compiled_for=8) if narrow else Wanted(16, 2)
 
 

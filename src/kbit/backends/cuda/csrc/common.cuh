@@ -114,12 +114,6 @@ DEVICE void transpose_four_lanes(u32 (&v)[4], int t) {
     v[3] = upper ? p[3] : d;
 }
 
-// In each of four lanes, the sum of their values.
-DEVICE float add_four_lanes(float value) {
-    value += __shfl_xor_sync(~0u, value, 1);
-    return value + __shfl_xor_sync(~0u, value, 2);
-}
-
 DEVICE u32 shared_address(const void* pointer) {
     return u32(__cvta_generic_to_shared(pointer));
 }

@@ -1,4 +1,4 @@
-// y[m, n] = sum_k x[m, k] * W[n, k] (+ bias[n]) for few tokens: 1 <= M <= Config::tokens (1, 8 or 16).
+// y[m, n] = sum_k x[m, k] * W[n, k] (+ bias[n]) for few tokens: 1 <= M <= Config::tokens (1, 2, 4, 8 or 16).
 //
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
@@ -29,8 +29,8 @@
 // is not gated, over a worker's passes before its place among workers. Results depend on N, K, which of
 // stream.py's classes M is in and how many multiprocessors there are, never on timing.
 //
-//   M = 1: the 8 columns of B hold the 8 k-blocks of the group instead of tokens. The MMA of block b is then
-//   useful in column b only, and one set of 4 registers is the x of all of them.
+//   M = 1, 2, 4: the 8 columns of B hold 8, 4, 2 k-blocks beside each other. The MMA of a block is then
+//   useful in its own columns only, and 4 registers are the x of all of them: fewer to load and to swap.
 //
 // Dependent launch: tables are built and the ring is filled before the previous kernel is done (not that of
 // experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends
@@ -55,14 +55,15 @@ DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (
             a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
         }
     }
-    if (NEW && (!kOne || q + BLOCK == 0)) {
-        x.swap(2 * q + BLOCK, t);
+    const int block = 2 * q + BLOCK, set = block / kBeside;
+    if (NEW) {
+        x.swap_for(block, t);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
-            const u32(&b)[4] = x.v[n][kOne ? 0 : 2 * q + BLOCK];
+            const u32(&b)[4] = x.v[n][set];
             H::mma(d[n], a[j], b[2 * j], b[2 * j + 1]);
         }
     }
@@ -80,6 +81,50 @@ DEVICE void add_scaled(float (&sums)[kColumns][4], const float (&d)[kColumns][4]
     }
 }
 
+// Products of k-blocks beside each other, of which every block's are useful in columns of its own. A lane has
+// those of two columns: of one block and two tokens, or, M = 1, of two blocks.
+template <class S>
+struct Beside {
+    float d[4];
+    int mine;  // the lane's block of a set; M = 1: the first of two
+
+    DEVICE Beside(int t) : d{}, mine(2 * t / kWide) {}
+
+    // The products of blocks 2q and 2q + 1 in all columns.
+    DEVICE void keep(const float (&even)[4], const float (&odd)[4], int q) {
+        const int block = 2 * q % kBeside;
+        if constexpr (kOne) {
+            if (mine == block) {
+                d[0] = even[0];
+                d[1] = odd[1];
+                d[2] = even[2];
+                d[3] = odd[3];
+            }
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            d[i] = mine == block ? even[i] : mine == block + 1 ? odd[i] : d[i];
+        }
+    }
+    // sums += the products times their scales; `words`: of the tiles of a set, or, M = 1, of tile t in [0].
+    DEVICE void add_to(float (&sums)[4], const typename S::Words* words) const {
+        if constexpr (kOne) {
+            const u32 even = S::template halves<0>(words[0]), odd = S::template halves<1>(words[0]);
+            sums[0] += d[0] * low_half(even) + d[1] * low_half(odd);
+            sums[2] += d[2] * high_half(even) + d[3] * high_half(odd);
+            return;
+        }
+        const u32 tile = kBeside == 4 && mine >= 2 ? words[1] : words[0];
+        const u32 both = S::template halves<0>(tile >> mine % 2 * 8);
+        const float upper = low_half(both), lower = high_half(both);
+        sums[0] += d[0] * upper;
+        sums[1] += d[1] * upper;
+        sums[2] += d[2] * lower;
+        sums[3] += d[3] * lower;
+    }
+};
+
 // sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales,
 // all of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded
 // last.
@@ -87,7 +132,7 @@ template <bool NEW, class S>
 DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int t = lane & 3;
     typename S::Words scales[kGroupTiles];
-    float column[4] = {};  // M = 1: sums of blocks 2t, 2t + 1 in row g, then row g + 8
+    Beside<S> beside(t);
     const u32 last = for_tiles<kScaleWeights ? 0 : 1>(group, lane, scales, [&](int q, const auto& w) {
         if constexpr (kScaleWeights) {
             multiply_block<0, NEW>(sums, decode, w, scales[q], x, q, t);
@@ -97,22 +142,18 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
         Sums even = {}, odd = {};
         multiply_block<0, NEW>(even, decode, w, scales[q], x, q, t);
         multiply_block<1, NEW>(odd, decode, w, scales[q], x, q, t);
-        if constexpr (kOne) {
-            if (t == q) {  // columns 2q and 2q + 1
-                column[0] = even[0][0];
-                column[1] = odd[0][1];
-                column[2] = even[0][2];
-                column[3] = odd[0][3];
-            }
-        } else {
+        if constexpr (kBeside == 1) {
             add_scaled(sums, even, S::template halves<0>(scales[q]));
             add_scaled(sums, odd, S::template halves<1>(scales[q]));
+        } else {
+            beside.keep(even[0], odd[0], q);
+            if (!kOne && (2 * q + 2) % kBeside == 0) {
+                beside.add_to(sums[0], &scales[q + 1 - kBeside / 2]);
+            }
         }
     });
     if constexpr (kOne) {
-        const u32 even = S::template halves<0>(scales[0]), odd = S::template halves<1>(scales[0]);
-        sums[0][0] += column[0] * low_half(even) + column[1] * low_half(odd);
-        sums[0][2] += column[2] * high_half(even) + column[3] * high_half(odd);
+        beside.add_to(sums[0], scales);
     }
     return last;
 }
@@ -170,13 +211,8 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             if (!hands_over) {
                 continue;
             }
-            const u32 row_at = parts.row(out.slot, worker);
             barrier_wait(parts_empty + 8 * out.slot, out.phase ^ 1);
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                put_shared(row_at + i * kPartStep, __float_as_uint(sum_at(sums, i)));
-                sum_at(sums, i) = 0.0f;
-            }
+            parts.hand_over(out.slot, worker, sums);
             warp_arrive(parts_full + 8 * out.slot, lane);
             out.next();
         }
@@ -246,7 +282,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     if constexpr (kExperts) {
         ring.choice.load(routing, lane);
     }
-    const Parts parts{base + (kInHoles ? D::hole(0) : parts_at) + 4 * lane, workers};
+    const Parts parts{base + (kInHoles ? D::hole(0) : parts_at) + place_of_sums<kPartStep>(lane), workers};
     if (warp < workers) {
         work(p, ring, parts, parts_full, memory, x, x_stride, routing, warp, lane);
     } else {
@@ -254,7 +290,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
             ring.choice.find(routing);
             ring.choice.weigh(routing, lane);
         }
-        serve(p, parts, parts_full, {bias, y, unit, {row_scale}}, ring.choice,
-              reinterpret_cast<float*>(memory + totals_at), exchange, lane);
+        serve(p, parts, parts_full, {bias, y, unit, {row_scale}}, ring.choice, base + totals_at, exchange,
+              lane);
     }
 }

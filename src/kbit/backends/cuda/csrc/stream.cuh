@@ -1,5 +1,4 @@
-// What the workers of stream.cu hold: the problem, the ring of packed weights, activations, and sums on their
-// way to the server.
+// What the workers of stream.cu hold: the problem, the ring of packed weights, and activations.
 #pragma once
 
 #include "config.h"
@@ -14,6 +13,8 @@ constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
 constexpr int kStages = Config::stages;
 constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
 constexpr bool kOne = Config::tokens == 1;
+// Columns of B: up to 8 tokens; of fewer, several k-blocks beside each other.
+constexpr int kWide = Config::tokens < 8 ? Config::tokens : 8, kBeside = 8 / kWide;
 constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
 // Scales multiply the weights, or the products of a block. The first rounds once more (E4M4, not ue4m3), to
 // the 16-bit weight that dequantize gives, and needs no second set of accumulators.
@@ -29,6 +30,7 @@ static_assert(kRingBarriersAt + Config::workers * kStages * 8 <= kBarrierBytes);
 enum : int { kDense, kExpertRows, kExpertColumns };
 constexpr int kExperts = Config::experts;
 static_assert(kExperts == kDense || (kOne && !kUe4m3));
+static_assert(!kUe4m3 || kOne || kBeside == 1);
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 // The blocks of a cluster share row tiles and split K: each reads a part of x instead of all.
 constexpr bool kSplit = Config::split;
@@ -178,46 +180,43 @@ struct Ring {
     }
 };
 
-// The workers' sums, [buffer][worker][sum] rows of 32 floats in shared memory.
-struct Parts {
-    u32 base;  // for this lane
-    int workers;
-
-    DEVICE u32 row(int buffer, int worker) const {
-        return base + (buffer * workers + worker) * kSums * kPartStep;
-    }
-};
-
-// B operands of a group: [column tile][k-block][4 registers], or [1][1][4] where columns are k-blocks.
+// B operands of a group: [column tile][set of kBeside k-blocks][4 registers].
 //
 // A lane loads 16 bytes, to be swapped within its four lanes before the first use (loading 4 bytes at a time
-// took 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Swapping a block just before its first MMA hides the loads
-// of the next ones.
+// took 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Of many sets each is swapped just before its first MMA,
+// which hides the loads of the next ones.
 struct Activations {
-    static constexpr int kBlocks = kOne ? 1 : 8;
-    u32 v[kColumns][kBlocks][4];
+    static constexpr int kSets = 8 / kBeside;
+    u32 v[kColumns][kSets][4];
 
     DEVICE void load(const u16* x, int x_stride, int group, const Problem& p, int lane) {
         const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int set = 0; set < kSets; ++set) {
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
-                const int token = kOne ? 0 : n * 8 + g, column = group * 256 + (kOne ? g : b) * 32 + 8 * t;
+                const int token = n * 8 + g % kWide;
+                const int column = group * 256 + (set * kBeside + g / kWide) * 32 + 8 * t;
                 const bool there = token < p.m && column < p.k;
                 const u16* from = x + u64(token) * x_stride + column;
                 const uint4 eight = there ? *reinterpret_cast<const uint4*>(from) : uint4{};
-                v[n][b][0] = eight.x;
-                v[n][b][1] = eight.y;
-                v[n][b][2] = eight.z;
-                v[n][b][3] = eight.w;
+                v[n][set][0] = eight.x;
+                v[n][set][1] = eight.y;
+                v[n][set][2] = eight.z;
+                v[n][set][3] = eight.w;
             }
         }
     }
-    DEVICE void swap(int block, int t) {
+    // Before the first MMA of a k-block.
+    DEVICE void swap_for(int block, int t) {
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-            transpose_four_lanes(v[n][kOne ? 0 : block], t);
+        for (int set = 0; set < kSets; ++set) {
+            if (kSets == 8 ? set == block : block == 0) {
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    transpose_four_lanes(v[n][set], t);
+                }
+            }
         }
     }
 };

@@ -1,15 +1,7 @@
 // NVFP4 in stream.cu: the products of a group, where every k16 step is a block with a scale of its own.
 #pragma once
 
-#include "stream.cuh"
-
-// Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t
-// + 1. Otherwise those of the MMA: [n] is rows g, g, g + 8, g + 8 and tokens 8n + 2t, 8n + 2t + 1
-// alternately.
-typedef float Sums[kColumns][4];
-DEVICE float& sum_at(Sums& sums, int i) {
-    return kOne ? sums[0][2 * i] : sums[i / 4][i % 4];
-}
+#include "stream_sums.cuh"
 
 // sums += the group of 4 tiles at a shared address; as multiply_group.
 //
@@ -29,8 +21,8 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
             constexpr int kStep = step.value, kHalf = kStep / 2, kPair = kStep % 2 * 2;
             u32 a[4];
             decode.template step<kStep>(w, a);
-            if (kPair == 0 && NEW && (!kOne || q + kHalf == 0)) {
-                x.swap(2 * q + kHalf, t);
+            if (kPair == 0 && NEW) {
+                x.swap_for(2 * q + kHalf, t);
             }
             if constexpr (kOne) {
                 const bool mine = g == 2 * q + kHalf;
@@ -45,7 +37,7 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
                 }
 #pragma unroll
                 for (int n = 0; n < kColumns; ++n) {
-                    const u32(&b)[4] = x.v[n][2 * q + kHalf];
+                    const u32(&b)[4] = x.v[n][(2 * q + kHalf) / kBeside];
                     H::mma(kColumns == 1 && kPair ? odd[n] : sums[n], a, b[kPair], b[kPair + 1]);
                 }
             }
