@@ -109,27 +109,31 @@ struct Output {
     }
     DEVICE void store(const Problem& p, const Job& job, int unit, float factor,
                       const float (&sums)[2][kColumns][4], int lane) const {
-        const int g = lane >> 2, t = lane & 3, width = p.width();
+        const int t = lane & 3, width = p.width(), row = p.upper(unit) * 16 + (lane >> 2);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = n * 8 + 2 * t + i % 2;
+            for (int i = 0; i < 2; ++i) {
+                if (n * 8 + i >= job.tokens) {  // of no lane, as the odd ones of a single token
+                    continue;
+                }
+                const int token = n * 8 + 2 * t + i;
                 if (token >= job.tokens) {
                     continue;
                 }
-                u16* const to = y + u64(job.row + token) * width;
-                const int row = p.upper(unit) * 16 + g + i / 2 * 8;
-                const float upper = sums[0][n][i] * factor, lower = sums[1][n][i] * factor;
+                u16* const to = y + u64(job.row + token) * width + row;
+                const float v[4] = {sums[0][n][i] * factor, sums[0][n][i + 2] * factor,
+                                    sums[1][n][i] * factor, sums[1][n][i + 2] * factor};
                 if (p.gated) {
-                    to[row] = H::narrow(silu_and_mul<Config::bf16>(upper, lower));
+                    to[0] = H::narrow(silu_and_mul<Config::bf16>(v[0], v[2]));
+                    to[8] = H::narrow(silu_and_mul<Config::bf16>(v[1], v[3]));
                     continue;
                 }
-                if (row < width) {
-                    to[row] = H::narrow(upper);
-                }
-                if (row + 16 < width) {
-                    to[row + 16] = H::narrow(lower);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (row + 8 * j < width) {
+                        to[8 * j] = H::narrow(v[j]);
+                    }
                 }
             }
         }
@@ -140,22 +144,31 @@ DEVICE void team_sync(int team, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
 }
 
-// The sums of a team's warps, in their order, to its first. `parts`: of the team, [warp][sum] rows of 32.
-DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], float* parts, int team, int place,
+// The sums of a team's warps, in their order, to its first. `parts`: of the team, [warp][sum / 4][lane][4].
+DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, int team, int place,
                    int lane) {
-    float* const mine = parts + lane;
+    constexpr int kQuarters = kSums / 4;
+    const auto at = [&](int other, int i) { return parts + ((other * kQuarters + i) * 32 + lane) * 16; };
     if (place > 0) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-            mine[((place - 1) * kSums + i) * 32] = sums[i / (kSums / 2)][i % (kSums / 2) / 4][i % 4];
+        for (int i = 0; i < kQuarters; ++i) {
+            const float (&four)[4] = sums[i / kColumns][i % kColumns];
+            store_shared4(at(place - 1, i), uint4{__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                                  __float_as_uint(four[2]), __float_as_uint(four[3])});
         }
     }
     team_sync(team, p.span * 32);
     if (place == 0) {
+#pragma unroll 4
         for (int other = 0; other < p.span - 1; ++other) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                sums[i / (kSums / 2)][i % (kSums / 2) / 4][i % 4] += mine[(other * kSums + i) * 32];
+            for (int i = 0; i < kQuarters; ++i) {
+                float (&four)[4] = sums[i / kColumns][i % kColumns];
+                const uint4 v = load_shared4(at(other, i));
+                four[0] += __uint_as_float(v.x);
+                four[1] += __uint_as_float(v.y);
+                four[2] += __uint_as_float(v.z);
+                four[3] += __uint_as_float(v.w);
             }
         }
     }
@@ -253,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     const int slots = x_room / int(p.k_tiles * x_bytes);
     const Output out{scale, y};
     const u32 zero = u32(n) >> 31;
-    float* const parts = reinterpret_cast<float*>(memory + parts_at) + team * (span - 1) * kSums * 32;
+    const u32 parts = base + parts_at + team * (span - 1) * kSums * 128;
     Place at{jobs, team};
     for (int first = 0; first < count; first += slots) {
         const int last = min(first + slots, count);
