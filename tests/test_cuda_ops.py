@@ -21,7 +21,7 @@ from kbit.format import SUPPORTED_BITS, bitplanes, e4m4
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 HALF = [torch.float16, torch.bfloat16]
-TOKENS = (1, 2, 8, 9, 16, 17, 64, 65, 300)
+TOKENS = (1, 2, 3, 4, 8, 9, 16, 17, 64, 65, 300)
 # (N, K): one weight; odd rows and columns; one tile; a model's; one row; several passes over K.
 SHAPES = [(1, 1), (17, 33), (32, 64), (1000, 576), (1, 576), (96, 4128)]
 # float32 is decoded, which test_cuda_rows.py tests at every width.
@@ -306,7 +306,7 @@ def test_clusters_that_split_columns(m, n, k, blocks):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("m", [1, 8, 16, 64])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 64])
 def test_repeated_runs_are_bit_identical_on_a_busy_gpu(m, dtype):
     noise = torch.randn(1024, 1024, device=DEVICE)
     busy = torch.cuda.Stream()

@@ -59,7 +59,7 @@ def run_cases(bits: int) -> None:
         cuda.embedding(ids, packed, absmax, codebook, scale, k, rows)
         assert torch.equal(rows, decoded[ids])
         for gated in (False, True) if n % 32 == 0 else (False,):
-            _multiply_few((tiled, codebook, scale, None, n, k, gated), dtype)
+            _multiply_few((tiled, codebook, scale, None, n, k, gated), dtype, (1, 2, 3, 5, 16))
             _multiply_many((tiled, codebook, scale, None, n, k, gated), dtype)
             _multiply_experts(tiled.expand(5, -1, -1, -1).contiguous(), codebook, (n, k, gated), dtype)
     for n, k in LONG:
@@ -67,7 +67,7 @@ def run_cases(bits: int) -> None:
         packed, absmax, scale = cuda.quantize(w, codebook, middles, bits, None)
         tiled = cuda.to_tiled(packed, absmax, bits, k)
         for gated in (False, True):
-            _multiply_few((tiled, codebook, scale, None, n, k, gated), dtype, (None, 2))
+            _multiply_few((tiled, codebook, scale, None, n, k, gated), dtype, (1, 4, 5), (None, 2))
     torch.cuda.synchronize()
 
 
@@ -126,14 +126,14 @@ def _operands(m: int, weight, dtype):
     return torch.randn(m, k, device="cuda", dtype=dtype), out
 
 
-def _multiply_few(weight, dtype, machines=(None,)) -> None:
-    """By stream.cu, as launched on machines of so many multiprocessors; None: this one."""
+def _multiply_few(weight, dtype, rows, machines=(None,)) -> None:
+    """By stream.cu, so many tokens, as launched on machines of so many multiprocessors; None: this one."""
     import torch
 
     from kbit.backends.cuda import driver, stream
 
     limits = driver.device_limits(torch.cuda.current_device())
-    for m, multiprocessors in product((1, 5, 16), machines):
+    for m, multiprocessors in product(rows, machines):
         planned = replace(limits, multiprocessors=multiprocessors or limits.multiprocessors)
         x, out = _operands(m, weight, dtype)
         with mock.patch.object(driver, "device_limits", lambda index, planned=planned: planned):
