@@ -8,14 +8,16 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 import tiny_models
 from kbit.backends.cuda.compiler import CubinCache, cubin_folder
-from kbit.cli import app, doctor, smollm
+from kbit.cli import app, bench, doctor, smollm
 from kbit.cli.outputs import write_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
@@ -155,3 +157,16 @@ def test_a_command_without_torch_says_so_in_one_line(way, torch_py, words, tmp_p
     else:
         assert result.stderr.startswith("Traceback")
         assert "pip install" not in result.stderr
+
+
+def test_options_keep_their_names():
+    """typer 0.27 takes a metavar that is a parameter's name in capitals for that name: --ARCH, not --arch."""
+    commands = [*app.registered_commands, *bench.app.registered_commands]
+    assert len(commands) > 20
+    for command in commands:
+        hints = get_type_hints(command.callback, include_extras=True)
+        for parameter, hint in hints.items():
+            for option in getattr(hint, "__metadata__", ()):
+                # A name given in an annotation comes as the first argument, before typer sorts them.
+                if isinstance(option, OptionInfo) and not isinstance(option.default, str):
+                    assert option.metavar != parameter.upper(), f"{command.callback}: name --{parameter}"

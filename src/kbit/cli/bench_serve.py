@@ -84,7 +84,9 @@ def serve(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="OPTION", help="One of transformers serve, such as --cb-block-size=256; repeatable."
+            "--option",
+            metavar="OPTION",
+            help="One of transformers serve, such as --cb-block-size=256; repeatable.",
         ),
     ] = None,
     json_file: JsonFile = None,

@@ -29,7 +29,9 @@ def compile_kernels(
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ARCH", help="Such as 80, 89, 90a, 100a; this machine's by default; repeatable."
+            "--arch",
+            metavar="ARCH",
+            help="Such as 80, 89, 90a, 100a; this machine's by default; repeatable.",
         ),
     ] = None,
     jobs: Annotated[
