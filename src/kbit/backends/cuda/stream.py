@@ -94,41 +94,48 @@ def plan(
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
     tile_bytes = 4 * layout.words_of(bits, nvfp4)
-    lay_out = functools.partial(
-        _lay_out, config, tokens, workers, units, passes, bits, gated, tile_bytes, cluster
-    )
+    work = _Work(config, tokens, units, gated, passes, workers, cluster, bits, tile_bytes)
     grid = min(units, wanted.blocks * device.clusters(cluster))
-    if wanted.blocks * lay_out(grid).shared_bytes > device.shared_bytes:
+    if wanted.blocks * work.dealt_to(grid).shared_bytes > device.shared_bytes:
         grid = min(units, device.clusters(cluster))
     # Fewer row tiles a block have fewer totals to keep.
-    while lay_out(grid).shared_bytes > device.shared_bytes and grid < units:
+    while work.dealt_to(grid).shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
-    return lay_out(grid)
+    return work.dealt_to(grid)
 
 
-def _lay_out(
-    config: Config,
-    tokens: int,
-    workers: int,
-    units: int,
-    passes: int,
-    bits: int,
-    gated: bool,
-    tile_bytes: int,
-    cluster: int,
-    clusters: int,
-) -> Plan:
-    """Shared memory: table, barriers, ring, parts, totals, exchange; as the header of stream.cu says."""
-    rows, row_bytes = -(-units // clusters), (2 if gated else 1) * sums_of(tokens) * _ROW_BYTES
-    ring_at = config.table_bytes + _BARRIER_BYTES
-    parts_at = ring_at + workers * config.stages * _GROUP_TILES * tile_bytes
-    parts = config.buffers(tokens) * workers * sums_of(tokens) * _ROW_BYTES
-    totals_at = parts_at + (0 if config.in_holes(bits, tokens) else parts)
-    keeps = gated or (passes > 1 and rows > 1)
-    exchange_at = totals_at + (rows * row_bytes if keeps else 0)
-    end = exchange_at + (-(-rows // cluster) * cluster * row_bytes if cluster > 1 else 0)
-    grid = clusters * cluster
-    return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, exchange_at, cluster, end)
+@dataclass(frozen=True)
+class _Work:
+    """A problem whose K is split: over the blocks of a cluster, passes, and workers.
+
+    Attributes:
+        units: row tiles, or pairs of them if gated.
+        tile_bytes: size of a packed tile.
+    """
+
+    config: Config
+    tokens: int
+    units: int
+    gated: bool
+    passes: int
+    workers: int
+    cluster: int
+    bits: int
+    tile_bytes: int
+
+    def dealt_to(self, clusters: int) -> Plan:
+        """Shared memory: table, barriers, ring, parts, totals, exchange; as the header of stream.cu says."""
+        config, tokens, workers, cluster = self.config, self.tokens, self.workers, self.cluster
+        rows, row_bytes = -(-self.units // clusters), (2 if self.gated else 1) * sums_of(tokens) * _ROW_BYTES
+        ring_at = config.table_bytes + _BARRIER_BYTES
+        parts_at = ring_at + workers * config.stages * _GROUP_TILES * self.tile_bytes
+        parts = config.buffers(tokens) * workers * sums_of(tokens) * _ROW_BYTES
+        totals_at = parts_at + (0 if config.in_holes(self.bits, tokens) else parts)
+        keeps = self.gated or (self.passes > 1 and rows > 1)
+        exchange_at = totals_at + (rows * row_bytes if keeps else 0)
+        end = exchange_at + (-(-rows // cluster) * cluster * row_bytes if cluster > 1 else 0)
+        grid = clusters * cluster
+        return Plan(config, tokens, grid, workers, ring_at, parts_at, totals_at, exchange_at, cluster, end)
 
 
 class Routing(NamedTuple):
