@@ -67,7 +67,7 @@ def test_other_widths(bits: int) -> None:
 def test_other_tables_of_five_bits(arch: str, kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = driver.DeviceLimits(multiprocessors=2, shared_bytes=kilobytes * 1024, arch=arch)
     monkeypatch.setattr(driver, "device_limits", lambda index: limits)
-    for m in (1, 8, 16):
+    for m in (1, 2, 4, 8, 16):
         check(m, *SIZES[0], 5, torch.float16)
 
 
