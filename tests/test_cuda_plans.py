@@ -9,7 +9,16 @@ import torch
 
 import kbit
 from kbit.backends import cpu
-from kbit.backends.cuda import grouped, grouped_preference, operands, preference, stream, wgmma, wgmma_config
+from kbit.backends.cuda import (
+    grouped,
+    grouped_preference,
+    operands,
+    preference,
+    stream,
+    stream_config,
+    wgmma,
+    wgmma_config,
+)
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.format import SUPPORTED_BITS
 
@@ -39,6 +48,22 @@ def test_every_small_batch_plan_fits_and_covers(device: DeviceLimits) -> None:
         assert 1 <= plan.workers <= plan.config.workers, case
         assert plan.config in stream.configs(bits, plan.tokens, device.shared_bytes, device.arch), case
         assert plan.ring_at % 128 == 0, case
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize(("bits", "nvfp4"), [*((bits, False) for bits in SUPPORTED_BITS), (4, True)])
+def test_every_small_batch_configuration_is_chosen(device: DeviceLimits, bits: int, nvfp4: bool) -> None:
+    shares = (0.1, 0.6, 1.3, 2.4, 4.5, 9)  # row tiles for each multiprocessor
+    chosen = set()
+    for m, groups, share in itertools.product(range(1, 17), (*range(1, 30), 33, 45, 80, 113), shares):
+        rows = 16 * int(share * device.multiprocessors)
+        plan = stream.plan(m, rows, 256 * groups, bits, False, device, nvfp4)
+        chosen.add((plan.tokens, plan.config))
+    classes = stream_config.NVFP4_TOKENS if nvfp4 else stream_config.TOKENS
+    limits = (device.shared_bytes, device.arch)
+    for tokens in classes:
+        for config in stream_config.configs(bits, tokens, *limits, nvfp4=nvfp4):
+            assert (tokens, config) in chosen, (tokens, config)
 
 
 def dealings(rows: int, experts: int) -> list[torch.Tensor]:

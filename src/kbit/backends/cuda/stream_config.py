@@ -80,7 +80,8 @@ def configs(
     if bits == 5:  # either table leaves room for one stage of many warps
         wide = shared_bytes > operands.WIDE_TABLE_MEMORY
         table_bytes = operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES
-        return [Config(8, 2, table_bytes), Config(16, 1, table_bytes)]
+        narrow = [] if tokens == 2 else [Config(8, 2, table_bytes)]  # slower for 2 in every shape
+        return [*narrow, Config(16, 1, table_bytes)]
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
@@ -88,7 +89,7 @@ def configs(
     split = [Config(16, 2, split=True)] if measured and experts == DENSE and not nvfp4 else []
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
-            return [Config(12, 2), Config(16, 2)]
+            return [Config(16, 2)] if tokens <= 4 else [Config(12, 2), Config(16, 2)]
         return [Config(16, 1), Config(16, 2), Config(20, 1) if tokens <= 4 else Config(12, 2), *split]
     if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
         return [Config(16, 1)]

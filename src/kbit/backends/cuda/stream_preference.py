@@ -71,7 +71,7 @@ def _by_shape(m: int, groups: int, share: float) -> Wanted:
 def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     """Where splitting K over a cluster was faster on an H200: x is read, and swapped, in fewer places.
 
-    2048 x 4096 by 8 tokens, 4 bits: 4.3 us in blocks, 3.9 in pairs; 1024 x 8192: 5.1, 4.4 in fours. With more
+    2048 x 4096 by 8 tokens, 4 bits: 4.3 us in blocks, 3.9 in pairs; 1024 x 8192: 6.0, 4.4 in fours. With more
     than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks. At 5 bits,
     with a larger table in each block and one stage, it was slower by up to 30%.
     """
@@ -100,7 +100,7 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
 def _by_groups(m: int, groups: int) -> Wanted:
     """What to use where look-up tables are large, or nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
-    narrow = groups <= 8 or 16 < groups <= 24 if m > 2 else groups <= 8 and m == 1
+    narrow = (groups <= 8 and m != 2) or (16 < groups <= 24 and m > 2)
     return Wanted(8, 2, compiled_for=8) if narrow else Wanted(16, 2)
 
 
