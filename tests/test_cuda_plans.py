@@ -59,9 +59,8 @@ def test_every_small_batch_configuration_is_chosen(device: DeviceLimits, bits: i
         rows = 16 * int(share * device.multiprocessors)
         plan = stream.plan(m, rows, 256 * groups, bits, False, device, nvfp4)
         chosen.add((plan.tokens, plan.config))
-    classes = stream_config.NVFP4_TOKENS if nvfp4 else stream_config.TOKENS
     limits = (device.shared_bytes, device.arch)
-    for tokens in classes:
+    for tokens in stream_config.classes(nvfp4):
         for config in stream_config.configs(bits, tokens, *limits, nvfp4=nvfp4):
             assert (tokens, config) in chosen, (tokens, config)
 

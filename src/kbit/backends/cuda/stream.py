@@ -16,9 +16,9 @@ from kbit.backends.cuda import driver, launcher, layout, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.stream_config import (
     DENSE,
-    NVFP4_TOKENS,
     TOKENS,
     Config,
+    classes,
     configs,
     kernel_of,
     sums_of,
@@ -82,7 +82,7 @@ def plan(
     experts: int = DENSE,
 ) -> Plan:
     """The launch for a legal problem."""
-    tokens = next(t for t in (NVFP4_TOKENS if nvfp4 else TOKENS) if t >= m)
+    tokens = next(t for t in classes(nvfp4) if t >= m)
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles

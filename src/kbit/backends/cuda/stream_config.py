@@ -12,7 +12,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
-NVFP4_TOKENS = (1, 8, 16)
+_NVFP4_TOKENS = (1, 8, 16)
 # What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
 MEASURED_ARCH = "90a"  # experts, and some launches of one weight, are compiled for this one alone
@@ -66,6 +66,11 @@ class Config:
 kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
 
 
+def classes(nvfp4: bool) -> tuple[int, ...]:
+    """Most tokens that a compiled kernel takes, ascending."""
+    return _NVFP4_TOKENS if nvfp4 else TOKENS
+
+
 def sums_of(tokens: int) -> int:
     """Sums of a row tile that a lane holds, in the kernel for so many tokens; kSums in stream.cuh."""
     return 2 if tokens == 1 else max(4, tokens // 2)
@@ -99,7 +104,7 @@ def configs(
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose for such an architecture."""
     formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
-    kernels = [(*one, tokens, DENSE) for one in formats for tokens in (NVFP4_TOKENS if one[1] else TOKENS)]
+    kernels = [(*one, tokens, DENSE) for one in formats for tokens in classes(one[1])]
     if arch == MEASURED_ARCH:
         kernels += [
             (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)

@@ -37,7 +37,7 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
                 }
 #pragma unroll
                 for (int n = 0; n < kColumns; ++n) {
-                    const u32(&b)[4] = x.v[n][(2 * q + kHalf) / kBeside];
+                    const u32(&b)[4] = x.v[n][2 * q + kHalf];
                     H::mma(kColumns == 1 && kPair ? odd[n] : sums[n], a, b[kPair], b[kPair + 1]);
                 }
             }
