@@ -7,10 +7,13 @@ test_cuda_nvfp4_on_cpu.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 
 from kbit.backends.cuda import nvfp4 as cuda
+from kbit.backends.cuda.nvfp4 import rows as cuda_rows
 from kbit.nvfp4 import reference
 
 F32 = torch.float32
@@ -65,11 +68,19 @@ def compare_quantize(
 ) -> None:
     for search, ties_even in modes:
         x_there, rows_there = to(device, x, row_scale)
-        have = cuda.quantize(x_there, search, ties_even, global_scale, rows_there)
         want = reference.quantize(x, search, ties_even, global_scale, row_scale)
-        context = (x.dtype, tuple(x.shape), search, ties_even, global_scale, row_scale is not None)
-        assert_same("scales", have[1], want[1], *context)
-        assert_same("codes", have[0], want[0], *context)
+        for few in few_or_many():
+            have = cuda.quantize(x_there, search, ties_even, global_scale, rows_there)
+            context = (x.dtype, tuple(x.shape), search, ties_even, global_scale, row_scale is not None)
+            assert_same("scales", have[1], want[1], *context, few)
+            assert_same("codes", have[0], want[0], *context, few)
+
+
+def few_or_many() -> Iterator[bool]:
+    """Let any number of rows be few, and then many, for the quantizer has a kernel for either."""
+    for few in (True, False):
+        with mock.patch.object(cuda_rows, "_FEW", 2**31 if few else -1):
+            yield few
 
 
 def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> None:
@@ -91,7 +102,7 @@ def check_thresholds(device: str) -> None:
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0, 6, 0.5, 1, 1.5, 2, 3, 4, -6])
     beside = [values, *(torch.nextafter(values, torch.tensor(to)) for to in (9.0, -9.0))]
     scales = [mantissa * 2.0**exponent for mantissa in range(8, 16) for exponent in range(-9, 6)]
-    x = torch.cat([torch.stack(beside) * scale for scale in scales])
+    x = torch.cat([torch.stack(beside) * scale for scale in scales]).view(12, -1)
     compare_quantize(device, x)
     for dtype in DTYPES[1:]:
         compare_quantize(device, x.to(dtype))
@@ -105,9 +116,9 @@ def check_scales(device: str) -> None:
     maxima = torch.cat([maxima, *(torch.nextafter(maxima, torch.tensor(to)) for to in (0.0, 9e9))])
     x = torch.zeros(len(maxima), 16)
     x[:, 3], x[:, 5] = -maxima, 0.3 * maxima
-    compare_quantize(device, x)
+    compare_quantize(device, x.view(12, -1))
     made = generator(1)
-    bits = torch.randint(-(2**31), 2**31 - 1, (2000, 16), generator=made).int()
+    bits = torch.randint(-(2**31), 2**31 - 1, (20, 1600), generator=made).int()
     compare_quantize(device, bits.view(F32))
     for dtype in DTYPES[1:]:
         compare_quantize(device, bits.short().view(dtype))
@@ -124,6 +135,11 @@ def check_row_scale(device: str, shapes: list[tuple[int, int]]) -> None:
         for global_scale in (1.0, 0.37, 1e-30):
             have = cuda.row_scale(x.to(device), global_scale)
             assert_same("row_scale", have, reference.row_scale(x, global_scale), (m, k), dtype, global_scale)
+            want = reference.quantize_rows(x, True, False, global_scale)
+            for few in few_or_many():
+                all_three = cuda.quantize_rows(x.to(device), True, False, global_scale)
+                for name, *pair in zip(("codes", "scales", "row_scale"), all_three, want, strict=True):
+                    assert_same(name, *pair, (m, k), dtype, global_scale, few)
 
 
 def check_dequantize(device: str) -> None:

@@ -72,6 +72,16 @@ class Kernels(Protocol):
         """
         ...
 
+    def quantize_rows(
+        self, x: Tensor, search: bool, ties_even: bool, global_scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`row_scale`, and `quantize` with that.
+
+        Returns:
+            codes [M, K16 / 2], scales [M, K16 / 16], row_scale float32 [M].
+        """
+        ...
+
     def repack(self, codes: Tensor, scales: Tensor, layout: str) -> Tensor:
         """Interleave codes [..., N, K16 / 2] and scales [..., N, K16 / 16].
 

@@ -56,10 +56,13 @@ def quantize_nvfp4(
     layouts.check_layout(layout, "quantize_nvfp4")
     rows = x.contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
-    row_factor = kernels.row_scale(rows, factor) if row_scale else None
+    how, row_factor = (search, ties == "even", factor), None
+    if row_scale:
+        codes, scales, row_factor = kernels.quantize_rows(rows, *how)
+    else:
+        codes, scales = kernels.quantize(rows, *how, None)
     if check:
         _count_non_finite(rows, factor, row_factor, where)
-    codes, scales = kernels.quantize(rows, search, ties == "even", factor, row_factor)
     lead = x.shape[:-1]
     scale = torch.full(lead[:-1], factor, dtype=torch.float32, device=x.device if x.dim() == 3 else "cpu")
     codes, scales = (part.view(*lead, part.shape[-1]) for part in (codes, scales))

@@ -26,7 +26,7 @@ from kbit.backends.cuda.stream_config import (
 from kbit.backends.cuda.stream_preference import choose
 from kbit.format.codebook import bits_of
 
-_FORMAT = "QQQQQQiiiiiiiiQQQiiiii"
+_FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
 _GROUP_TILES = 4  # column tiles that a worker takes at a time
 GROUP_COLUMNS = layout.TILE_COLUMNS * _GROUP_TILES
 _WARP = 32
@@ -164,9 +164,13 @@ def launch(
     out: torch.Tensor,
     row_scale: torch.Tensor | None = None,
     routing: Routing = NO_ROUTING,
+    x_scales: torch.Tensor | None = None,
 ) -> None:
-    """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated."""
-    x = operands.aligned_rows(x)
+    """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated.
+
+    x: 16-bit [M, K], or, with x_scales, NVFP4's codes [M, K / 2] at an address of 16 bytes, as the scales.
+    """
+    x = operands.aligned_rows(x) if x_scales is None else x
     out_features, in_features, m, gated = sizes
     launcher.launch_on(
         x.device.index,
@@ -183,7 +187,7 @@ def launch(
             out_features,
             in_features,
             m,
-            x.shape[1],  # contiguous; the stride of a single row may be anything
+            x.shape[1] * (1 if x_scales is None else 2),  # contiguous; a single row's stride may be anything
             int(gated),
             chosen.ring_at,
             chosen.parts_at,
@@ -191,6 +195,7 @@ def launch(
             0 if row_scale is None else row_scale.data_ptr(),
             *routing,
             chosen.exchange_at,
+            0 if x_scales is None else x_scales.data_ptr(),
         ),
         smem=chosen.shared_bytes,
         pdl=True,
@@ -209,10 +214,13 @@ def linear(
     silu_and_mul: bool,
     out: torch.Tensor,
     row_scale: torch.Tensor | None = None,
+    x_scales: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel on a legal problem, 16 tokens at a time; arguments as in `products.linear_tiled`.
 
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
+    x_scales: x is NVFP4, as `launch` takes it, by NVFP4 tiles. At most CODED_TOKENS tokens, in_features a multiple
+    of GROUP_COLUMNS.
     """
     most = TOKENS[-1]
     if x.shape[0] > most:
@@ -224,6 +232,6 @@ def linear(
     bits, nvfp4 = bits_of(codebook), layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
-    spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)
+    spec = kernel_of(chosen.config, bits, out.dtype, chosen.tokens, nvfp4, DENSE, x_scales is not None)
     sizes = (out_features, in_features, x.shape[0], silu_and_mul)
-    launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale)
+    launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale, x_scales=x_scales)

@@ -13,6 +13,7 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
 _NVFP4_TOKENS = (1, 8, 16)
+CODED_TOKENS = 8  # most tokens that may come as NVFP4: the kernel for 16 would spill
 # What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
 MEASURED_ARCH = "90a"  # experts, and some launches of one weight, are compiled for this one alone
@@ -35,9 +36,15 @@ class Config:
     split: bool = False
 
     def spec(
-        self, bits: int, dtype: torch.dtype, tokens: int, nvfp4: bool = False, experts: int = DENSE
+        self,
+        bits: int,
+        dtype: torch.dtype,
+        tokens: int,
+        nvfp4: bool = False,
+        experts: int = DENSE,
+        coded: bool = False,
     ) -> KernelSpec:
-        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles."""
+        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles, `coded`: and activations."""
         return KernelSpec.make(
             "stream.cu",
             bits=bits,
@@ -50,6 +57,7 @@ class Config:
             in_holes=self.in_holes(bits, tokens),
             table_bytes=self.table_bytes,
             split=self.split,
+            coded=coded,
             **layout.nvfp4_config(nvfp4),
         )
 
@@ -110,8 +118,9 @@ def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
             (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
         ]
     return [
-        config.spec(bits, dtype, tokens, nvfp4, experts)
+        config.spec(bits, dtype, tokens, nvfp4, experts, coded)
         for bits, nvfp4, tokens, experts in kernels
         for config in configs(bits, tokens, shared_bytes, arch, experts, nvfp4)
         for dtype in operands.DTYPES
+        for coded in ((False, True) if nvfp4 and tokens <= CODED_TOKENS else (False,))
     ]

@@ -75,10 +75,11 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks. At 5 bits,
     with a larger table in each block and one stage, it was slower by up to 30%.
     """
-    if groups <= 8 or share > 4:
+    if share > 4 or groups <= 4 or (groups <= 8 and m > 1):
         return None
     if m == 1:
-        pairs = share <= 0.5 if groups > 20 else groups <= 16 and 0.5 < share <= 1
+        # 2048 x 1024: 1.8 us in pairs of four workers each, 1.95 in blocks.
+        pairs = share <= 0.5 if groups > 20 or groups <= 8 else groups <= 16 and 0.5 < share <= 1
         return Wanted(8, 2, cluster=2) if pairs else None
     if m <= 4:
         if groups <= 20:

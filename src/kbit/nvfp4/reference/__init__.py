@@ -11,7 +11,7 @@ import torch
 from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
 from kbit.nvfp4.reference.gemm import gemm, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
-from kbit.nvfp4.reference.quantize import dequantize, quantize, repack, row_scale
+from kbit.nvfp4.reference.quantize import dequantize, quantize, quantize_rows, repack, row_scale
 from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "linear_tiled",
     "moe_gemm",
     "quantize",
+    "quantize_rows",
     "quantize_scatter",
     "repack",
     "rmsnorm",

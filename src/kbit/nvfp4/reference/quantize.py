@@ -38,6 +38,14 @@ def quantize(
     return packed, scales.view(rows, groups)
 
 
+def quantize_rows(
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `Kernels.quantize_rows`."""
+    factors = row_scale(x, global_scale)
+    return *quantize(x, search, ties_even, global_scale, factors), factors
+
+
 def scaled(x: torch.Tensor, global_scale: float, row_scale: torch.Tensor | None) -> torch.Tensor:
     """The float32 values that are quantized, [M, K]."""
     # A tensor, not a number: CUDA divides by a number through its reciprocal.

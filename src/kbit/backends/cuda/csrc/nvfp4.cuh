@@ -88,6 +88,19 @@ DEVICE float larger(float a, float b) {
     return a;
 }
 
+// The I-th scale that search tries, of 5: plain + 0, -1, +1, -2, +2. Only those up to kLastScale exist.
+constexpr int kCandidates = 5;
+DEVICE u32 candidate_scale(u32 plain, int i) {
+    return plain + u32(i & 1 ? -((i + 1) >> 1) : i >> 1);
+}
+
+// An element's code under the scale whose reciprocal is `inverse`.
+template <bool TIES_EVEN>
+DEVICE u32 code_of(float v, float inverse) {
+    const u32 index = nearest_magnitude<TIES_EVEN>(__fmul_rn(fabsf(v), inverse)) >> 22;
+    return v < 0.0f ? index | 8u : index;
+}
+
 struct Coded {
     u32 low, high;  // element i in nibble i
     u32 scale;
@@ -108,8 +121,8 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
     if (search) {
         float least = 0.0f;
 #pragma unroll 1
-        for (int i = 0; i < 5; ++i) {  // + 0, -1, +1, -2, +2
-            const u32 candidate = plain + u32(i & 1 ? -((i + 1) >> 1) : i >> 1);
+        for (int i = 0; i < kCandidates; ++i) {
+            const u32 candidate = candidate_scale(plain, i);
             const float error = squared_error<TIES_EVEN>(v, decode_ue4m3(candidate));
             if (i == 0 || (candidate <= kLastScale && error < least)) {
                 least = error;
@@ -121,8 +134,7 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
     u32 words[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
-        const u32 index = nearest_magnitude<TIES_EVEN>(__fmul_rn(fabsf(v[i]), inverse)) >> 22;
-        words[i / 8] |= (v[i] < 0.0f ? index | 8u : index) << (4 * (i % 8));
+        words[i / 8] |= code_of<TIES_EVEN>(v[i], inverse) << (4 * (i % 8));
     }
     return {words[0], words[1], chosen};
 }
@@ -160,6 +172,13 @@ DEVICE void load_sub_block(float (&v)[kSub], const u8* row, int first, int colum
     for (int i = 0; i < kSub; ++i) {
         v[i] = D::get(raw, i);
     }
+}
+
+// A row's factor, from the largest magnitude in it.
+DEVICE float row_scale_of(float amax, float global_scale) {
+    const float scale = __fdiv_rn(__fdiv_rn(amax, global_scale), 2688.0f);
+    const bool normal = scale >= __uint_as_float(0x00800000u) && scale < __uint_as_float(0x7f800000u);
+    return normal ? scale : 1.0f;
 }
 
 DEVICE void store_coded(u8* codes, u8* scales, i64 at, const Coded& coded) {

@@ -19,15 +19,10 @@
 #pragma once
 
 #include "rows.cuh"
+#include "ue4m3.cuh"
 
 constexpr float kExactUnit = 9.5367431640625e-7f;  // 2^-20
 constexpr float kHalfUnit = 16384.0f;              // 2^14: of sums of products of scaled halves
-
-// Four bytes with 0x7F, which means 0, replaced by 0.
-DEVICE u32 clean_scales(u32 bytes) {
-    const u32 bad = ((bytes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-    return bytes & ~(bad - (bad >> 7));
-}
 
 // Byte BYTE of each of two words of scales, as float16 of 2^-8 times their values: a's low, b's high.
 template <int BYTE>

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256)
     nvfp4_dequantize(const uint2* codes, const u8* scales, const float* row_scale, u8* out, u32 total,
                      int groups, float global_scale) {
     follow_previous(codes, scales, row_scale);
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const uint2 code = __ldg(codes + i);
         const float scale = decode_ue4m3(scales[i]);
         const float own = row_scale != nullptr ? row_scale[i / u32(groups)] : 1.0f;

@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(256)
     nvfp4_finish(const i64* partial, const float* row_scale, void* y, i64 total, int n, float w_scale,
                  int out_dtype) {
     follow_previous(partial, row_scale);
-    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < total; i += i64(gridDim.x) * 256) {
+    for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += i64(gridDim.x) * blockDim.x) {
         float value = __fmul_rn(__fmul_rn(__ll2float_rn(partial[i]), kExactUnit), w_scale);
         if (row_scale != nullptr) {
             value = __fmul_rn(value, row_scale[i / n]);

@@ -12,7 +12,7 @@
 
 template <class WORD>
 DEVICE void copy_rows(const u8* from, u8* to, const int* rows, u32 count, u32 words) {
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < count * words; i += gridDim.x * 256) {
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count * words; i += gridDim.x * blockDim.x) {
         const u32 row = i / words, word = i - row * words;
         reinterpret_cast<WORD*>(to)[i] = reinterpret_cast<const WORD*>(from)[i64(rows[row]) * words + word];
     }

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                    int wide) {
     follow_previous(x, row_scale, slots);
     const u32 total = u32(rows) * u32(groups);
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const u32 row = i / u32(groups), group = i - row * u32(groups);
         float v[kSub];
         load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);

@@ -21,7 +21,7 @@ DEVICE u32 spread(u32 v) {
 extern "C" __global__ void __launch_bounds__(256)
     nvfp4_repack(const uint2* codes, const u8* scales, u8* out, u32 total, u32 rows, u32 groups, u32 blocks) {
     follow_previous(codes, scales);
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const u32 sub = i % kSubBlocks, block = i / kSubBlocks % blocks, line = i / kSubBlocks / blocks;
         const u32 group = block * kSubBlocks + sub;
         const bool there = group < groups;

@@ -40,9 +40,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
             for (int i = 1; i < kWarps; ++i) {
                 amax = larger(amax, of_warp[odd][i]);
             }
-            const float scale = __fdiv_rn(__fdiv_rn(amax, global_scale), 2688.0f);
-            const bool normal = scale >= __uint_as_float(0x00800000u) && scale < __uint_as_float(0x7f800000u);
-            row_scale[row] = normal ? scale : 1.0f;
+            row_scale[row] = row_scale_of(amax, global_scale);
         }
     }
 }

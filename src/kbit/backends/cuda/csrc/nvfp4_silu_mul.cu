@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                    float global_scale, int scaled, int search, int wide) {
     follow_previous(gate_up);
     const u32 total = u32(rows) * u32(groups);
-    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const u32 row = i / u32(groups);
         const int first = int(i - row * u32(groups)) * kSub;
         const u8* const gates = gate_up + i64(row) * 2 * columns * D::kBytes;

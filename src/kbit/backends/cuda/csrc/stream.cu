@@ -9,6 +9,8 @@
 //   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
 //   x         16-bit [M, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
+//             Config::coded: NVFP4, uint8 [M, x_stride / 2], and x_scales uint8 [M, x_stride / 16], K a
+//             multiple of 256, rows aligned to 16 bytes; NVFP4 weights only
 //   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
 //   row_scale float32 [M] or null: NVFP4 only, never gated; y is (sum * scale) * row_scale (+ bias)
 //
@@ -57,7 +59,7 @@ DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (
     }
     const int block = 2 * q + BLOCK, set = block / kBeside;
     if (NEW) {
-        x.swap_for(block, t);
+        x.prepare(block, decode, t);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -167,8 +169,8 @@ DEVICE u32 multiply(Sums& sums, const D& decode, Activations& x, u32 group, int 
     }
 }
 
-DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, const u16* x,
-                 int x_stride, const Routing& routing, int worker, int lane) {
+DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, Source x,
+                 const Routing& routing, int worker, int lane) {
     const D decode(table, lane);
     const u32 zero = u32(p.m) >> 31, parts_empty = parts_full + 8 * kBuffers;
     Sums sums = {};
@@ -179,9 +181,10 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
         const bool mine = p.has(group), hands_over = p.hands_over(segment);
         const int slot = kExperts == kExpertColumns && mine ? group / p.per_slot : 0;
         if constexpr (kExperts == kExpertColumns) {  // columns that x lacks are zeros
-            act.load(x + u64(slot) * x_stride, x_stride, mine ? group % p.per_slot : p.per_slot, p, lane);
+            const Source of_slot{x.x + u64(slot) * x.stride, nullptr, x.stride};
+            act.load(of_slot, mine ? group % p.per_slot : p.per_slot, p, lane);
         } else if (!p.ups(segment)) {
-            act.load(x, x_stride, kSplit && !mine ? p.k_tiles : group, p, lane);
+            act.load(x, kSplit && !mine ? p.k_tiles : group, p, lane);
         }
         if (!kOne && segment == 0) {
             launch_dependents();  // whose weights would come before these activations
@@ -223,7 +226,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     stream(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
            const u16* x, const u16* bias, u16* y, int n, int k, int m, int x_stride, int gated, int ring_at,
            int parts_at, int totals_at, const float* row_scale, const void* ids, const void* weights,
-           int slots, int experts, int wide_ids, int wide_weights, int exchange_at) {
+           int slots, int experts, int wide_ids, int wide_weights, int exchange_at, const u8* x_scales) {
     extern __shared__ __align__(1024) u8 memory[];
     if constexpr (kOne) {
         launch_dependents();
@@ -284,7 +287,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
     }
     const Parts parts{base + (kInHoles ? D::hole(0) : parts_at) + place_of_sums<kPartStep>(lane), workers};
     if (warp < workers) {
-        work(p, ring, parts, parts_full, memory, x, x_stride, routing, warp, lane);
+        work(p, ring, parts, parts_full, memory, {x, x_scales, x_stride}, routing, warp, lane);
     } else {
         if constexpr (kExperts == kExpertRows) {
             ring.choice.find(routing);

@@ -1,4 +1,4 @@
-// What the workers of stream.cu hold: the problem, the ring of packed weights, and activations.
+// What the workers of stream.cu hold: the problem, and the ring of packed weights.
 #pragma once
 
 #include "config.h"
@@ -31,6 +31,9 @@ enum : int { kDense, kExpertRows, kExpertColumns };
 constexpr int kExperts = Config::experts;
 static_assert(kExperts == kDense || (kOne && !kUe4m3));
 static_assert(!kUe4m3 || kOne || kBeside == 1);
+// x comes as NVFP4, too.
+constexpr bool kCoded = Config::coded;
+static_assert(!kCoded || (kUe4m3 && !kExperts));
 constexpr int kPartStep = kInHoles ? D::kRowBytes : 128;
 // The blocks of a cluster share row tiles and split K: each reads a part of x instead of all.
 constexpr bool kSplit = Config::split;
@@ -177,47 +180,6 @@ struct Ring {
     DEVICE void refill(const Problem& p, u32 last, u32 zero) {
         fetch(p, at.slot, after_loads(last, zero));
         at.next();
-    }
-};
-
-// B operands of a group: [column tile][set of kBeside k-blocks][4 registers].
-//
-// A lane loads 16 bytes, to be swapped within its four lanes before the first use (loading 4 bytes at a time
-// took 8 tokens of 2048 x 512 from 1.9 to 3.6 us). Of many sets each is swapped just before its first MMA,
-// which hides the loads of the next ones.
-struct Activations {
-    static constexpr int kSets = 8 / kBeside;
-    u32 v[kColumns][kSets][4];
-
-    DEVICE void load(const u16* x, int x_stride, int group, const Problem& p, int lane) {
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-#pragma unroll
-            for (int n = 0; n < kColumns; ++n) {
-                const int token = n * 8 + g % kWide;
-                const int column = group * 256 + (set * kBeside + g / kWide) * 32 + 8 * t;
-                const bool there = token < p.m && column < p.k;
-                const u16* from = x + u64(token) * x_stride + column;
-                const uint4 eight = there ? *reinterpret_cast<const uint4*>(from) : uint4{};
-                v[n][set][0] = eight.x;
-                v[n][set][1] = eight.y;
-                v[n][set][2] = eight.z;
-                v[n][set][3] = eight.w;
-            }
-        }
-    }
-    // Before the first MMA of a k-block.
-    DEVICE void swap_for(int block, int t) {
-#pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-            if (kSets == 8 ? set == block : block == 0) {
-#pragma unroll
-                for (int n = 0; n < kColumns; ++n) {
-                    transpose_four_lanes(v[n][set], t);
-                }
-            }
-        }
     }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "stream_sums.cuh"
+#include "stream_x.cuh"
 
 // sums += the group of 4 tiles at a shared address; as multiply_group.
 //
@@ -22,7 +23,7 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
             u32 a[4];
             decode.template step<kStep>(w, a);
             if (kPair == 0 && NEW) {
-                x.swap_for(2 * q + kHalf, t);
+                x.prepare(2 * q + kHalf, decode, t);
             }
             if constexpr (kOne) {
                 const bool mine = g == 2 * q + kHalf;

@@ -8,9 +8,10 @@ from kbit.backends.cuda import driver, launcher, layout
 from kbit.backends.cuda.compiler import KernelSpec
 
 SUB_BLOCK = layout.NVFP4_BLOCK
-THREADS = 256
+THREADS = 256  # of a block, at most
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
 _PER_SM = 32
+_WARP = 32
 _MAX_ITEMS = 2**31 - 1  # numbers of work items are 32 bits in the kernels
 
 
@@ -32,10 +33,10 @@ def run_items(
     args: tuple[int | float, ...],
     per_block: int = THREADS,
 ) -> None:
-    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time.
+    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time, a thread each if that is THREADS.
 
-    It starts while the kernel in front still runs, and must wait before it reads what that may write: see
-    follow_previous in common.cuh. All kernels of NVFP4 do.
+    Few items are dealt to as many multiprocessors as there are, in smaller blocks. The kernel starts while the one in front still runs, and must wait before it reads what that may write: see follow_previous in
+    common.cuh. All kernels of NVFP4 do.
 
     Raises:
         ValueError: there are 2^31 items or more.
@@ -46,7 +47,11 @@ def run_items(
         )
     if items == 0:
         return
-    most = driver.device_limits(device.index).multiprocessors * _PER_SM
+    multiprocessors = driver.device_limits(device.index).multiprocessors
+    threads = THREADS
+    if per_block == THREADS:
+        threads = per_block = min(THREADS, -(-items // (multiprocessors * _WARP)) * _WARP)
+    most = multiprocessors * _PER_SM * (THREADS // threads)
     kernel = launcher.load(spec, device.index, format)
     grid = (min(-(-items // per_block), most), 1, 1)
-    launcher.launch_on(device.index, kernel, grid, THREADS, args, pdl=True)
+    launcher.launch_on(device.index, kernel, grid, threads, args, pdl=True)

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, groups_of, run_items
 from kbit.backends.cuda.row_launch import DTYPES
@@ -13,12 +14,23 @@ from kbit.backends.cuda.weights import aligned
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
+# Sub-blocks up to which nvfp4_quantize_few.cu is faster, and the lanes that share one there.
+_FEW = 32768
+_FEW_LANES = 8
+_FEW_THREADS = (128, 256, 512, 1024)  # of a block
+_FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
 
 
 @functools.cache
 def quantize_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
     """The kernel that quantizes rows of a dtype."""
     return KernelSpec.make("nvfp4_quantize.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+
+
+@functools.cache
+def quantize_few_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
+    """The kernel that quantizes few rows of a dtype."""
+    return KernelSpec.make("nvfp4_quantize_few.cu", dtype=DTYPES[dtype], ties_even=ties_even)
 
 
 @functools.cache
@@ -44,7 +56,8 @@ GATHER = KernelSpec("nvfp4_gather.cu")
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    quantizers = [quantize_spec(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
+    kinds = [(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
+    quantizers = [spec(*kind) for spec in (quantize_spec, quantize_few_spec) for kind in kinds]
     by_dtype = [spec(dtype) for spec in (row_scale_spec, dequantize_spec) for dtype in DTYPES]
     return [*quantizers, *by_dtype, *(repack_spec(layout) for layout in _SUB_BLOCKS), GATHER]
 
@@ -70,7 +83,24 @@ def quantize(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
+    if row_scale is None and _are_few(x):
+        return _quantize_few(x, search, ties_even, global_scale, None)
     return _quantize(x, None, search, ties_even, global_scale, row_scale)
+
+
+def quantize_rows(
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kbit.nvfp4.kernels.Kernels.quantize_rows`.
+
+    Raises:
+        ValueError: x has 2^31 blocks of 16 or more.
+    """
+    if _are_few(x):
+        scale = x.new_empty(x.shape[0], dtype=torch.float32)
+        return *_quantize_few(x, search, ties_even, global_scale, scale), scale
+    scale = row_scale(x, global_scale)
+    return *_quantize(x, None, search, ties_even, global_scale, scale), scale
 
 
 def quantize_scatter(
@@ -82,6 +112,39 @@ def quantize_scatter(
         ValueError: x has 2^31 blocks of 16 or more.
     """
     return _quantize(x, slots, search, ties_even, global_scale, None)
+
+
+def _quantize_few(
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, all in one launch; writes row_scale, where there is one."""
+    rows, columns = x.shape
+    groups = groups_of(columns)
+    codes = x.new_empty((rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
+    scales = x.new_empty((rows, groups), dtype=torch.uint8)
+    if rows == 0:
+        return codes, scales
+    wide = (columns * x.element_size() | x.data_ptr()) % 16 == 0
+    args = tuple(address(t) for t in (x, row_scale, codes, scales))
+    numbers = (columns, groups, global_scale, int(search), int(wide))
+    kernel = launcher.load(quantize_few_spec(x.dtype, ties_even), x.device.index, "QQQQiifii")
+    least = 0 if row_scale is None else groups * SUB_BLOCK // _FEW_COLUMNS
+    parts, threads = _few_parts(rows, groups, least, driver.device_limits(x.device.index).multiprocessors)
+    launcher.launch_on(x.device.index, kernel, (parts, rows, 1), threads, (*args, *numbers), pdl=True)
+    return codes, scales
+
+
+def _are_few(x: torch.Tensor) -> bool:
+    return x.shape[0] * groups_of(x.shape[1]) <= _FEW
+
+
+def _few_parts(rows: int, groups: int, least: int, multiprocessors: int) -> tuple[int, int]:
+    """Blocks of a row, and their threads, `least` at least: the smallest, unless those are too many to run at once."""
+    for threads in _FEW_THREADS:
+        parts = -(-groups * _FEW_LANES // threads)
+        if threads >= least and rows * parts <= multiprocessors:
+            break
+    return parts, threads
 
 
 def _quantize(

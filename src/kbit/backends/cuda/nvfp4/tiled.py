@@ -1,7 +1,7 @@
 """Products with NVFP4 weights in tiles, under `tc`: csrc/stream.cu for few tokens, csrc/wgmma.cu for many.
 
-Activations are 16-bit: NVFP4 ones are decoded to the output's dtype, which is exact, and their factors are
-applied to the sums. The kernels are those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of
+Activations are 16-bit. Those in NVFP4 are decoded to the output's dtype, which is exact, and their factors
+applied to the sums; stream.cu decodes them itself where K is a multiple of 256. The kernels are those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of
 decode.cuh.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import driver, layout, operands, preference, stream, wgmma
+from kbit.backends.cuda import driver, layout, operands, preference, stream, stream_config, wgmma
 from kbit.backends.cuda.nvfp4 import products
 from kbit.backends.cuda.nvfp4.rows import dequantize
-from kbit.backends.cuda.weights import fenced, ready
+from kbit.backends.cuda.weights import aligned, fenced, ready
 from kbit.format.codebook import E2M1_MAGNITUDES
 
 # Values of e2m1 codes.
@@ -59,6 +59,12 @@ def gemm_tiled(
     if refusal(a_codes.shape[0], out_dtype, _arch(tiled)) is not None:
         w = layout.from_tiled_nvfp4(tiled, out_features, 2 * a_codes.shape[1])
         return products.gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
+    m, columns = a_codes.shape[0], 2 * a_codes.shape[1]
+    if 0 < m <= stream_config.CODED_TOKENS and out_features and columns % stream.GROUP_COLUMNS == 0:
+        y = a_codes.new_empty((m, out_features), dtype=out_dtype)
+        weight = (*_weight(tiled, w_scale), None, out_features, columns, False)
+        stream.linear(aligned(a_codes), *weight, y, row_scale, aligned(a_scales))
+        return y
     x = dequantize(a_codes, a_scales, 1.0, None, out_dtype)
     return _multiply(x, tiled, out_features, w_scale, row_scale, None)
 
@@ -82,6 +88,12 @@ def _arch(tensor: torch.Tensor) -> str:
     return driver.device_limits(tensor.device.index).arch
 
 
+def _weight(tiled: torch.Tensor, w_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tiles, levels and factor, as kernels take them."""
+    tiles = ready(tiled).view(torch.int32)
+    return tiles, constant(CODEBOOK, tiled.device), constant((w_scale,), tiled.device)
+
+
 def _multiply(
     x: torch.Tensor,
     tiled: torch.Tensor,
@@ -95,8 +107,7 @@ def _multiply(
     y = x.new_empty((m, out_features))
     if y.numel() == 0:
         return y
-    tiles = ready(tiled).view(torch.int32)
-    weight = (tiles, constant(CODEBOOK, x.device), constant((w_scale,), x.device), bias)
+    weight = (*_weight(tiled, w_scale), bias)
     if kernel(m, _arch(x)) == "wgmma":
         wgmma.linear(x, *weight, out_features, columns, False, y, row_scale=row_scale)
         return y
