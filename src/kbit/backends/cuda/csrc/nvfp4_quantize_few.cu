@@ -14,7 +14,7 @@
 #include "nvfp4.cuh"
 
 using D = Dense<Config::dtype>;
-constexpr int kLanes = 8, kMaxWarps = 32;
+constexpr int kLanes = 8, kMaxWarps = 16;
 
 // Elements 2 * pair and the next; zeros from `columns` on.
 DEVICE void load_pair(float (&v)[2], const u8* row, int pair, int columns, bool wide) {

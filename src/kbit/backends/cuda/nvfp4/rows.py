@@ -17,7 +17,7 @@ _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
 # Sub-blocks up to which nvfp4_quantize_few.cu is faster, and the lanes that share one there.
 _FEW = 32768
 _FEW_LANES = 8
-_FEW_THREADS = (128, 256, 512, 1024)  # of a block
+_FEW_THREADS = (128, 256, 512)  # of a block
 _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
 
 
