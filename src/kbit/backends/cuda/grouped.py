@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format import layout
 from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time

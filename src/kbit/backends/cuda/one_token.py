@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, layout, operands, stream, stream_config
+from kbit.backends.cuda import driver, operands, stream, stream_config
+from kbit.format import layout
 from kbit.format.codebook import bits_of
 
 MOST_SLOTS = 32  # a lane of a warp each

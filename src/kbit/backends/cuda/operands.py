@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout
+from kbit.format import layout, nvfp4_layout
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
@@ -25,6 +25,16 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
     if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
         return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
     return None
+
+
+def tile_words(bits: int, nvfp4: bool) -> int:
+    """int32 words of a tile; `nvfp4`: of NVFP4."""
+    return nvfp4_layout.TILE_BYTES // 4 if nvfp4 else layout.tile_words(bits)
+
+
+def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
+    """What a kernel's configuration names for NVFP4's tiles, and for others does not; see decode.cuh."""
+    return {"ue4m3": True} if nvfp4 else {}
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

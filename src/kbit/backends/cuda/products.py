@@ -41,7 +41,7 @@ def linear_tiled(
 
     Args:
         x: [M, K], float16, bfloat16 or float32 (decoded to float32 and multiplied by cuBLAS), M >= 1.
-        tiled: int32 [row tiles, column tiles, words]; see `kbit.backends.cuda.layout`.
+        tiled: int32 [row tiles, column tiles, words]; see `kbit.format.layout`.
         codebook: float32 [2^bits].
         scale: float32, the matrix's factor.
         bias: [N] of x's dtype.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.stream_config import (
     DENSE,
@@ -24,6 +24,7 @@ from kbit.backends.cuda.stream_config import (
     sums_of,
 )
 from kbit.backends.cuda.stream_preference import choose
+from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiii"
@@ -93,7 +94,7 @@ def plan(
     passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
-    tile_bytes = 4 * layout.words_of(bits, nvfp4)
+    tile_bytes = 4 * operands.tile_words(bits, nvfp4)
     work = _Work(config, tokens, units, gated, passes, workers, cluster, bits, tile_bytes)
     grid = min(units, wanted.blocks * device.clusters(cluster))
     if wanted.blocks * work.dealt_to(grid).shared_bytes > device.shared_bytes:
@@ -221,7 +222,7 @@ def linear(
             part = slice(first, first + most)
             linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
         return
-    bits, nvfp4 = bits_of(codebook), layout.is_nvfp4(tiled)
+    bits, nvfp4 = bits_of(codebook), nvfp4_layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
     chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
     spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)

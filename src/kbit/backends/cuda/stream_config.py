@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import layout, operands
+from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
@@ -50,7 +51,7 @@ class Config:
             in_holes=self.in_holes(bits, tokens),
             table_bytes=self.table_bytes,
             split=self.split,
-            **layout.nvfp4_config(nvfp4),
+            **operands.nvfp4_config(nvfp4),
         )
 
     def buffers(self, tokens: int) -> int:
@@ -103,7 +104,7 @@ def configs(
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose for such an architecture."""
-    formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
+    formats = [*((bits, False) for bits in SUPPORTED_BITS), (nvfp4_layout.BITS, True)]
     kernels = [(*one, tokens, DENSE) for one in formats for tokens in classes(one[1])]
     if arch == MEASURED_ARCH:
         kernels += [

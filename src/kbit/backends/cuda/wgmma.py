@@ -13,10 +13,12 @@ from types import MappingProxyType
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import bits_of
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
@@ -132,7 +134,7 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
     the best on average.
     """
-    tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
+    tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
     cluster, workers = tiling.cluster, grid // tiling.sharers
     steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
     if block.rows == config.HALF_ROWS:  # two teams take turns
@@ -224,7 +226,7 @@ def _launch(
     """
     index = x.device.index
     tiling = chosen.tiling
-    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
+    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, nvfp4_layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
     x = operands.aligned_rows(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
@@ -232,13 +234,13 @@ def _launch(
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
     arguments = (
         *pointers,
-        weight_map(tiled, tiling.rows // config.TILE_ROWS // (2 if gated else 1)),
+        weight_map(tiled, tiling.rows // TILE_ROWS // (2 if gated else 1)),
         activation_map(x, tiling.tokens // tiling.sharers),
         out_features,
         m,
         experts,
         block.steps_of(in_features),
-        -(-out_features // 16),
+        -(-out_features // TILE_ROWS),
         row_blocks,
         token_blocks,
         alone,

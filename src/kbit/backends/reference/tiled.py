@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout
 from kbit.backends.reference import common
+from kbit.format import layout
 from kbit.format import reference as fmt
 from kbit.format.codebook import bits_of
-from kbit.format.tiles import TILE_ROWS
+from kbit.format.layout import TILE_ROWS
 
 
 def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
