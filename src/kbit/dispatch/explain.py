@@ -13,7 +13,7 @@ from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import counted, dtype_name
-from kbit.ops import checks, forms, kinds
+from kbit.ops import checks, forms, type_checks
 
 
 def explain(
@@ -42,7 +42,7 @@ def explain(
     1 token of 256 -> 64, 4 bits, bfloat16 on cpu
     ...
     """
-    kinds.quantized("explain", q)
+    type_checks.quantized("explain", q)
     n, k = q.shape[-2:]
     sized = isinstance(x_shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in x_shape)
     if not sized:
