@@ -16,5 +16,6 @@
     eval               quality
 
 What they share: `gpu_timing`, the protocol on GPUs; `shapes` of layers; `correctness`, since results are
-compared before they are timed; the `machine`; `result_files` and `text_table`. `kbit.cli` reads options.
+compared before they are timed; the `machine`; `kernel_kinds`, which say what a profile's kernels are for;
+`result_files` and `text_table`. `kbit.cli` reads options.
 """
