@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import warnings
 from collections import Counter
 from dataclasses import asdict
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda.compiler import CSRC
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.tables import Problem, TableError
 from kbit.backends.cuda.wgmma_config import Tiling
 from kbit.bench import shapes, tune
 from kbit.bench.tune_record import Record
+from kbit.bench.tune_sources import cxx_code, python_code, sources_digest
 from kbit.cli import app
 
 H200 = DeviceLimits(132, 227 * 1024, "90a")
@@ -422,9 +425,30 @@ def test_what_is_compiled_beforehand_is_what_candidates_launch() -> None:
     assert set(operands.DTYPES) == set(tables.DTYPES.values())
 
 
-def test_the_digest_is_of_the_sources() -> None:
-    assert tune.sources_digest() == tune.sources_digest()
-    assert len(tune.sources_digest()) == 16
+@pytest.mark.parametrize(
+    ("file", "old", "new", "same"),
+    [
+        ("stream.cuh", "\n", "  // made up\n", True),
+        ("wgmma.cu", "\n", "\n/* made\nup */\n", True),
+        ("nvfp4_gemm.cu", "__syncthreads()", "__syncwarp()", True),  # does not compete
+        ("decode.cuh", "0x", "1 + 0x", False),
+        ("dequantize_tiled.cu", "__syncthreads()", "__syncwarp()", False),
+    ],
+)
+def test_the_digest_is_of_what_compilers_see(
+    file: str, old: str, new: str, same: bool, tmp_path: Path
+) -> None:
+    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
+    text = (csrc / file).read_text()
+    assert old in text
+    (csrc / file).write_text(text.replace(old, new, 1))
+    assert (sources_digest(csrc) == sources_digest()) is same
+
+
+def test_comments_are_no_code() -> None:
+    assert cxx_code('a = "//b" "\\"/*";  // c "d"\n/* e\n"f" */ g') == 'a = "//b" "\\"/*"; g'
+    code = '''"""A."""\ndef f():\n    """B."""\n    # C.\n    return "# D"\n'''
+    assert python_code(code) == "pass\n\ndef f():\n    pass\n    return '# D'"
 
 
 def test_the_command_asks_for_a_gpu_and_for_known_shapes() -> None:

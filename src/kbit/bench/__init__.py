@@ -11,7 +11,7 @@
     bench cpu, decode  cpu, timing; decode
     bench workload     workload
     bench report       report
-    tune               tune, tune_record
+    tune               tune, tune_record, tune_sources
     profile            profile
     eval               quality
 

@@ -8,7 +8,6 @@ fastest and the runner-up.
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,25 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 import kbit.ops as ops
-from kbit.backends.cuda import (
-    driver,
-    operands,
-    preference,
-    products,
-    stream,
-    stream_config,
-    stream_preference,
-    tables,
-    wgmma,
-    wgmma_config,
-)
-from kbit.backends.cuda.compiler import CSRC, KernelSpec
+from kbit.backends.cuda import driver, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.preference import Choice
 from kbit.backends.cuda.tables import Problem, Row
 from kbit.bench import gpu_timing
 from kbit.bench.correctness import require_close
 from kbit.bench.shapes import LayerShape
 from kbit.bench.tune_record import Record
+from kbit.bench.tune_sources import sources_digest
 
 # A row serves down to half its tokens; between 16 and 1024, where plans change most, they lie closer.
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
@@ -110,20 +99,6 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 block = wgmma_config.of_tiling(problem.bits, launch.tiling, launch.teams, False, False)
                 found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
-
-
-def sources_digest() -> str:
-    """Digest of the kernels and of the modules that launch them: times of other sources are of no use."""
-    digest = hashlib.sha256()
-    modules = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config)
-    launchers = [module.__file__ for module in modules]
-    files = [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]
-    for text in sorted((path.name, path.read_bytes()) for path in files):
-        digest.update(text[0].encode() + text[1])
-    for file in launchers:
-        with open(str(file), "rb") as source:
-            digest.update(source.read())
-    return digest.hexdigest()[:16]
 
 
 def provenance() -> dict[str, object]:
