@@ -72,8 +72,7 @@ def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[
 
     Kinds of which all are far behind by estimate are left out.
     """
-    size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
-    costs = wgmma.candidates(m, *size, device)
+    costs = wgmma.candidates(m, problem.weight_on(device))
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     plans = sorted((plan for plan in costs if plan.tiling.tokens <= enough), key=lambda plan: costs[plan])
     kinds: dict[tuple[int, bool], list[wgmma.Plan]] = {}
@@ -88,11 +87,11 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
     found: dict[tuple[KernelSpec, str], None] = {}
     for problem, m in tasks:
         dtype = tables.DTYPES[problem.dtype]
-        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, device)
+        weight = problem.weight_on(device)
         for choice in candidates(m, problem, device).values():
             if choice.kernel == "stream":
                 counts = {min(m, stream.TOKENS[-1]), m % stream.TOKENS[-1] or stream.TOKENS[-1]}
-                for plan in (stream.plan(min(m, count), *size) for count in counts):
+                for plan in (stream.plan(min(m, count), weight) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.plan is not None:
                 launch = choice.plan

@@ -13,6 +13,7 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
 from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
@@ -127,42 +128,27 @@ def specs(shared_bytes: int) -> list[KernelSpec]:
     ]
 
 
-def refusal(
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> str | None:
+def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
     """Why the kernel may not take a problem, or None."""
-    reason = operands.grouped_refusal(dtype, out_features, gated, experts)
-    if reason is None and plan(_ANY_ROWS, experts, out_features, in_features, bits, device) is None:
-        reason = f"a row of {in_features} activations does not fit in {device.shared_bytes} bytes"
+    reason = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
+    if reason is None and plan(_ANY_ROWS, experts, weight) is None:
+        room = weight.device.shared_bytes
+        reason = f"a row of {weight.in_features} activations does not fit in {room} bytes"
     return reason
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    rows: int,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    device: driver.DeviceLimits,
-) -> Plan | None:
+def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     """The launch for so many rows, dealt to experts in any way; None if shared memory is too small.
 
     Where it is enough for some number of rows, it is for any smaller one.
     """
-    shape = (out_features, in_features, bits, device)
-    preferred = _preferred(rows, experts, *shape)
+    preferred = _preferred(rows, experts, weight)
     most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     while most:
         for fewer in (1, 2, 4, 8, 16):  # warps that split K, whose sums need room
             for config in preferred:
-                chosen = _lay_out(config, rows, experts, most, fewer, *shape)
+                chosen = _lay_out(config, rows, experts, most, fewer, weight)
                 if chosen.x_room:
                     return chosen
         most //= 2
@@ -174,10 +160,9 @@ def _active(rows: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 
-def _preferred(
-    rows: int, experts: int, out_features: int, in_features: int, bits: int, device: driver.DeviceLimits
-) -> list[Config]:
+def _preferred(rows: int, experts: int, weight: WeightShape) -> list[Config]:
     """Configurations, the fastest first."""
+    out_features, in_features, bits, _, device = weight
     available = configs(bits, device.shared_bytes)
     row_tiles, k_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     tiles = _active(rows, experts) * row_tiles * k_tiles
@@ -185,21 +170,12 @@ def _preferred(
     return sorted(available, key=lambda config: -config.warps) if many else available
 
 
-def _lay_out(
-    config: Config,
-    rows: int,
-    experts: int,
-    most: int,
-    fewer: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    device: driver.DeviceLimits,
-) -> Plan:
+def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, weight: WeightShape) -> Plan:
     """The launch of a configuration, K split by `fewer` times fewer warps than would be fastest.
 
     Its `x_room` is 0 where not even one expert's activations fit.
     """
+    out_features, in_features, bits, _, device = weight
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
@@ -246,7 +222,7 @@ def linear(
     index, rows = x.device.index, out.shape[0]
     bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(index)
-    chosen = plan(rows, experts, out_features, in_features, bits, limits)
+    chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
     assert chosen is not None
     x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything

@@ -23,6 +23,7 @@ from kbit.backends.cuda import (
     wgmma,
 )
 from kbit.backends.cuda.preference import Choice, decide
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format.codebook import bits_of
 
 
@@ -55,8 +56,8 @@ def linear_tiled(
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
     index, bits = x.device.index, bits_of(codebook)
-    shape = (out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
-    choice = decide(x.shape[0], x.dtype, *shape, tables.for_device(index))
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    choice = decide(x.shape[0], x.dtype, weight, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
 
@@ -123,8 +124,8 @@ def grouped_linear_tiled(
         operands.activate(both, out)
         return
     bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
-    shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
-    kernel = grouped_preference.choose(out.shape[0], x.dtype, *shape, limits)
+    shape = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    kernel = grouped_preference.choose(out.shape[0], x.dtype, tiled.shape[0], shape)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
     if kernel == "grouped":
         grouped.linear(x, *weight, source, *sizes, out)

@@ -24,6 +24,7 @@ from kbit.backends.cuda.stream_config import (
     sums_of,
 )
 from kbit.backends.cuda.stream_preference import choose
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import bits_of
 
@@ -72,17 +73,9 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    m: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-    nvfp4: bool = False,
-    experts: int = DENSE,
-) -> Plan:
+def plan(m: int, weight: WeightShape, nvfp4: bool = False, experts: int = DENSE) -> Plan:
     """The launch for a legal problem."""
+    out_features, in_features, bits, gated, device = weight
     tokens = next(t for t in classes(nvfp4) if t >= m)
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
@@ -217,14 +210,15 @@ def linear(
     """
     most = TOKENS[-1]
     if x.shape[0] > most:
-        weight = (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+        rest = (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
         for first in range(0, x.shape[0], most):
             part = slice(first, first + most)
-            linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
+            linear(x[part], *rest, out[part], None if row_scale is None else row_scale[part])
         return
     bits, nvfp4 = bits_of(codebook), nvfp4_layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
-    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    chosen = plan(x.shape[0], weight, nvfp4)
     spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, nvfp4)
     sizes = (out_features, in_features, x.shape[0], silu_and_mul)
     launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale)
