@@ -77,7 +77,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     Raises:
         ValueError: the scales are not E4M4, or the shapes do not belong together.
     """
-    check_canonical(packed, absmax, bits, in_features)
+    _check_canonical(packed, absmax, bits, in_features)
     *leading, n, blocks = absmax.shape
     row_tiles, column_tiles, words = tile_shape(n, in_features, bits)
     more_rows, more_blocks = row_tiles * TILE_ROWS - n, column_tiles * _BLOCKS - blocks
@@ -110,7 +110,7 @@ def from_tiled(
     Raises:
         ValueError: `tiled` has another shape or dtype.
     """
-    check_tiled(tiled, bits, out_features, in_features)
+    _check_tiled(tiled, bits, out_features, in_features)
     leading = tiled.shape[:-3]
     row_tiles, column_tiles, words = tiled.shape[-3:]
     blocks, rows = -(-in_features // BLOCK_SIZE), row_tiles * TILE_ROWS
@@ -155,7 +155,7 @@ def _spare_bit(bits: int, extra: int) -> int:
     return 8 * extra + 6 if bits == 3 else 30
 
 
-def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
+def _check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
     """Check that the parts can be tiled.
 
     Raises:
@@ -164,7 +164,7 @@ def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_fe
     if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
         raise ValueError(
             f"tiled layout: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and "
-            f"{absmax.dtype}. Quantize with scale='e4m4', or use the reference backend."
+            f"{absmax.dtype}. Quantize with scale='e4m4'; other block scales stay canonical."
         )
     blocks = -(-in_features // BLOCK_SIZE)
     expected = (*absmax.shape[:-1], blocks * check_bits(bits))
@@ -176,7 +176,7 @@ def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_fe
         )
 
 
-def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
+def _check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
     """Check that `tiled` is a weight [out_features, in_features], or a stack of them.
 
     Raises:
