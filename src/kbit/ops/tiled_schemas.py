@@ -71,8 +71,8 @@ def dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype): 
 def linear_tiled(  # noqa: D103
     x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False
 ):
-    tiled_checks.linear_tiled(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
-    return x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    return x.new_empty(tiled_checks.linear_tiled(*arguments))
 
 
 @torch.library.register_fake("kbit::grouped_linear_tiled", lib=LIBRARY)
