@@ -28,7 +28,6 @@ _RESERVED_BYTES = 1024
 # Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
 # take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
-_HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose look-up table has holes, and the bytes in them
 # Pieces of experts in a block's list, at most about; for more pieces there are several blocks a
 # multiprocessor.
 _MOST_JOBS = 64
@@ -105,16 +104,15 @@ class Plan:
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
+    table_bytes = operands.table_bytes(bits, shared_bytes)
     if shared_bytes <= operands.SMALL_MEMORY:
-        table_bytes = operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
-        return [Config(8, 1, 1, in_holes=bits in _HOLES, table_bytes=table_bytes)]
+        return [Config(8, 1, 1, in_holes=bits in operands.HOLES, table_bytes=table_bytes)]
     if bits == 5:
-        wide = shared_bytes > operands.WIDE_TABLE_MEMORY
-        return [Config(16, 1, 1, table_bytes=operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES)]
+        return [Config(16, 1, 1, table_bytes=table_bytes)]
     if shared_bytes <= operands.WIDE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
         return [Config(16, 1, 2), Config(8, 1, 2)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
-    return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
+    return [Config(8, 2, 2, in_holes=bits in operands.HOLES), Config(16, 1, 2)]
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -190,7 +188,9 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
     # Of a multiprocessor's, each block takes 1 KB for itself, and so one fits that is 1 KB short of all.
     room = (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES
-    x_at, x_room = (0, _HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
+    x_at, x_room = (
+        (0, operands.HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
+    )
     job_bytes = k_tiles * layout.TILE_COLUMNS * 2 * most
     x_room = min(x_room, jobs * job_bytes) if x_room >= job_bytes else 0
     end += 0 if config.in_holes else x_room

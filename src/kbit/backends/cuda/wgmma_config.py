@@ -25,8 +25,6 @@ ROWS, HALF_ROWS = 128, 64  # rows of W of a block
 _FEW_COLUMNS = 16 * TILE_COLUMNS
 _SHARED_BYTES = 227 * 1024
 _MOST_STAGES = 12
-# Bytes of a look-up table of 3 or 4 bits that are unused, in pieces of 128.
-_HOLE_BYTES = operands.TABLE_BYTES // 2
 # By tokens: where a cluster's sums have memory of their own, which saves a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
@@ -158,8 +156,8 @@ def _round(config: Config) -> int:
 
 def _fixed_bytes(config: Config) -> int:
     outside = _SUMS_BYTES.get(config.tokens, 0) + (_LIST_BYTES if config.grouped else 0)
-    if config.bits in (3, 4):
-        outside = max(0, outside - _HOLE_BYTES)
+    if config.bits in operands.HOLES:
+        outside = max(0, outside - operands.HOLE_BYTES)
     staging = config.warpgroups * _round(config) * _STAGING_BYTES
     return operands.TABLE_BYTES + outside + staging + (_SCRATCH_BYTES if config.grouped else 0)
 
