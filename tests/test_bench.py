@@ -9,38 +9,38 @@ from typer.testing import CliRunner
 
 from kbit.backends import cpu
 from kbit.bench import cpu as bench
-from kbit.bench import gpu_timing, machine, timing
+from kbit.bench import cpu_timing, gpu_timing, machine, repeats
 from kbit.bench.decode import tokens_per_second
 from kbit.cli import bench as command
 
 
 def test_median_and_spread_of_samples():
-    assert timing.median_and_spread([4.0, 1.0, 2.0, 9.0, 3.0]) == (3.0, pytest.approx(8 / 3))
+    assert repeats.median_and_spread([4.0, 1.0, 2.0, 9.0, 3.0]) == (3.0, pytest.approx(8 / 3))
 
 
 def test_arms_are_interleaved_and_every_index_reaches_the_call():
     seen = []
     calls = {name: lambda index, name=name: seen.append((name, index)) for name in "ab"}
-    results = timing.measure(calls, repeats=7)
+    results = cpu_timing.measure(calls, repeats=7)
     assert list(results) == ["a", "b"]
     assert seen == [("a", 0), ("b", 0)] + [(name, index) for index in range(1, 8) for name in "ab"]
 
 
 def test_too_few_repeats_are_refused():
     with pytest.raises(ValueError, match="at least 7"):
-        timing.measure({}, repeats=3)
+        cpu_timing.measure({}, repeats=3)
 
 
 def test_slow_calls_stop_at_the_least_number_of_repeats():
     count = []
-    timing.measure({"slow": count.append}, repeats=50, max_seconds=0.0)
-    assert len(count) == 1 + timing.MIN_REPEATS
+    cpu_timing.measure({"slow": count.append}, repeats=50, max_seconds=0.0)
+    assert len(count) == 1 + repeats.MIN_REPEATS
 
 
 @pytest.mark.parametrize("nbytes", [1, 10**6, 31 * 10**6, 10**9])
 def test_rotated_copies_exceed_the_cache_three_times(nbytes):
     cache = 32 * 2**20
-    copies = timing.copies_needed(nbytes, cache)
+    copies = cpu_timing.copies_needed(nbytes, cache)
     assert copies >= 2
     assert (copies - 1) * nbytes >= 3 * cache
 
@@ -75,8 +75,8 @@ def test_a_result_names_the_gpu_that_it_was_measured_on(monkeypatch):
 def test_bench_cpu_prints_and_writes_every_row(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", {"tiny": (64, 32)})
     monkeypatch.setattr(bench, "LARGE", (64, 32))
-    monkeypatch.setattr(timing, "copies_needed", lambda nbytes, cache: 2)
-    monkeypatch.setattr(timing, "read_bandwidth", lambda: 10.0)
+    monkeypatch.setattr(cpu_timing, "copies_needed", lambda nbytes, cache: 2)
+    monkeypatch.setattr(cpu_timing, "read_bandwidth", lambda: 10.0)
     file = tmp_path / "cpu.json"
     options = ["cpu", "-m", "1,3", "--bits", "4", "--repeats", "7", "--json", str(file)]
     result = CliRunner().invoke(command.app, [*options, "--threads", str(torch.get_num_threads())])

@@ -20,9 +20,9 @@ from kbit.bench import (
     kernels,
     ncu,
     peers,
+    repeats,
     shapes,
     targets,
-    timing,
 )
 from kbit.bench.kernel_rows import BASELINE, OURS, PEER
 from kbit.format import SUPPORTED_BITS
@@ -86,7 +86,7 @@ def test_median_and_spread_of_microseconds():
     result = gpu_timing.summarize([4.0, 1.0, 2.0, 9.0, 3.0])
     assert (result.us, result.spread) == (3.0, pytest.approx(8 / 3))
     with pytest.raises(ValueError, match="at least 7"):
-        timing.check_repeats(6)
+        repeats.check_repeats(6)
 
 
 def test_variables_are_set_for_a_while(monkeypatch):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import model as bench
-from kbit.bench import model_build, model_decode, model_profile
+from kbit.bench import model_build, model_decode
 from kbit.cli import app
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
@@ -209,25 +209,6 @@ def test_the_command_on_a_cpu(config_file, tmp_path):
     assert ours["prefill_tokens_s"] > 0
     assert ours["decode"][0]["profile"]["kernels"]
     assert ours["decode"][0]["vs_bf16"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("stream", "kbit"),
-        ("moe_combine", "kbit routing"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
-        ("nvjet_tst_64x8_64x16_1x2_h_bz_TNN", "16-bit products"),
-        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2>", "sort, top-k"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-            "elementwise",
-        ),
-        ("something", "other"),
-    ],
-)
-def test_kernels_are_sorted_by_what_they_are_for(name, kind):
-    assert model_profile.kind_of(name) == kind
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

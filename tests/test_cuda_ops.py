@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kbit
 from kbit.backends import cuda
 from kbit.backends.cuda import driver, stream
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import SUPPORTED_BITS, bitplanes, e4m4
 
 pytestmark = pytest.mark.gpu
@@ -289,7 +290,7 @@ def test_clusters_that_split_columns(m, n, k, blocks):
     for bits, dtype, gated in itertools.product((2, 3, 4), HALF, (False, True)):
         rows = 2 * (n // 16 * 16) if gated else n
         if limits.arch == "90a":
-            assert stream.plan(m, rows, k, bits, gated, limits).cluster == blocks
+            assert stream.plan(m, WeightShape(rows, k, bits, gated, limits)).cluster == blocks
         q = weight(rows, k, bits)
         x = torch.randn(m, k, device=DEVICE).to(dtype) / k**0.5
         y = kbit.linear(x, q, activation="silu_and_mul" if gated else None)

@@ -20,6 +20,7 @@ from kbit.backends.cuda import (
     wgmma_config,
 )
 from kbit.backends.cuda.driver import DeviceLimits
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import SUPPORTED_BITS
 
 DEVICES = [
@@ -36,7 +37,7 @@ def test_every_small_batch_plan_fits_and_covers(device: DeviceLimits) -> None:
     for bits, m, (n, k), gated in itertools.product(SUPPORTED_BITS, (1, 2, 8, 9, 16), SHAPES, (False, True)):
         if stream.refusal(m, torch.float16, n, gated):
             continue
-        plan = stream.plan(m, n, k, bits, gated, device)
+        plan = stream.plan(m, WeightShape(n, k, bits, gated, device))
         case = (bits, m, n, k, gated, plan)
         units = -(-n // 16) // (2 if gated else 1)
         assert plan.shared_bytes <= device.shared_bytes, case
@@ -57,7 +58,7 @@ def test_every_small_batch_configuration_is_chosen(device: DeviceLimits, bits: i
     chosen = set()
     for m, groups, share in itertools.product(range(1, 17), (*range(1, 30), 33, 45, 80, 113), shares):
         rows = 16 * int(share * device.multiprocessors)
-        plan = stream.plan(m, rows, 256 * groups, bits, False, device, nvfp4)
+        plan = stream.plan(m, WeightShape(rows, 256 * groups, bits, False, device), nvfp4)
         chosen.add((plan.tokens, plan.config))
     limits = (device.shared_bytes, device.arch)
     for tokens in stream_config.classes(nvfp4):
@@ -85,7 +86,7 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
     sizes = [(8, 512, 2048), (8, 2048, 512), (128, 512, 2048), (512, 1024, 2048), (60, 96, 5120)]
     counts_of_rows = (1, 10, 64, 333, 2048, 200_000)
     for bits, (experts, n, k), rows in itertools.product(SUPPORTED_BITS, sizes, counts_of_rows):
-        plan = grouped.plan(rows, experts, n, k, bits, device)
+        plan = grouped.plan(rows, experts, WeightShape(n, k, bits, False, device))
         case = (bits, experts, n, k, rows, plan)
         assert plan is not None, case
         assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
@@ -105,18 +106,13 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
 def test_what_grouped_takes_it_takes_with_any_number_of_rows(device: DeviceLimits) -> None:
     sizes = [(8, 4096, 14336), (8, 4096, 9216), (128, 4096, 4096), (256, 2048, 7168), (8, 2048, 16384)]
     for bits, (experts, n, k) in itertools.product(SUPPORTED_BITS, sizes):
-        refusal = grouped.refusal(torch.float16, experts, n, k, bits, False, device)
+        weight = WeightShape(n, k, bits, False, device)
+        refusal = grouped.refusal(torch.float16, experts, weight)
         small = device.shared_bytes < 100 * 1024
         assert (refusal is None) == (not (small and bits == 2 and k > 12288)), (bits, experts, n, k, refusal)
         if refusal is None:
             for rows in (1, 7, 100, 3000, 20_000, 170_000, 2**20):
-                assert grouped.plan(rows, experts, n, k, bits, device) is not None, (
-                    bits,
-                    experts,
-                    n,
-                    k,
-                    rows,
-                )
+                assert grouped.plan(rows, experts, weight) is not None, (weight, experts, rows)
 
 
 def test_every_wgmma_plan_fits() -> None:
@@ -126,7 +122,7 @@ def test_every_wgmma_plan_fits() -> None:
     ):
         if operands.refusal(torch.bfloat16, n, gated):
             continue
-        plan = wgmma.plan(m, n, k, bits, gated, device)
+        plan = wgmma.plan(m, WeightShape(n, k, bits, gated, device))
         block = wgmma_config.of_tiling(bits, plan.tiling, plan.teams, grouped=False, nvfp4=False)
         assert plan.grid % (plan.tiling.cluster * plan.tiling.sharers) == 0
         assert block in wgmma_config.configs()
@@ -179,17 +175,17 @@ def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reasons_name_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
-    words = preference.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[0])
+    words = preference.reasons(40, torch.bfloat16, WeightShape(4096, 4096, 4, False, DEVICES[0]))
     assert words["stream"].startswith("taken by estimate: 3 x ")
     assert words["wgmma"] == "it needs a Hopper GPU (sm_90), this is sm_80"
     assert words["cublas"] == "could take it"
-    words = preference.reasons(40, torch.bfloat16, 4096, 4096, 4, False, DEVICES[2])
+    words = preference.reasons(40, torch.bfloat16, WeightShape(4096, 4096, 4, False, DEVICES[2]))
     assert "tokens in clusters of" in words["wgmma"]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 def test_no_tokens_are_explained_as_some_are(device: DeviceLimits) -> None:
-    words = preference.reasons(0, torch.float16, 512, 2048, 4, False, device)
+    words = preference.reasons(0, torch.float16, WeightShape(512, 2048, 4, False, device))
     assert words["stream"] == "it takes 1 to 16 tokens, got 0"
     assert any(word.startswith("taken ") for word in words.values())
 
@@ -230,7 +226,7 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_takes_experts(rows, experts, n, k, dtype, arch, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
     device = next(device for device in DEVICES if device.arch == arch)
-    shape = (rows, dtype, experts, n, k, 4, False, device)
+    shape = (rows, dtype, experts, WeightShape(n, k, 4, False, device))
     assert grouped_preference.choose(*shape) == kernel
     words = grouped_preference.reasons(*shape)
     assert words[kernel].startswith("taken by estimate")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kbit.backends import reference as backend
-from kbit.backends.cuda import layout, rows
-from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook
+from kbit.backends.cuda import rows
+from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook, layout
 from kbit.format.codebook import bits_of, midpoints
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers import quantize as reference_quantize

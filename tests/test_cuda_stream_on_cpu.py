@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from kbit.backends.cuda import layout, stream
+from kbit.backends.cuda import stream
 from kbit.backends.cuda.nvfp4.tiled import CODEBOOK
+from kbit.format import nvfp4_layout
 from kbit.nvfp4 import reference
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -67,7 +68,7 @@ def test_a_group_times_activations(tmp_path: Path, tokens: int, dtype: torch.dty
     made = torch.Generator().manual_seed(tokens)
     codes = torch.randint(0, 256, (16, 128), generator=made, dtype=torch.uint8)
     scales = torch.randint(0, 0x7F, (16, 16), generator=made, dtype=torch.uint8)
-    group = layout.to_tiled_nvfp4(codes, scales)
+    group = nvfp4_layout.to_tiled(codes, scales)
     codebook = torch.tensor(CODEBOOK)
     w = reference.dequantize(codes, scales, 1.0, None, torch.float32)
     run = compiled(tmp_path, tokens, dtype, coded).run

@@ -8,6 +8,7 @@ import torch
 import cuda_on_cpu
 import kbit
 from kbit.backends.cuda import driver, one_token, stream
+from kbit.backends.cuda.weight_shape import WeightShape
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -95,7 +96,7 @@ def test_gates(m: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_clusters_that_split_k(m: int, n: int, k: int, blocks: int, gated: bool) -> None:
     rows = 2 * -(-n // 16) * 16 if gated else n
-    assert stream.plan(m, rows, k, 4, gated, LIMITS).cluster == blocks
+    assert stream.plan(m, WeightShape(rows, k, 4, gated, LIMITS)).cluster == blocks
     check(m, rows // 2 if gated else n, k, 4, torch.float16, gated)
 
 

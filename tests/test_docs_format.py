@@ -9,9 +9,9 @@ import torch
 
 import kbit
 from docs_blocks import ROOT, blocks_of
-from kbit.backends.cuda.layout import to_tiled
 from kbit.format import SUPPORTED_BITS, QuantizationPolicy, bitplanes
 from kbit.format.codebook import BLOCK_SIZE
+from kbit.format.layout import to_tiled
 from kbit.format.policy import FORMAT_VERSION
 from kbit.quantizers.scale_search import WINDOWS
 

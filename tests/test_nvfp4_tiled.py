@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from kbit.backends.cuda import layout, wgmma_config
+from kbit.backends.cuda import wgmma_config
 from kbit.backends.cuda.nvfp4 import tiled as tiled_products
-from kbit.format import bitplanes
+from kbit.format import bitplanes, layout, nvfp4_layout
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.formats import e2m1, layouts
 from kbit.nvfp4.layers import NVFP4Linear, NVFP4Settings
@@ -30,7 +30,7 @@ def test_round_trip(shape: tuple[int, ...]) -> None:
     tiled = repack_nvfp4(t, "tiled")
     assert tiled.scales is None
     assert tiled.codes.shape == layouts.codes_shape(shape, "tiled")
-    assert tiled.codes.shape[-1] == 4 * layout.words_of(4, nvfp4=True)
+    assert tiled.codes.shape[-1] == nvfp4_layout.TILE_BYTES
     back = repack_nvfp4(tiled, "nv")
     assert torch.equal(back.codes, t.codes)
     assert back.scales is not None
@@ -50,7 +50,7 @@ def test_whole_tiles_are_a_permutation_of_bytes() -> None:
 def test_codes_are_where_those_of_4_bits_are() -> None:
     codes = torch.randint(16, (16, 64), generator=draw(0)).to(torch.uint8)
     k_bit = layout.to_tiled(bitplanes.pack(codes, 4), torch.zeros(16, 2, dtype=torch.uint8), 4, 64)
-    nvfp4 = layout.to_tiled_nvfp4(e2m1.pack(codes), torch.zeros(16, 4, dtype=torch.uint8))
+    nvfp4 = nvfp4_layout.to_tiled(e2m1.pack(codes), torch.zeros(16, 4, dtype=torch.uint8))
     assert torch.equal(nvfp4.view(torch.int32)[..., :128], k_bit[..., :128])
 
 
@@ -67,7 +67,7 @@ def test_codes_are_where_those_of_4_bits_are() -> None:
 def test_codes_are_where_the_text_says(row: int, column: int, byte: int, high: bool) -> None:
     codes = torch.zeros(16, 64, dtype=torch.uint8)
     codes[row, column] = 0b1011
-    tile = layout.to_tiled_nvfp4(e2m1.pack(codes), torch.zeros(16, 4, dtype=torch.uint8)).flatten()
+    tile = nvfp4_layout.to_tiled(e2m1.pack(codes), torch.zeros(16, 4, dtype=torch.uint8)).flatten()
     assert tile.nonzero().flatten().tolist() == [byte]
     assert int(tile[byte]) == 0b1011 << (4 if high else 0)
 
@@ -78,14 +78,14 @@ def test_codes_are_where_the_text_says(row: int, column: int, byte: int, high: b
 def test_scales_are_where_the_text_says(row: int, block: int, byte: int) -> None:
     scales = torch.zeros(16, 4, dtype=torch.uint8)
     scales[row, block] = 0x5A
-    tile = layout.to_tiled_nvfp4(torch.zeros(16, 32, dtype=torch.uint8), scales).flatten()
+    tile = nvfp4_layout.to_tiled(torch.zeros(16, 32, dtype=torch.uint8), scales).flatten()
     assert tile.nonzero().flatten().tolist() == [byte]
 
 
 def test_scales_that_mean_zero_become_zero() -> None:
     scales = torch.tensor([[0x7F, 0x7E, 0xFF, 0x80 | 0x38]], dtype=torch.uint8)
-    tiles = layout.to_tiled_nvfp4(torch.zeros(1, 32, dtype=torch.uint8), scales)
-    assert layout.from_tiled_nvfp4(tiles, 1, 64)[1].tolist() == [[0, 0x7E, 0, 0x38]]
+    tiles = nvfp4_layout.to_tiled(torch.zeros(1, 32, dtype=torch.uint8), scales)
+    assert nvfp4_layout.from_tiled(tiles, 1, 64)[1].tolist() == [[0, 0x7E, 0, 0x38]]
 
 
 # -- products on the CPU, and layers -------------------------------------------------------------------------

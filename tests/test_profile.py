@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import profile
+from kbit.bench.kernel_kinds import kind_of
 from kbit.bench.profile import Part, StepProfile
 from kbit.cli import app
 from tiny_models import build
@@ -71,22 +72,25 @@ def test_ceilings_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("name", "group"),
+    ("name", "kind"),
     [
         ("kbit::linear", "kbit"),
         ("stream", "kbit"),
+        ("moe_combine", "kbit routing"),
         ("nvfp4_gemm", "nvfp4"),
         ("aten::addmm", "16-bit products"),
         ("nvjet_hsh_64x8_64x16", "16-bit products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2>", "sort, top-k"),
         ("aten::_to_copy", "copy, gather, index"),
         ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
         ("aten::silu", "elementwise"),
         ("something else", "other"),
     ],
 )
-def test_groups(name, group):
-    assert profile.group_of(name) == group
+def test_kernels_are_sorted_by_what_they_are_for(name, kind):
+    assert kind_of(name) == kind
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import warnings
 from collections import Counter
 from dataclasses import asdict
@@ -15,18 +16,21 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.backends.cuda import driver, operands, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda.compiler import CSRC
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.tables import Problem, TableError
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.cuda.wgmma_config import Tiling
 from kbit.bench import shapes, tune
 from kbit.bench.tune_record import Record
+from kbit.bench.tune_sources import cxx_code, python_code, sources_digest
 from kbit.cli import app
 
 H200 = DeviceLimits(132, 227 * 1024, "90a")
 A100 = DeviceLimits(108, 163 * 1024, "80")
 PROVENANCE = {"gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "torch": "2", "sources": "ab", "date": "d"}
 PROBLEM = Problem(4096, 4096, 4, False, "fp16")
-SIZE = (4096, 4096, 4, False, H200)
+WEIGHT = PROBLEM.weight_on(H200)
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +53,12 @@ def item(
 
 
 def content(*rows: object, **changes) -> bytes:
-    head = {"version": 1, "device": asdict(H200), "provenance": PROVENANCE, "rows": list(rows)}
+    head = {"version": 1, "device": H200._asdict(), "provenance": PROVENANCE, "rows": list(rows)}
     return json.dumps(head | changes).encode()
 
 
 def table(*rows: dict, file: str = "nvidia-h200.json", device: DeviceLimits = H200) -> tables.Table:
-    return tables.parse(content(*rows, device=asdict(device)), file)
+    return tables.parse(content(*rows, device=device._asdict()), file)
 
 
 # -- what the package has ------------------------------------------------------------------------------------
@@ -62,9 +66,9 @@ def table(*rows: dict, file: str = "nvidia-h200.json", device: DeviceLimits = H2
 
 def assert_all_legal(found: tables.Table) -> None:
     for problem, rows in found.rows.items():
-        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, found.device)
+        weight = problem.weight_on(found.device)
         for row in rows:
-            choice = preference.decide(row.m, tables.DTYPES[problem.dtype], *size, (found,))
+            choice = preference.decide(row.m, tables.DTYPES[problem.dtype], weight, (found,))
             assert choice.row == row, (problem, row)
             assert row.kernel == choice.kernel
             assert row.runner_up_us is None or row.us <= row.runner_up_us, (problem, row)
@@ -92,16 +96,16 @@ def test_a_row_serves_its_tokens_and_down_to_half() -> None:
     known = (table(item(64, kernel="cublas"), item(256, kernel="cublas")),)
     rows = {}
     for m in (31, 32, 33, 64, 65, 127, 128, 200, 256, 257):
-        choice = preference.decide(m, torch.float16, *SIZE, known)
-        assert choice == preference.decide(m, torch.float16, *SIZE, known)
+        choice = preference.decide(m, torch.float16, WEIGHT, known)
+        assert choice == preference.decide(m, torch.float16, WEIGHT, known)
         rows[m] = choice.row.m if choice.row else None
     none = dict.fromkeys((31, 65, 127, 257))
     assert rows == none | dict.fromkeys((32, 33, 64), 64) | dict.fromkeys((128, 200, 256), 256)
 
 
 def behind(tiling: Tiling, m: int) -> float:
-    costs = wgmma.candidates(m, *SIZE)
-    return costs[wgmma.plan_of(tiling, m, *SIZE)] / min(costs.values())
+    costs = wgmma.candidates(m, WEIGHT)
+    return costs[wgmma.plan_of(tiling, m, WEIGHT)] / min(costs.values())
 
 
 @pytest.mark.parametrize("tiling", [Tiling(128, 1), Tiling(64, 1), Tiling(128, 2)], ids=str)
@@ -110,9 +114,9 @@ def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) ->
     known = (table(item(256, tokens=tiling.tokens, cluster=tiling.cluster)),)
     kept = {}
     for m in range(128, 257):
-        choice = preference.decide(m, torch.float16, *SIZE, known)
+        choice = preference.decide(m, torch.float16, WEIGHT, known)
         kept[m] = behind(tiling, m) <= 1.1 * behind(tiling, 256)
-        assert choice.plan == (wgmma.plan_of(tiling, m, *SIZE) if kept[m] else wgmma.plan(m, *SIZE))
+        assert choice.plan == (wgmma.plan_of(tiling, m, WEIGHT) if kept[m] else wgmma.plan(m, WEIGHT))
         assert (choice.row is not None) == kept[m]  # its time is said only of its launch
     assert kept[256]
     assert not all(kept.values())
@@ -120,32 +124,32 @@ def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) ->
 
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
     known = (table(item(512, tokens=128, cluster=1)),)
-    few, many = (preference.decide(m, torch.float16, *SIZE, known).plan for m in (500, 512))
-    assert few == many == wgmma.plan_of(Tiling(128, 1), 512, *SIZE)
+    few, many = (preference.decide(m, torch.float16, WEIGHT, known).plan for m in (500, 512))
+    assert few == many == wgmma.plan_of(Tiling(128, 1), 512, WEIGHT)
     # Three tiles of 128 tokens, one of them for a single token.
-    assert preference.decide(257, torch.float16, *SIZE, known).plan == wgmma.plan(257, *SIZE)
+    assert preference.decide(257, torch.float16, WEIGHT, known).plan == wgmma.plan(257, WEIGHT)
 
 
 def test_the_other_dtype_and_nothing_else_shares_a_row() -> None:
     known = (table(item()),)
-    assert preference.decide(64, torch.bfloat16, *SIZE, known).row is not None
-    assert preference.decide(64, torch.float32, *SIZE, known).kernel == "cublas"
+    assert preference.decide(64, torch.bfloat16, WEIGHT, known).row is not None
+    assert preference.decide(64, torch.float32, WEIGHT, known).kernel == "cublas"
     for size in (
         (4096, 4096, 3, False),
         (4096, 2048, 4, False),
         (2048, 4096, 4, False),
         (4096, 4096, 4, True),
     ):
-        assert preference.decide(64, torch.float16, *size, H200, known).row is None
+        assert preference.decide(64, torch.float16, WeightShape(*size, H200), known).row is None
     both = (table(item(), item(dtype="bf16", kernel="cublas")),)
-    assert preference.decide(64, torch.bfloat16, *SIZE, both).kernel == "cublas"
+    assert preference.decide(64, torch.bfloat16, WEIGHT, both).kernel == "cublas"
 
 
 def test_the_first_table_that_has_a_problem_counts() -> None:
     mine, shipped = table(item(kernel="cublas")), table(item(), item(8, kernel="cublas"))
-    assert preference.decide(64, torch.float16, *SIZE, (mine, shipped)).kernel == "cublas"
-    assert preference.decide(64, torch.float16, *SIZE, (shipped, mine)).kernel == "wgmma"
-    assert preference.decide(8, torch.float16, *SIZE, (mine, shipped)).kernel == "cublas"
+    assert preference.decide(64, torch.float16, WEIGHT, (mine, shipped)).kernel == "cublas"
+    assert preference.decide(64, torch.float16, WEIGHT, (shipped, mine)).kernel == "wgmma"
+    assert preference.decide(8, torch.float16, WEIGHT, (mine, shipped)).kernel == "cublas"
 
 
 @pytest.mark.parametrize(
@@ -158,40 +162,40 @@ def test_the_first_table_that_has_a_problem_counts() -> None:
     ],
 )
 def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
-    choice = preference.decide(m, torch.float16, *SIZE, (table(row),))
+    choice = preference.decide(m, torch.float16, WEIGHT, (table(row),))
     assert (choice.row, choice.kernel) == (None, kernel)
-    assert choice.plan == wgmma.plan(m, *SIZE)
+    assert choice.plan == wgmma.plan(m, WEIGHT)
 
 
 def test_wgmma_of_a_table_is_not_taken_where_there_is_none() -> None:
-    choice = preference.decide(64, torch.float16, *SIZE[:-1], A100, (table(item(), device=A100),))
+    choice = preference.decide(64, torch.float16, PROBLEM.weight_on(A100), (table(item(), device=A100),))
     assert (choice.kernel, choice.row) == ("stream", None)
 
 
 def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     known = (table(item(tokens=64, cluster=1)),)
     monkeypatch.setenv("KBIT_KERNEL", "wgmma")
-    choice = preference.decide(64, torch.float16, *SIZE, known)
+    choice = preference.decide(64, torch.float16, WEIGHT, known)
     assert choice.forced
-    assert choice.plan == wgmma.plan_of(Tiling(64, 1), 64, *SIZE)
+    assert choice.plan == wgmma.plan_of(Tiling(64, 1), 64, WEIGHT)
     monkeypatch.setenv("KBIT_KERNEL", "cublas")
-    choice = preference.decide(64, torch.float16, *SIZE, known)
+    choice = preference.decide(64, torch.float16, WEIGHT, known)
     assert (choice.kernel, choice.row, choice.why) == ("cublas", None, "forced by KBIT_KERNEL")
 
 
 def test_without_tables_the_estimate_decides() -> None:
     for m in (1, 17, 64, 300, 8192):
-        choice = preference.decide(m, torch.float16, *SIZE)
+        choice = preference.decide(m, torch.float16, WEIGHT)
         assert choice.kernel == preference.choose(m, torch.float16, 4096, 4096, False, "90a")
         assert choice.why == "by estimate"
 
 
 def test_reasons_name_the_table() -> None:
-    words = preference.reasons(60, torch.float16, *SIZE, (table(item(), file="/x/nvidia-h200.json"),))
+    words = preference.reasons(60, torch.float16, WEIGHT, (table(item(), file="/x/nvidia-h200.json"),))
     start = "taken by table nvidia-h200.json, measured 5 us (cublas 9 us) at M=64: "
     assert words["wgmma"].startswith(start), words
     assert words["cublas"] == "could take it"
-    assert "taken by estimate: " in preference.reasons(60, torch.float16, *SIZE)["wgmma"]
+    assert "taken by estimate: " in preference.reasons(60, torch.float16, WEIGHT)["wgmma"]
 
 
 def test_explain_names_the_table_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +343,7 @@ def test_a_record_says_what_it_was_measured_with(tmp_path: Path) -> None:
     tune.tune(tasks(), Record(file, H200, PROVENANCE), MadeUpTimer())
     written = json.loads(file.read_text())
     assert written["provenance"] == PROVENANCE
-    assert written["device"] == asdict(H200)
+    assert written["device"] == H200._asdict()
     assert set(written["rows"][0]) == {
         *asdict(PROBLEM),
         "m",
@@ -359,11 +363,11 @@ def test_a_record_says_what_it_was_measured_with(tmp_path: Path) -> None:
         Record(file, H200, PROVENANCE)
 
 
-def near_best(m: int, size: tuple) -> set[tuple[int, bool]]:
+def near_best(m: int, weight: WeightShape) -> set[tuple[int, bool]]:
     """The kinds of launch of which one is worth a measurement."""
-    if size[-1].arch != wgmma.ARCH:
+    if weight.device.arch != wgmma.ARCH:
         return set()
-    costs = wgmma.candidates(m, *size)
+    costs = wgmma.candidates(m, weight)
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     fitting = {plan: cost for plan, cost in costs.items() if plan.tiling.tokens <= enough}
     most = tune.ESTIMATE_RANGE * min(fitting.values())
@@ -376,11 +380,11 @@ def test_estimates_are_near_what_was_measured() -> None:
     assert table is not None
     losses, wins = [], 0
     for problem, rows in table.rows.items():
-        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, table.device)
+        weight = problem.weight_on(table.device)
         for row in rows:
             if row.tiling is None:
                 continue
-            best = wgmma.plan(row.m, *size).tiling
+            best = wgmma.plan(row.m, weight).tiling
             wins += best == row.tiling
             if f"wgmma {best}" == row.runner_up:
                 losses.append(row.runner_up_us / row.us)
@@ -395,36 +399,56 @@ def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits
     assert any(problem.gated for problem in chosen)
     for problem in chosen:
         dtype = tables.DTYPES[problem.dtype]
-        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, device)
+        weight = problem.weight_on(device)
         for m in tune.ROWS:
             found = tune.candidates(m, problem, device)
             refusals = preference.refusals_of(m, dtype, problem.out_features, problem.gated, device.arch)
             assert all(refusals[choice.kernel] is None for choice in found.values())
             kernels = {choice.kernel for choice in found.values()}
-            assert preference.decide(m, dtype, *size).kernel in kernels
+            assert preference.decide(m, dtype, weight).kernel in kernels
             assert "cublas" in kernels
             plans = [choice.plan for choice in found.values() if choice.plan]
             kinds = Counter((plan.tiling.rows, plan.tiling.multicast) for plan in plans)
             assert all(count <= tune.MOST_PLANS for count in kinds.values())
-            assert kinds.keys() == near_best(m, size)
-            assert [wgmma.plan_of(plan.tiling, m, *size) for plan in plans] == plans
-            assert not plans or wgmma.plan(m, *size) in plans
+            assert kinds.keys() == near_best(m, weight)
+            assert [wgmma.plan_of(plan.tiling, m, weight) for plan in plans] == plans
+            assert not plans or wgmma.plan(m, weight) in plans
 
 
 def test_what_is_compiled_beforehand_is_what_candidates_launch() -> None:
     (problem,) = tune.problems(shapes.select(["kv"]), (4,), ("fp16",), gated=False)
     names = {spec.name for spec, _ in tune.specs([(problem, 1), (problem, 24)], H200)}
-    size = (problem.out_features, problem.in_features, 4, False, H200)
     for m in (1, 16, 8):
-        plan = stream.plan(m, *size)
+        plan = stream.plan(m, problem.weight_on(H200))
         assert plan.config.spec(4, torch.float16, plan.tokens).name in names
     assert any(name.startswith("wgmma[") for name in names)
     assert set(operands.DTYPES) == set(tables.DTYPES.values())
 
 
-def test_the_digest_is_of_the_sources() -> None:
-    assert tune.sources_digest() == tune.sources_digest()
-    assert len(tune.sources_digest()) == 16
+@pytest.mark.parametrize(
+    ("file", "old", "new", "same"),
+    [
+        ("stream.cuh", "\n", "  // made up\n", True),
+        ("wgmma.cu", "\n", "\n/* made\nup */\n", True),
+        ("nvfp4_gemm.cu", "__syncthreads()", "__syncwarp()", True),  # does not compete
+        ("decode.cuh", "0x", "1 + 0x", False),
+        ("dequantize_tiled.cu", "__syncthreads()", "__syncwarp()", False),
+    ],
+)
+def test_the_digest_is_of_what_compilers_see(
+    file: str, old: str, new: str, same: bool, tmp_path: Path
+) -> None:
+    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
+    text = (csrc / file).read_text()
+    assert old in text
+    (csrc / file).write_text(text.replace(old, new, 1))
+    assert (sources_digest(csrc) == sources_digest()) is same
+
+
+def test_comments_are_no_code() -> None:
+    assert cxx_code('a = "//b" "\\"/*";  // c "d"\n/* e\n"f" */ g') == 'a = "//b" "\\"/*"; g'
+    code = '''"""A."""\ndef f():\n    """B."""\n    # C.\n    return "# D"\n'''
+    assert python_code(code) == "pass\n\ndef f():\n    pass\n    return '# D'"
 
 
 def test_the_command_asks_for_a_gpu_and_for_known_shapes() -> None:

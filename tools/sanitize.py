@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -134,7 +133,7 @@ def _multiply_few(weight, dtype, rows, machines=(None,)) -> None:
 
     limits = driver.device_limits(torch.cuda.current_device())
     for m, multiprocessors in product(rows, machines):
-        planned = replace(limits, multiprocessors=multiprocessors or limits.multiprocessors)
+        planned = limits._replace(multiprocessors=multiprocessors or limits.multiprocessors)
         x, out = _operands(m, weight, dtype)
         with mock.patch.object(driver, "device_limits", lambda index, planned=planned: planned):
             stream.linear(x, *weight, out)

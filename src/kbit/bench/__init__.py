@@ -8,13 +8,14 @@
     bench train        train
     bench serve        serve, random_models, child
     bench quantize     quantize, random_models
-    bench cpu, decode  cpu, timing; decode
+    bench cpu, decode  cpu, cpu_timing; decode
     bench workload     workload
     bench report       report
-    tune               tune, tune_record
+    tune               tune, tune_record, tune_sources
     profile            profile
     eval               quality
 
-What they share: `gpu_timing`, the protocol on GPUs; `shapes` of layers; `correctness`, since results are
-compared before they are timed; the `machine`; `result_files` and `text_table`. `kbit.cli` reads options.
+What they share: `gpu_timing`, the protocol on GPUs; `repeats` and their medians; `shapes` of layers;
+`correctness`, since results are compared before they are timed; the `machine`; `kernel_kinds`, which say what
+a profile's kernels are for; `result_files` and `text_table`. `kbit.cli` reads options.
 """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import kbit.ops as ops
 from kbit.backends import cpu
-from kbit.bench import timing
+from kbit.bench import cpu_timing
 from kbit.bench.machine import last_level_cache_bytes
 from kbit.format import SUPPORTED_BITS, QuantizedTensor, get_codebook
 from kbit.format.codebook import midpoints
@@ -61,7 +61,7 @@ def instruction_sets() -> list[str]:
 
 
 def _rotate(make: Callable[[], object], nbytes: int) -> list:
-    return [make() for _ in range(timing.copies_needed(nbytes, last_level_cache_bytes()))]
+    return [make() for _ in range(cpu_timing.copies_needed(nbytes, last_level_cache_bytes()))]
 
 
 def _packed_copies(w: torch.Tensor, bits: int) -> list[QuantizedTensor]:
@@ -116,7 +116,7 @@ def linear_rows(
 def _compare(shape, count, calls, packed, sizes, repeats) -> Iterator[LinearRow]:
     in_features, out_features = SHAPES[shape]
     with torch.inference_mode():
-        results = timing.measure(calls, repeats)
+        results = cpu_timing.measure(calls, repeats)
     base16 = results["torch bfloat16", None].median_ms
     base32 = results["torch float32", None].median_ms
     for (kernel, width), result in results.items():
@@ -149,7 +149,7 @@ def quantize_rows(repeats: int = 7) -> Iterator[QuantizeRow]:
             levels = get_codebook("nf", bits)
             for window in (None, WINDOWS[bits]):
                 run = functools.partial(cpu.quantize, w, levels, midpoints(levels), bits, window, isa)
-                result = timing.measure({isa: _ignoring_index(run)}, repeats)[isa]
+                result = cpu_timing.measure({isa: _ignoring_index(run)}, repeats)[isa]
                 speed = w.numel() / result.median_ms / 1e3
                 yield QuantizeRow(isa, bits, window is not None, round(speed, 1))
 

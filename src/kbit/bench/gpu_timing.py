@@ -1,4 +1,4 @@
-"""The timing protocol on GPUs, of every measurement of kernels; that on CPUs is `kbit.bench.timing`.
+"""The timing protocol on GPUs, of every measurement of kernels; that on CPUs is `kbit.bench.cpu_timing`.
 
 Pitfalls it avoids, each of which changed a table:
 * Warm weights. A layer whose weights stay in L2 (60 MB on H200) reads faster than memory delivers. As many
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from kbit.bench import machine
-from kbit.bench.timing import check_repeats, median_and_spread
+from kbit.bench.repeats import check_repeats, median_and_spread
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -174,13 +174,13 @@ def measure(arms: Mapping[Key, Arm], repeats: int = DEFAULT_REPEATS) -> dict[Key
 
     Args:
         arms: name -> Arm.
-        repeats: timed replays of each, after one that warms; at least `timing.MIN_REPEATS`.
+        repeats: timed replays of each, after one that warms; at least `repeats.MIN_REPEATS`.
 
     Returns:
         name -> GpuTiming, names in the order given.
 
     Raises:
-        ValueError: fewer than `timing.MIN_REPEATS` repeats.
+        ValueError: fewer than `repeats.MIN_REPEATS` repeats.
     """
     check_repeats(repeats)
     graphs = {key: _prepare(arm) for key, arm in arms.items()}

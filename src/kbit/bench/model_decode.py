@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kbit.bench.timing import median_and_spread
+from kbit.bench.repeats import median_and_spread
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows

@@ -1,8 +1,10 @@
-"""Where a decode step goes: time of every kernel in it, by torch's profiler."""
+"""Kernels of a decode step for the rows of `kbit bench model`, each counted in full where they overlap.
+
+`kbit profile` (`kbit.bench.profile`) shares a step's time out among them instead.
+"""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,20 +12,9 @@ from typing import Any
 
 import torch
 
+from kbit.bench.kernel_kinds import kind_of
+
 REPLAYS = 8
-# The first pattern found in a kernel's name decides; the last takes the rest.
-_KINDS = (
-    ("kbit", r"^(stream|grouped|wgmma|dequantize(_tiled)?|repack|quantize)$"),
-    ("kbit routing", r"^moe_(align|combine)$"),
-    ("attention", r"fmha|flash|attention|softmax_warp|softmax.*attn"),
-    ("16-bit products", r"gemm|gemv|cutlass|nvjet|cublas|_mm_|sm\d+_xmma|splitK"),
-    ("convolution", r"conv"),
-    ("sort, top-k", r"topk|sort|radix|gatherTopK|bitonic|Histogram|scan"),
-    ("copy, gather, index", r"copy|index|gather|scatter|Cat|memcpy|memset|arange|fill"),
-    ("reduction", r"reduce|softmax|norm"),
-    ("elementwise", r"elementwise|triton"),
-    ("other", r""),
-)
 
 
 @dataclass(frozen=True)
@@ -34,11 +25,6 @@ class KernelTime:
     kind: str
     us: float
     calls: float
-
-
-def kind_of(name: str) -> str:
-    """What a kernel is for, judged by its name."""
-    return next(kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def profile(run: Callable[[], object], replays: int = REPLAYS) -> list[KernelTime]:
@@ -76,17 +62,13 @@ def _device_us(event: Any) -> float:
     return float(event.time_range.elapsed_us())
 
 
-def by_kind(kernels: list[KernelTime]) -> dict[str, float]:
-    """Microseconds per step by purpose, most first."""
+def as_json(kernels: list[KernelTime]) -> dict[str, Any]:
+    """The profile for a result file: microseconds by purpose, most first, whose sum may exceed a step."""
     sums: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         sums[kernel.kind] += kernel.us
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def as_json(kernels: list[KernelTime]) -> dict[str, Any]:
-    """The profile for a result file. Kernels that overlap count in full, so the sum may exceed a step."""
+    by_kind = dict(sorted(sums.items(), key=lambda item: -item[1]))
     rows = [
         asdict(kernel) | {"us": round(kernel.us, 2), "calls": round(kernel.calls, 2)} for kernel in kernels
     ]
-    return {"by_kind_us": {kind: round(us, 1) for kind, us in by_kind(kernels).items()}, "kernels": rows}
+    return {"by_kind_us": {kind: round(us, 1) for kind, us in by_kind.items()}, "kernels": rows}

@@ -26,7 +26,7 @@ import torch
 
 from kbit.bench.gpu_timing import Arm, GpuTiming, Key, environment, summarize, warm_up
 from kbit.bench.kernel_rows import KernelRow, from_json
-from kbit.bench.timing import check_repeats
+from kbit.bench.repeats import check_repeats
 
 METRIC = "gpu__time_duration.sum"
 # torch.cuda._sleep's kernel.

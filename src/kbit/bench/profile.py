@@ -8,7 +8,6 @@ Profiling slows a step down, so microseconds are these shares of the time of a s
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,27 +15,11 @@ from typing import Any
 
 import torch
 
-from kbit.bench import model_profile
+from kbit.bench.kernel_kinds import PYTHON, kind_of
 from kbit.bench.model_decode import DecodeLoop
 
 REPEATS = 5
 _STEP = "kbit profile: decode step"
-_PYTHON = "between operators"
-# Operators of PyTorch by purpose; `model_profile.kind_of` knows kernels of GPUs.
-_OPERATORS = (
-    ("kbit", r"^kbit::"),
-    ("nvfp4", r"nvfp4"),
-    ("Python", rf"^{_PYTHON}$"),
-    ("attention", r"scaled_dot_product|^aten::_?softmax"),
-    ("16-bit products", r"^aten::(mm|addmm|bmm|baddbmm|matmul|linear|_grouped_mm)$|^mkldnn"),
-    ("reduction", r"^aten::(mean|sum|amax|argmax|max|rsqrt|pow|cumsum)$"),
-    ("sort, top-k", r"^aten::(topk|sort)$"),
-    (
-        "copy, gather, index",
-        r"^aten::(_to_copy|to|clone|cat|embedding|repeat|expand|where|select|slice|view|empty)",
-    ),
-    ("elementwise", r"^aten::(mul|add|sub|div|neg|silu|sigmoid|exp|sin|cos|softplus)_?$"),
-)
 
 
 @dataclass(frozen=True)
@@ -98,12 +81,6 @@ class StepProfile:
         return tuple(sorted(parts, key=lambda part: -part.us))
 
 
-def group_of(name: str) -> str:
-    """What a kernel or operator is for, judged by its name."""
-    found = next((group for group, pattern in _OPERATORS if re.search(pattern, name)), None)
-    return found or model_profile.kind_of(name)
-
-
 def attribute(intervals: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Time of each name so that the sum is the time in which anything runs.
 
@@ -153,10 +130,10 @@ def profile_step(
     window, times, calls = record(run, steps)
     step_us = 1e3 * timing.ms
     parts = [
-        Part(name, group_of(name), calls[name] / steps, us / window * step_us, step_us)
+        Part(name, kind_of(name), calls[name] / steps, us / window * step_us, step_us)
         for name, us in times.items()
     ]
-    busy = sum(us for name, us in times.items() if name != _PYTHON) / window
+    busy = sum(us for name, us in times.items() if name != PYTHON) / window
     parts.sort(key=lambda part: -part.us)
     device = loop.device.type
     return StepProfile(device, batch, context, step_us, window / steps, busy, reason, tuple(parts))
@@ -205,8 +182,8 @@ def _record_cpu(run: Callable[[], object], steps: int) -> _Recorded:
                 run()
     averages = recorded.key_averages()
     (whole,) = (item for item in averages if item.key == _STEP)
-    times = {_PYTHON: float(whole.self_cpu_time_total)}
-    calls = {_PYTHON: steps}
+    times = {PYTHON: float(whole.self_cpu_time_total)}
+    calls = {PYTHON: steps}
     for item in averages:
         if item.key != _STEP:
             times[item.key], calls[item.key] = float(item.self_cpu_time_total), item.count

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kbit.bench import machine, model_build
-from kbit.bench.timing import MIN_REPEATS, check_repeats, median_and_spread
+from kbit.bench.repeats import MIN_REPEATS, check_repeats, median_and_spread
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.experts import is_experts
 

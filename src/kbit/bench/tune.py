@@ -8,7 +8,6 @@ fastest and the runner-up.
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,25 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 import kbit.ops as ops
-from kbit.backends.cuda import (
-    driver,
-    operands,
-    preference,
-    products,
-    stream,
-    stream_config,
-    stream_preference,
-    tables,
-    wgmma,
-    wgmma_config,
-)
-from kbit.backends.cuda.compiler import CSRC, KernelSpec
+from kbit.backends.cuda import driver, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.preference import Choice
 from kbit.backends.cuda.tables import Problem, Row
 from kbit.bench import gpu_timing
 from kbit.bench.correctness import require_close
 from kbit.bench.shapes import LayerShape
 from kbit.bench.tune_record import Record
+from kbit.bench.tune_sources import sources_digest
 
 # A row serves down to half its tokens; between 16 and 1024, where plans change most, they lie closer.
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
@@ -83,8 +72,7 @@ def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[
 
     Kinds of which all are far behind by estimate are left out.
     """
-    size = (problem.out_features, problem.in_features, problem.bits, problem.gated)
-    costs = wgmma.candidates(m, *size, device)
+    costs = wgmma.candidates(m, problem.weight_on(device))
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     plans = sorted((plan for plan in costs if plan.tiling.tokens <= enough), key=lambda plan: costs[plan])
     kinds: dict[tuple[int, bool], list[wgmma.Plan]] = {}
@@ -99,31 +87,17 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
     found: dict[tuple[KernelSpec, str], None] = {}
     for problem, m in tasks:
         dtype = tables.DTYPES[problem.dtype]
-        size = (problem.out_features, problem.in_features, problem.bits, problem.gated, device)
+        weight = problem.weight_on(device)
         for choice in candidates(m, problem, device).values():
             if choice.kernel == "stream":
                 counts = {min(m, stream.TOKENS[-1]), m % stream.TOKENS[-1] or stream.TOKENS[-1]}
-                for plan in (stream.plan(min(m, count), *size) for count in counts):
+                for plan in (stream.plan(min(m, count), weight) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
             elif choice.plan is not None:
                 launch = choice.plan
                 block = wgmma_config.of_tiling(problem.bits, launch.tiling, launch.teams, False, False)
                 found[wgmma_config.spec(block, dtype), device.arch] = None
     return list(found)
-
-
-def sources_digest() -> str:
-    """Digest of the kernels and of the modules that launch them: times of other sources are of no use."""
-    digest = hashlib.sha256()
-    modules = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config)
-    launchers = [module.__file__ for module in modules]
-    files = [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]
-    for text in sorted((path.name, path.read_bytes()) for path in files):
-        digest.update(text[0].encode() + text[1])
-    for file in launchers:
-        with open(str(file), "rb") as source:
-            digest.update(source.read())
-    return digest.hexdigest()[:16]
 
 
 def provenance() -> dict[str, object]:

@@ -53,9 +53,9 @@ class Record:
                 raise TableError("it has no provenance")
         except TableError as error:
             raise ValueError(f"tune: {self.file} cannot be gone on with: {error}. {remedy}") from None
-        now = self.provenance | {"device": asdict(self.device)}
+        now = self.provenance | {"device": self.device._asdict()}
         for name in (*SAME, "device"):
-            old = asdict(table.device) if name == "device" else before.get(name)
+            old = table.device._asdict() if name == "device" else before.get(name)
             if old != now.get(name):
                 raise ValueError(
                     f"tune: {self.file} was measured with {name} {old}, this is {now.get(name)}. {remedy}"
@@ -91,7 +91,7 @@ class Record:
         head: dict[str, Any] = {
             "about": ABOUT,
             "version": tables.VERSION,
-            "device": asdict(self.device),
+            "device": self.device._asdict(),
             "provenance": self.provenance,
         }
         lines = ",\n  ".join(json.dumps(tables.write_row(*pair)) for pair in self.rows())

@@ -36,7 +36,7 @@ def cpu(
     import torch
 
     from kbit.bench import cpu as bench
-    from kbit.bench import machine, timing
+    from kbit.bench import cpu_timing, machine
 
     shapes = shape or list(bench.SHAPES)
     unknown = set(shapes) - set(bench.SHAPES)
@@ -45,7 +45,7 @@ def cpu(
     counts = numbers("--rows", rows)
     chosen = widths(bits)
     torch.set_num_threads(threads)
-    bandwidth = timing.read_bandwidth()
+    bandwidth = cpu_timing.read_bandwidth()
     about = machine.describe()
     head = {"machine": about, "read_bandwidth_gb_s": round(bandwidth, 2)}
     linear: list[LinearRow] = []

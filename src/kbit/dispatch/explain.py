@@ -9,11 +9,12 @@ import torch
 
 from kbit.backends import cpu
 from kbit.backends.cuda import driver, grouped_preference, preference, tables
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import counted, dtype_name
-from kbit.ops import checks, forms, kinds
+from kbit.ops import checks, forms, type_checks
 
 
 def explain(
@@ -42,7 +43,7 @@ def explain(
     1 token of 256 -> 64, 4 bits, bfloat16 on cpu
     ...
     """
-    kinds.quantized("explain", q)
+    type_checks.quantized("explain", q)
     n, k = q.shape[-2:]
     sized = isinstance(x_shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in x_shape)
     if not sized:
@@ -86,9 +87,9 @@ def _cpu_kernel(m: int, k: int, dtype: torch.dtype, experts: bool) -> str:
 def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, silu_and_mul: bool) -> list[str]:
     index = q.device.index or 0
     n, k = q.shape[-2:]
-    shape = (n, k, q.bits, silu_and_mul, driver.device_limits(index))
+    weight = WeightShape(n, k, q.bits, silu_and_mul, driver.device_limits(index))
     if len(q.shape) == 3:
-        reasons = grouped_preference.reasons(m, dtype, q.shape[0], *shape)
+        reasons = grouped_preference.reasons(m, dtype, q.shape[0], weight)
     else:
-        reasons = preference.reasons(m, dtype, *shape, tables.for_device(index))
+        reasons = preference.reasons(m, dtype, weight, tables.for_device(index))
     return [f"  {kernel}: {reason}" for kernel, reason in reasons.items()]

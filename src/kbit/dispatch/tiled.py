@@ -62,17 +62,15 @@ def _run_dequantize(tiled, codebook, scale, out):
 @implement("linear_tiled")
 def _linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False):
     arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
-    tiled_checks.linear_tiled(*arguments)
-    out = x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+    out = x.new_empty(tiled_checks.linear_tiled(*arguments))
     return _run_linear(*arguments, out)
 
 
 @implement("linear_tiled.out")
 def _linear_out(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False, *, out):
     arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
-    tiled_checks.linear_tiled(*arguments)
-    columns = out_features // 2 if silu_and_mul else out_features
-    checks.output("linear", out, (*x.shape[:-1], columns), x.dtype, x.device)
+    shape = tiled_checks.linear_tiled(*arguments)
+    checks.output("linear", out, shape, x.dtype, x.device)
     _run_linear(*arguments, out)
 
 

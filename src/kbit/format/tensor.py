@@ -10,8 +10,8 @@ import torch
 
 from kbit.format import reference
 from kbit.format.codebook import check_bits
+from kbit.format.layout import tile_shape
 from kbit.format.scales import ABSMAX_FORMATS, absmax_format
-from kbit.format.tiles import tile_shape
 from kbit.format.words import dtype_name
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast, refuse_others
-from kbit.ops import api, checks, direct, grad_checks, kinds
+from kbit.ops import api, checks, direct, grad_checks, type_checks
 
 
 class KbitLinear(QuantizedModule, nn.Linear):
@@ -123,7 +123,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         if not isinstance(x, torch.Tensor):
-            kinds.tensor("linear", "x", x, self.layer_name)
+            type_checks.tensor("linear", "x", x, self.layer_name)
         tiled = self._tiles_for_call("weight")
         bias: torch.Tensor | None = self.bias
         grad_checks.no_tangent("linear", self.layer_name, x, bias)

@@ -14,7 +14,7 @@ import torch
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_rounding
-from kbit.ops import checks, kinds
+from kbit.ops import checks, type_checks
 
 
 class Normed(NamedTuple):
@@ -138,7 +138,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     for name, value in {"x": x, "weight": weight, "residual": x if residual is None else residual}.items():
-        kinds.tensor("rmsnorm", name, value)
+        type_checks.tensor("rmsnorm", name, value)
     checks.float_dtype("rmsnorm", "x", x.dtype)
     checks.float_dtype("rmsnorm", "weight", weight.dtype)
     if x.dim() != 2 or tuple(weight.shape) != tuple(x.shape[1:]):
@@ -153,7 +153,7 @@ def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | 
 
 
 def _check_gate_up(gate_up: torch.Tensor) -> None:
-    kinds.tensor("silu_mul", "gate_up", gate_up)
+    type_checks.tensor("silu_mul", "gate_up", gate_up)
     checks.float_dtype("silu_mul", "gate_up", gate_up.dtype)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1]:
         raise ValueError(f"silu_mul: gate_up must be [R, 2I], got {tuple(gate_up.shape)}.")

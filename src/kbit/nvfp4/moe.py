@@ -11,7 +11,7 @@ from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.gemm import check_product, check_tile
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
-from kbit.ops import checks, kinds
+from kbit.ops import checks, type_checks
 
 DEDUP = ("off", "gather", "scatter", "indirect")
 
@@ -74,7 +74,7 @@ def _align(
 
 
 def _check_ids(ids: torch.Tensor, num_experts: int, where: str) -> None:
-    kinds.tensor("moe_align", "ids", ids, where)
+    type_checks.tensor("moe_align", "ids", ids, where)
     if ids.dtype != torch.int32:
         raise TypeError(
             f"moe_align: ids must be int32, got {ids.dtype}{at(where)}. Convert them with .int()."
@@ -151,7 +151,7 @@ def gather_rows(t: NVFP4Tensor, rows: torch.Tensor) -> NVFP4Tensor:
 
 
 def _check_expert_input(x: torch.Tensor, routing: Routing, dedup: str, row_scale: bool) -> None:
-    kinds.tensor("moe_gemm_nvfp4", "x", x)
+    type_checks.tensor("moe_gemm_nvfp4", "x", x)
     if dedup not in DEDUP:
         raise ValueError(f"moe_gemm_nvfp4: dedup must be one of {', '.join(DEDUP)}, got {dedup!r}.")
     if dedup == "scatter" and row_scale:
@@ -256,8 +256,8 @@ def moe_combine(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    kinds.tensor("moe_combine", "y", y)
-    kinds.tensor("moe_combine", "p", p)
+    type_checks.tensor("moe_combine", "y", y)
+    type_checks.tensor("moe_combine", "p", p)
     if y.dim() != 3 or p.shape != y.shape[:2]:
         raise ValueError(
             f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}."

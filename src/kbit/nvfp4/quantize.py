@@ -9,7 +9,7 @@ import torch
 from kbit.format.words import at
 from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, check_nvfp4, e2m1, layouts, ue4m3
 from kbit.nvfp4.kernels import kernels_for
-from kbit.ops import checks, kinds
+from kbit.ops import checks, type_checks
 
 TIES = ("zero", "even")
 # What code * scale reaches: a global scale of amax / LARGEST uses the whole range of the scales.
@@ -78,7 +78,7 @@ def check_input(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    kinds.tensor("quantize_nvfp4", "x", x, where)
+    type_checks.tensor("quantize_nvfp4", "x", x, where)
     checks.float_dtype("quantize_nvfp4", "x", x.dtype, where)
     if x.dim() not in (2, 3) or x.shape[-1] < 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kbit.format.codebook import check_bits, get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks, forms, grad_checks, kinds
+from kbit.ops import checks, forms, grad_checks, type_checks
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
     >>> q.bits_per_weight
     4.25
     """
-    kinds.tensor("quantize", "w", w, where)
+    type_checks.tensor("quantize", "w", w, where)
     if not isinstance(search, bool):
         raise TypeError(f"quantize: search must be True or False, got {search!r}.")
     levels = get_codebook(codebook, check_bits(bits)).to(w.device)
@@ -77,7 +77,7 @@ def dequantize(
     >>> kbit.dequantize(q, torch.bfloat16).shape
     torch.Size([64, 256])
     """
-    kinds.quantized("dequantize", q)
+    type_checks.quantized("dequantize", q)
     checks.float_dtype("dequantize", "dtype", dtype)
     if q.tiled is None:
         op: Any = torch.ops.kbit.dequantize
@@ -127,7 +127,7 @@ def linear(
     >>> kbit.linear(torch.randn(3, 256), q).shape
     torch.Size([3, 64])
     """
-    kinds.quantized("linear", q, where)
+    type_checks.quantized("linear", q, where)
     fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     grad_checks.no_tangent("linear", where, x, bias)
@@ -165,7 +165,7 @@ def grouped_linear(
         TypeError, ValueError: dtypes, shapes or devices do not fit; on the CPU also offsets that are not
             ascending or leave 0..T.
     """
-    kinds.quantized("grouped_linear", q, where)
+    type_checks.quantized("grouped_linear", q, where)
     fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     grad_checks.no_tangent("grouped_linear", where, x)
@@ -208,7 +208,7 @@ def _multiply(
 
 def _check_out(name: str, out: torch.Tensor, needs_grad: bool) -> None:
     """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
-    kinds.tensor(name, "out", out)
+    type_checks.tensor(name, "out", out)
     if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
             f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
@@ -259,8 +259,8 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
         IndexError: an id is out of range (on the CPU).
         TypeError, ValueError: q is not quantized; dtypes, shapes or devices do not fit.
     """
-    kinds.quantized("embedding", q)
-    kinds.tensor("embedding", "ids", ids)
+    type_checks.quantized("embedding", q)
+    type_checks.tensor("embedding", "ids", ids)
     checks.float_dtype("embedding", "dtype", dtype)
     return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
 

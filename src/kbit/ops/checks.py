@@ -12,7 +12,7 @@ from kbit.format.codebook import check_bits
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import check_parts
 from kbit.format.words import at
-from kbit.ops import kinds
+from kbit.ops import type_checks
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -78,7 +78,7 @@ def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device,
         TypeError: x is not float32, float16 or bfloat16.
         ValueError: x is a scalar, has other features than the weight, or is on another device.
     """
-    kinds.tensor(op, "x", x, where)
+    type_checks.tensor(op, "x", x, where)
     float_dtype(op, "x", x.dtype, where)
     if x.dim() < 1 or x.shape[-1] != in_features:
         features = x.shape[-1] if x.dim() else "no"
@@ -131,7 +131,7 @@ def linear_inputs(
         gate_and_up("linear", shape[0], where)
     if bias is None:
         return
-    kinds.tensor("linear", "bias", bias, where)
+    type_checks.tensor("linear", "bias", bias, where)
     if bias.shape != shape[:1]:
         raise ValueError(
             f"linear: bias must have shape ({shape[0]},), got {tuple(bias.shape)}{at(where)}. "
@@ -218,7 +218,7 @@ def offsets(
     op: str, expert_offsets: torch.Tensor, experts: int, device: torch.device, where: str = ""
 ) -> None:
     """Raise TypeError or ValueError unless offsets are int32 [experts + 1] on `device`."""
-    kinds.tensor(op, "expert_offsets", expert_offsets, where)
+    type_checks.tensor(op, "expert_offsets", expert_offsets, where)
     if expert_offsets.dtype != torch.int32:
         raise TypeError(
             f"{op}: expert_offsets must be int32, got {expert_offsets.dtype}{at(where)}. Use .int()."
@@ -266,7 +266,7 @@ def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> N
         TypeError: they are no tensor of integers.
         ValueError: they are on another device.
     """
-    kinds.tensor("embedding", "ids", ids, where)
+    type_checks.tensor("embedding", "ids", ids, where)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}{at(where)}. Use .long().")
     if ids.device != device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.format.words import at
-from kbit.ops import checks, kinds
+from kbit.ops import checks, type_checks
 
 # Slots are int32, and so are the sums that lead to them.
 MAX_CHOICES = 2**30
@@ -47,7 +47,7 @@ def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: st
         ValueError: shapes do not belong together.
     """
     for name, value in (("hidden_states", x), ("top_k_index", ids), ("top_k_weights", weights)):
-        kinds.tensor("experts", name, value, where)
+        type_checks.tensor("experts", name, value, where)
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
             f"experts: hidden_states must be [T, K], top_k_index and top_k_weights [T, choices], got "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kbit.format.codebook import check_bits
+from kbit.format.layout import tile_shape
 from kbit.format.reference import blocks_of
 from kbit.format.tensor import check_tiles
-from kbit.format.tiles import tile_shape
 from kbit.ops import checks, moe_checks
 
 
@@ -87,8 +87,11 @@ def linear_tiled(
     out_features: int,
     in_features: int,
     silu_and_mul: bool = False,
-) -> None:
+) -> tuple[int, ...]:
     """Check the arguments of `kbit::linear_tiled`.
+
+    Returns:
+        The result's shape.
 
     Raises:
         TypeError, ValueError: see `check_tiles` and `kbit.ops.checks.linear_inputs`.
@@ -96,6 +99,7 @@ def linear_tiled(
     check_tiles(tiled, codebook, scale, out_features, in_features)
     shape = (*tiled.shape[:-3], out_features, in_features)
     checks.linear_inputs(x, shape, tiled.device, bias, silu_and_mul)
+    return *x.shape[:-1], out_features // 2 if silu_and_mul else out_features
 
 
 def grouped_linear_tiled(

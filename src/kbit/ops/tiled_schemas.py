@@ -1,6 +1,6 @@
 """The ops `torch.ops.kbit.*` on tiled weights: schemas and fake kernels.
 
-Tiles are int32 [E?, row tiles, column tiles, words], see `kbit.format.tiles`; their width is the codebook's.
+Tiles are int32 [E?, row tiles, column tiles, words], see `kbit.format.layout`; their width is the codebook's.
 With silu_and_mul, W holds 2I rows, gate above up, and the result [..., I] is silu(gate) * up: gate and up are
 rounded to x's dtype first, then silu, then the product, as layers that are not fused do. With `source`,
 int32 [R], the sorted rows are x[source], and x need not be sorted.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from kbit.format.layout import tile_shape
 from kbit.format.reference import blocks_of
-from kbit.format.tiles import tile_shape
 from kbit.ops import grad_checks, tiled_checks
 from kbit.ops.schemas import LIBRARY, TAGS, define, out_variant
 
@@ -71,8 +71,8 @@ def dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype): 
 def linear_tiled(  # noqa: D103
     x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False
 ):
-    tiled_checks.linear_tiled(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
-    return x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+    return x.new_empty(tiled_checks.linear_tiled(*arguments))
 
 
 @torch.library.register_fake("kbit::grouped_linear_tiled", lib=LIBRARY)

@@ -7,9 +7,8 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kbit.backends.cuda.compiler import INSTALL, CompilerUnavailableError, arch_of
 from kbit.format.errors import KbitError
@@ -167,8 +166,7 @@ def driver_version() -> str:
 CLUSTER_SHARES = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
 
 
-@dataclass(frozen=True)
-class DeviceLimits:
+class DeviceLimits(NamedTuple):
     """What the plan of a launch depends on.
 
     Attributes:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import layout
 from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
@@ -26,7 +28,6 @@ _RESERVED_BYTES = 1024
 # Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
 # take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
-_HOLES, _HOLE_BYTES = (3, 4), 32768  # widths whose look-up table has holes, and the bytes in them
 # Pieces of experts in a block's list, at most about; for more pieces there are several blocks a
 # multiprocessor.
 _MOST_JOBS = 64
@@ -103,16 +104,15 @@ class Plan:
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
+    table_bytes = operands.table_bytes(bits, shared_bytes)
     if shared_bytes <= operands.SMALL_MEMORY:
-        table_bytes = operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
-        return [Config(8, 1, 1, in_holes=bits in _HOLES, table_bytes=table_bytes)]
+        return [Config(8, 1, 1, in_holes=bits in operands.HOLES, table_bytes=table_bytes)]
     if bits == 5:
-        wide = shared_bytes > operands.WIDE_TABLE_MEMORY
-        return [Config(16, 1, 1, table_bytes=operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES)]
+        return [Config(16, 1, 1, table_bytes=table_bytes)]
     if shared_bytes <= operands.WIDE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
         return [Config(16, 1, 2), Config(8, 1, 2)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
-    return [Config(8, 2, 2, in_holes=bits in _HOLES), Config(16, 1, 2)]
+    return [Config(8, 2, 2, in_holes=bits in operands.HOLES), Config(16, 1, 2)]
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -126,42 +126,27 @@ def specs(shared_bytes: int) -> list[KernelSpec]:
     ]
 
 
-def refusal(
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> str | None:
+def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
     """Why the kernel may not take a problem, or None."""
-    reason = operands.grouped_refusal(dtype, out_features, gated, experts)
-    if reason is None and plan(_ANY_ROWS, experts, out_features, in_features, bits, device) is None:
-        reason = f"a row of {in_features} activations does not fit in {device.shared_bytes} bytes"
+    reason = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
+    if reason is None and plan(_ANY_ROWS, experts, weight) is None:
+        room = weight.device.shared_bytes
+        reason = f"a row of {weight.in_features} activations does not fit in {room} bytes"
     return reason
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    rows: int,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    device: driver.DeviceLimits,
-) -> Plan | None:
+def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     """The launch for so many rows, dealt to experts in any way; None if shared memory is too small.
 
     Where it is enough for some number of rows, it is for any smaller one.
     """
-    shape = (out_features, in_features, bits, device)
-    preferred = _preferred(rows, experts, *shape)
+    preferred = _preferred(rows, experts, weight)
     most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     while most:
         for fewer in (1, 2, 4, 8, 16):  # warps that split K, whose sums need room
             for config in preferred:
-                chosen = _lay_out(config, rows, experts, most, fewer, *shape)
+                chosen = _lay_out(config, rows, experts, most, fewer, weight)
                 if chosen.x_room:
                     return chosen
         most //= 2
@@ -173,10 +158,9 @@ def _active(rows: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 
-def _preferred(
-    rows: int, experts: int, out_features: int, in_features: int, bits: int, device: driver.DeviceLimits
-) -> list[Config]:
+def _preferred(rows: int, experts: int, weight: WeightShape) -> list[Config]:
     """Configurations, the fastest first."""
+    out_features, in_features, bits, _, device = weight
     available = configs(bits, device.shared_bytes)
     row_tiles, k_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     tiles = _active(rows, experts) * row_tiles * k_tiles
@@ -184,21 +168,12 @@ def _preferred(
     return sorted(available, key=lambda config: -config.warps) if many else available
 
 
-def _lay_out(
-    config: Config,
-    rows: int,
-    experts: int,
-    most: int,
-    fewer: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    device: driver.DeviceLimits,
-) -> Plan:
+def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, weight: WeightShape) -> Plan:
     """The launch of a configuration, K split by `fewer` times fewer warps than would be fastest.
 
     Its `x_room` is 0 where not even one expert's activations fit.
     """
+    out_features, in_features, bits, _, device = weight
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
@@ -213,7 +188,9 @@ def _lay_out(
     end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
     # Of a multiprocessor's, each block takes 1 KB for itself, and so one fits that is 1 KB short of all.
     room = (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES
-    x_at, x_room = (0, _HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
+    x_at, x_room = (
+        (0, operands.HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
+    )
     job_bytes = k_tiles * layout.TILE_COLUMNS * 2 * most
     x_room = min(x_room, jobs * job_bytes) if x_room >= job_bytes else 0
     end += 0 if config.in_holes else x_room
@@ -245,7 +222,7 @@ def linear(
     index, rows = x.device.index, out.shape[0]
     bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(index)
-    chosen = plan(rows, experts, out_features, in_features, bits, limits)
+    chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
     assert chosen is not None
     x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything

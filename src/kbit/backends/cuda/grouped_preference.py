@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
-from kbit.backends.cuda import driver, grouped, operands, wgmma
+from kbit.backends.cuda import grouped, operands, wgmma
 from kbit.backends.cuda.preference import forced_kernel
+from kbit.backends.cuda.weight_shape import WeightShape
 
 # Between 8 and 16 rows of an expert, wgmma loses where K is short and its tiles of so many weight rows fill
 # the machine: on an H200 128 experts of 512 x 2048 take 33 us and 43, of 2048 x 512 45 and 35.
 _SHORT, _TILE_ROWS = 1024, 128
 
 
-def choose(
-    m: int,
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> str:
+def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str:
     """The kernel for m rows dealt to experts in some way, which is not known here.
 
     "cublas", one expert after the other, waits for the device and is only taken where no kernel may, such as
@@ -32,60 +25,43 @@ def choose(
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    refusals = _refusals(dtype, experts, out_features, in_features, bits, gated, device)
-    forced = forced_kernel(refusals)
+    refusals = _refusals(dtype, experts, weight)
+    forced = forced_kernel(os.environ.get("KBIT_KERNEL"), refusals)
     if forced:
         return forced
-    short = in_features <= _SHORT and experts * out_features >= _TILE_ROWS * device.multiprocessors
+    fills = experts * weight.out_features >= _TILE_ROWS * weight.device.multiprocessors
+    short = weight.in_features <= _SHORT and fills
     few = m <= grouped.TOKENS[1 if short else 0] * experts
     if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
         return "grouped"
     return "wgmma" if refusals["wgmma"] is None else "cublas"
 
 
-def reasons(
-    m: int,
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> dict[str, str]:
+def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str]:
     """Every kernel, with words on whether it is taken, could be, or may not, and the taken one's launch.
 
     Raises:
         ValueError: see `choose`.
     """
-    shape = (experts, out_features, in_features)
-    chosen = choose(m, dtype, *shape, bits, gated, device)
-    refusals = _refusals(dtype, *shape, bits, gated, device)
+    chosen = choose(m, dtype, experts, weight)
+    refusals = _refusals(dtype, experts, weight)
     words = {kernel: refusal or "could take it" for kernel, refusal in refusals.items()}
     words[chosen] = "taken by estimate"
-    if chosen == "grouped" and (plan := grouped.plan(m, *shape, bits, device)) is not None:
+    if chosen == "grouped" and (plan := grouped.plan(m, experts, weight)) is not None:
         warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
     elif chosen == "wgmma":
-        launch = wgmma.grouped_plan(m, *shape, bits, gated, device)
+        launch = wgmma.grouped_plan(m, experts, weight)
         words[chosen] += f": {launch.grid} blocks of {launch.tiling.tokens} tokens"
     return words
 
 
 @functools.lru_cache(maxsize=4096)
-def _refusals(
-    dtype: torch.dtype,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> dict[str, str | None]:
+def _refusals(dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str | None]:
     """Why each kernel may not take a problem, or None."""
-    of_both = operands.grouped_refusal(dtype, out_features, gated, experts)
+    of_both = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
     return {
-        "grouped": grouped.refusal(dtype, experts, out_features, in_features, bits, gated, device),
-        "wgmma": wgmma.arch_refusal(device.arch) or of_both,
+        "grouped": grouped.refusal(dtype, experts, weight),
+        "wgmma": wgmma.arch_refusal(weight.device.arch) or of_both,
         "cublas": None,
     }

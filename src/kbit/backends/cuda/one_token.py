@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, layout, operands, stream, stream_config
+from kbit.backends.cuda import driver, operands, stream, stream_config
+from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import layout
 from kbit.format.codebook import bits_of
 
 MOST_SLOTS = 32  # a lane of a warp each
@@ -77,7 +79,7 @@ def _launch_experts(
 ) -> None:
     bits, (out_features, in_features, gated) = bits_of(codebook), sizes
     limits = driver.device_limits(x.device.index)
-    chosen = stream.plan(1, *shape, bits, gated, limits, experts=experts)
+    chosen = stream.plan(1, WeightShape(*shape, bits, gated, limits), experts=experts)
     spec = stream_config.kernel_of(chosen.config, bits, x.dtype, 1, False, experts)
     routing = stream.Routing(
         ids=ids.data_ptr(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout
+from kbit.format import layout, nvfp4_layout
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
@@ -13,6 +13,8 @@ MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
 # copy; at 5 bits with a copy for each lane. Of single levels, which take the least memory and the most
 # instructions.
 TABLE_BYTES, WIDE_TABLE_BYTES, LEVELS_BYTES = 65536, 131072, 4096
+# Widths whose table of pairs is half unused, in pieces of 128 bytes, and how much that is.
+HOLES, HOLE_BYTES = (3, 4), TABLE_BYTES // 2
 # Shared memory of a block: all that sm_86, 89 and 120 have; and the most with which the wide table leaves too
 # little for the rest. With that table one token of 8192 x 28672 takes 50 us at 5 bits, with single levels 72.
 SMALL_MEMORY, WIDE_TABLE_MEMORY = 99 * 1024, 200 * 1024
@@ -25,6 +27,25 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
     if silu_and_mul and out_features % (2 * layout.TILE_ROWS):
         return f"gates must end with a tile of {layout.TILE_ROWS} rows, got {out_features // 2} gates"
     return None
+
+
+def table_bytes(bits: int, shared_bytes: int) -> int:
+    """Size of the look-up table in a kernel whose blocks may have `shared_bytes` of shared memory."""
+    if bits < 5:
+        return TABLE_BYTES
+    if shared_bytes <= SMALL_MEMORY:
+        return LEVELS_BYTES
+    return WIDE_TABLE_BYTES if shared_bytes > WIDE_TABLE_MEMORY else TABLE_BYTES
+
+
+def tile_words(bits: int, nvfp4: bool) -> int:
+    """int32 words of a tile; `nvfp4`: of NVFP4."""
+    return nvfp4_layout.TILE_BYTES // 4 if nvfp4 else layout.tile_words(bits)
+
+
+def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
+    """What a kernel's configuration names for NVFP4's tiles, and for others does not; see decode.cuh."""
+    return {"ue4m3": True} if nvfp4 else {}
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

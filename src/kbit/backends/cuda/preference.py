@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from kbit.backends.cuda import driver, operands, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda import operands, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda.weight_shape import WeightShape
 
 KERNELS = ("stream", "grouped", "wgmma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
@@ -61,65 +62,49 @@ class Choice:
         return f"{words} at M={self.row.m}"
 
 
-def decide(
-    m: int,
-    dtype: torch.dtype,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-    known: tuple[tables.Table, ...] = (),
-) -> Choice:
+def decide(m: int, dtype: torch.dtype, weight: WeightShape, known: tuple[tables.Table, ...] = ()) -> Choice:
     """The kernel for a problem: what KBIT_KERNEL forces, or the fastest by the first table that has it.
 
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    forced = forced_kernel(refusals_of(m, dtype, out_features, gated, device.arch))
-    return _decided(forced, m, dtype, out_features, in_features, bits, gated, device, known)
+    return _decided(os.environ.get("KBIT_KERNEL"), m, dtype, weight, known)
 
 
 @functools.lru_cache(maxsize=4096)
 def _decided(
-    forced: str | None,
+    named: str | None,
     m: int,
     dtype: torch.dtype,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
+    weight: WeightShape,
     known: tuple[tables.Table, ...],
 ) -> Choice:
-    shape = (out_features, in_features, bits, gated, device)
-    refusals = refusals_of(m, dtype, out_features, gated, device.arch)
+    refusals = refusals_of(m, dtype, weight.out_features, weight.gated, weight.device.arch)
+    forced = forced_kernel(named, refusals)
     name = next((name for name, one in tables.DTYPES.items() if one == dtype), None)
     for table in known if name else ():
-        row = table.row(m, tables.Problem(out_features, in_features, bits, gated, str(name)))
+        row = table.row(m, tables.Problem.of(weight, str(name)))
         if row is None or refusals[row.kernel] is not None or forced not in (None, row.kernel):
             continue
         if row.tiling is None:
             return Choice(row.kernel, None, row, table.file, bool(forced))
-        plan = wgmma.plan_of(row.tiling, m, *shape)
+        plan = wgmma.plan_of(row.tiling, m, weight)
         if plan is None:
             continue
-        if _behind(row.tiling, m, shape) > _MOST_BEHIND * _behind(row.tiling, row.m, shape):
-            return Choice(row.kernel, wgmma.plan(m, *shape), forced=bool(forced))
+        if _behind(row.tiling, m, weight) > _MOST_BEHIND * _behind(row.tiling, row.m, weight):
+            return Choice(row.kernel, wgmma.plan(m, weight), forced=bool(forced))
         return Choice(row.kernel, plan, row, table.file, bool(forced))
-    kernel = forced or _estimated(refusals, m, out_features, in_features)
-    return Choice(kernel, wgmma.plan(m, *shape) if kernel == "wgmma" else None, forced=bool(forced))
+    kernel = forced or _estimated(refusals, m, weight.out_features, weight.in_features)
+    return Choice(kernel, wgmma.plan(m, weight) if kernel == "wgmma" else None, forced=bool(forced))
 
 
-def _behind(
-    tiling: wgmma_config.Tiling, m: int, shape: tuple[int, int, int, bool, driver.DeviceLimits]
-) -> float:
+def _behind(tiling: wgmma_config.Tiling, m: int, weight: WeightShape) -> float:
     """Estimated time of a launch over that of the estimated best; inf if it may not take the problem.
 
     Tiles of 256 tokens suit 1024 tokens, but waste a quarter of the work on 576. For a launch that was
     measured as the fastest, this ratio is the estimate's error, much the same for somewhat fewer tokens.
     """
-    costs, plan = wgmma.candidates(m, *shape), wgmma.plan_of(tiling, m, *shape)
+    costs, plan = wgmma.candidates(m, weight), wgmma.plan_of(tiling, m, weight)
     return math.inf if plan is None else costs[plan] / min(costs.values())
 
 
@@ -130,7 +115,9 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
         ValueError: see `decide`.
     """
     refusals = refusals_of(m, dtype, out_features, gated, arch)
-    return forced_kernel(refusals) or _estimated(refusals, m, out_features, in_features)
+    return forced_kernel(os.environ.get("KBIT_KERNEL"), refusals) or _estimated(
+        refusals, m, out_features, in_features
+    )
 
 
 def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_features: int) -> str:
@@ -140,46 +127,41 @@ def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_fe
     return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
 
 
-def forced_kernel(refusals: dict[str, str | None]) -> str | None:
+def forced_kernel(named: str | None, refusals: dict[str, str | None]) -> str | None:
     """The kernel that KBIT_KERNEL names, if it is among those that a problem may have, else None.
+
+    Args:
+        named: what KBIT_KERNEL is.
+        refusals: why each of the problem's kernels may not take it, or None.
 
     Raises:
         ValueError: it names no kernel, or one that is refused.
     """
-    forced = os.environ.get("KBIT_KERNEL")
-    if not forced:
+    if not named:
         return None
-    if forced not in KERNELS:
-        raise ValueError(f"KBIT_KERNEL is {forced!r}; known: {', '.join(KERNELS)}.")
-    if forced not in refusals:  # stream is for one weight, grouped for experts
+    if named not in KERNELS:
+        raise ValueError(f"KBIT_KERNEL is {named!r}; known: {', '.join(KERNELS)}.")
+    if named not in refusals:  # stream is for one weight, grouped for experts
         return None
-    if (reason := refusals[forced]) is not None:
-        raise ValueError(f"KBIT_KERNEL={forced} cannot run this: {reason}. Unset it, or set another.")
-    return forced
+    if (reason := refusals[named]) is not None:
+        raise ValueError(f"KBIT_KERNEL={named} cannot run this: {reason}. Unset it, or set another.")
+    return named
 
 
 def reasons(
-    m: int,
-    dtype: torch.dtype,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-    known: tuple[tables.Table, ...] = (),
+    m: int, dtype: torch.dtype, weight: WeightShape, known: tuple[tables.Table, ...] = ()
 ) -> dict[str, str]:
     """Every kernel, with words on whether it is taken, could be, or may not; why; and the taken one's launch.
 
     Raises:
         ValueError: see `decide`.
     """
-    shape = (out_features, in_features, bits, gated, device)
-    choice = decide(m, dtype, *shape, known)
-    words = {}
-    for kernel, refusal in refusals_of(m, dtype, out_features, gated, device.arch).items():
+    choice = decide(m, dtype, weight, known)
+    refusals, words = refusals_of(m, dtype, weight.out_features, weight.gated, weight.device.arch), {}
+    for kernel, refusal in refusals.items():
         words[kernel] = f"taken {choice.why}" if kernel == choice.kernel else refusal or "could take it"
     if choice.kernel == "stream":
-        plan = stream.plan(min(m, stream.TOKENS[-1]), *shape)
+        plan = stream.plan(min(m, stream.TOKENS[-1]), weight)
         launches = -(-m // stream.TOKENS[-1])
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
     elif choice.plan is not None:

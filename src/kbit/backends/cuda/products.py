@@ -23,6 +23,7 @@ from kbit.backends.cuda import (
     wgmma,
 )
 from kbit.backends.cuda.preference import Choice, decide
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format.codebook import bits_of
 
 
@@ -41,7 +42,7 @@ def linear_tiled(
 
     Args:
         x: [M, K], float16, bfloat16 or float32 (decoded to float32 and multiplied by cuBLAS), M >= 1.
-        tiled: int32 [row tiles, column tiles, words]; see `kbit.backends.cuda.layout`.
+        tiled: int32 [row tiles, column tiles, words]; see `kbit.format.layout`.
         codebook: float32 [2^bits].
         scale: float32, the matrix's factor.
         bias: [N] of x's dtype.
@@ -55,8 +56,8 @@ def linear_tiled(
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
     index, bits = x.device.index, bits_of(codebook)
-    shape = (out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
-    choice = decide(x.shape[0], x.dtype, *shape, tables.for_device(index))
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    choice = decide(x.shape[0], x.dtype, weight, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
 
@@ -123,8 +124,8 @@ def grouped_linear_tiled(
         operands.activate(both, out)
         return
     bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
-    shape = (tiled.shape[0], out_features, in_features, bits, silu_and_mul)
-    kernel = grouped_preference.choose(out.shape[0], x.dtype, *shape, limits)
+    shape = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    kernel = grouped_preference.choose(out.shape[0], x.dtype, tiled.shape[0], shape)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
     if kernel == "grouped":
         grouped.linear(x, *weight, source, *sizes, out)

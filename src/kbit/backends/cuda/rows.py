@@ -11,10 +11,11 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import layout, operands
+from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import DTYPES, block_grid, joined, launch, staying_grid, tile_grid
 from kbit.backends.cuda.weights import aligned, fenced
+from kbit.format import layout
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
@@ -218,7 +219,7 @@ def dequantize_tiled(
     """Decode rows of the tiled layout, rounded to out's dtype.
 
     Args:
-        tiled: int32 [..., row tiles, column tiles, words]; see `kbit.backends.cuda.layout`.
+        tiled: int32 [..., row tiles, column tiles, words]; see `kbit.format.layout`.
         codebook: float32 [2^bits].
         scale: float32 [...].
         bits: code width.
@@ -251,8 +252,7 @@ def dequantize_tiled(
 
 
 def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
-    """`kbit.backends.cuda.layout.to_tiled` on the device: int32 [..., row tiles, column tiles, words]."""
-    layout.check_canonical(packed, absmax, bits, in_features)
+    """`kbit.format.layout.to_tiled` on the device: int32 [..., row tiles, column tiles, words]."""
     shape = layout.tile_shape(absmax.shape[-2], in_features, bits)
     tiled = packed.new_empty((*packed.shape[:-2], *shape))
     _repack(aligned(packed), absmax.contiguous(), tiled, bits, in_features, inverse=False)
@@ -262,8 +262,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
 def from_tiled(
     tiled: torch.Tensor, bits: int, out_features: int, in_features: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kbit.backends.cuda.layout.from_tiled` on the device: packed and absmax."""
-    layout.check_tiled(tiled, bits, out_features, in_features)
+    """`kbit.format.layout.from_tiled` on the device: packed and absmax."""
     blocks = -(-in_features // BLOCK_SIZE)
     leading = tiled.shape[:-3]
     packed = tiled.new_empty((*leading, out_features, blocks * bits))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.stream_config import (
     DENSE,
@@ -24,6 +24,8 @@ from kbit.backends.cuda.stream_config import (
     sums_of,
 )
 from kbit.backends.cuda.stream_preference import choose
+from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
@@ -71,17 +73,9 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    m: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-    nvfp4: bool = False,
-    experts: int = DENSE,
-) -> Plan:
+def plan(m: int, weight: WeightShape, nvfp4: bool = False, experts: int = DENSE) -> Plan:
     """The launch for a legal problem."""
+    out_features, in_features, bits, gated, device = weight
     tokens = next(t for t in classes(nvfp4) if t >= m)
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // _GROUP_TILES)
@@ -93,7 +87,7 @@ def plan(
     passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
-    tile_bytes = 4 * layout.words_of(bits, nvfp4)
+    tile_bytes = 4 * operands.tile_words(bits, nvfp4)
     work = _Work(config, tokens, units, gated, passes, workers, cluster, bits, tile_bytes)
     grid = min(units, wanted.blocks * device.clusters(cluster))
     if wanted.blocks * work.dealt_to(grid).shared_bytes > device.shared_bytes:
@@ -224,14 +218,15 @@ def linear(
     """
     most = TOKENS[-1]
     if x.shape[0] > most:
-        weight = (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
+        rest = (tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
         for first in range(0, x.shape[0], most):
             part = slice(first, first + most)
-            linear(x[part], *weight, out[part], None if row_scale is None else row_scale[part])
+            linear(x[part], *rest, out[part], None if row_scale is None else row_scale[part])
         return
-    bits, nvfp4 = bits_of(codebook), layout.is_nvfp4(tiled)
+    bits, nvfp4 = bits_of(codebook), nvfp4_layout.is_nvfp4(tiled)
     limits = driver.device_limits(x.device.index)
-    chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits, nvfp4)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    chosen = plan(x.shape[0], weight, nvfp4)
     spec = kernel_of(chosen.config, bits, out.dtype, chosen.tokens, nvfp4, DENSE, x_scales is not None)
     sizes = (out_features, in_features, x.shape[0], silu_and_mul)
     launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale, x_scales=x_scales)

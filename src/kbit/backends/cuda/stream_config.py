@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import layout, operands
+from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
@@ -58,7 +59,7 @@ class Config:
             table_bytes=self.table_bytes,
             split=self.split,
             coded=coded,
-            **layout.nvfp4_config(nvfp4),
+            **operands.nvfp4_config(nvfp4),
         )
 
     def buffers(self, tokens: int) -> int:
@@ -67,7 +68,7 @@ class Config:
 
     def in_holes(self, bits: int, tokens: int) -> bool:
         """Whether those sums fit in what the table of 3 and 4 bits leaves free: half of each of 256 rows."""
-        return bits in (3, 4) and self.buffers(tokens) * self.workers * sums_of(tokens) <= 256
+        return bits in operands.HOLES and self.buffers(tokens) * self.workers * sums_of(tokens) <= 256
 
 
 # Cached, because every launch looks its kernel up.
@@ -88,11 +89,10 @@ def configs(
     bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE, nvfp4: bool = False
 ) -> list[Config]:
     """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory."""
+    table_bytes = operands.table_bytes(bits, shared_bytes)
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES)]
+        return [Config(8, 1, table_bytes)]
     if bits == 5:  # either table leaves room for one stage of many warps
-        wide = shared_bytes > operands.WIDE_TABLE_MEMORY
-        table_bytes = operands.WIDE_TABLE_BYTES if wide else operands.TABLE_BYTES
         narrow = [] if tokens == 2 else [Config(8, 2, table_bytes)]  # slower for 2 in every shape
         return [*narrow, Config(16, 1, table_bytes)]
     if tokens > 8:
@@ -111,7 +111,7 @@ def configs(
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose for such an architecture."""
-    formats = [*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)]
+    formats = [*((bits, False) for bits in SUPPORTED_BITS), (nvfp4_layout.BITS, True)]
     kernels = [(*one, tokens, DENSE) for one in formats for tokens in classes(one[1])]
     if arch == MEASURED_ARCH:
         kernels += [

@@ -21,6 +21,7 @@ import torch
 
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.compiler import cubin_folder
+from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.cuda.wgmma_config import Tiling
 from kbit.format.codebook import SUPPORTED_BITS
 from kbit.format.errors import KbitError
@@ -48,6 +49,15 @@ class Problem:
     bits: int
     gated: bool
     dtype: str
+
+    @classmethod
+    def of(cls, weight: WeightShape, dtype: str) -> Problem:
+        """The problem of a weight and activations of a dtype, on any GPU."""
+        return cls(weight.out_features, weight.in_features, weight.bits, weight.gated, dtype)
+
+    def weight_on(self, device: driver.DeviceLimits) -> WeightShape:
+        """Its weight on a GPU."""
+        return WeightShape(self.out_features, self.in_features, self.bits, self.gated, device)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,13 @@ from types import MappingProxyType
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout, operands
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda import wgmma_config as config
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
+from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import bits_of
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
@@ -46,19 +49,16 @@ def arch_refusal(arch: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
-) -> Plan:
+def plan(m: int, weight: WeightShape) -> Plan:
     """The launch for a legal problem: the cheapest by `_clocks`."""
-    costs = candidates(m, out_features, in_features, bits, gated, device)
+    costs = candidates(m, weight)
     return min(costs, key=lambda plan: costs[plan])
 
 
 @functools.lru_cache(maxsize=64)  # a decision asks several times
-def candidates(
-    m: int, out_features: int, in_features: int, bits: int, gated: bool, device: driver.DeviceLimits
-) -> Mapping[Plan, float]:
+def candidates(m: int, weight: WeightShape) -> Mapping[Plan, float]:
     """Every launch that can take a legal problem, with its estimated clocks; see `_clocks`."""
+    out_features, in_features, bits, gated, device = weight
     plans = {}
     for cluster in driver.CLUSTER_SHARES:
         for block in config.blocks(bits, in_features, cluster, gated):
@@ -74,31 +74,15 @@ def candidates(
     return MappingProxyType(plans)
 
 
-def plan_of(
-    tiling: config.Tiling,
-    m: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> Plan | None:
+def plan_of(tiling: config.Tiling, m: int, weight: WeightShape) -> Plan | None:
     """The launch of a legal problem with a given tiling; None if that cannot take it."""
-    found = candidates(m, out_features, in_features, bits, gated, device)
-    return next((plan for plan in found if plan.tiling == tiling), None)
+    return next((plan for plan in candidates(m, weight) if plan.tiling == tiling), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def grouped_plan(
-    m: int,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    bits: int,
-    gated: bool,
-    device: driver.DeviceLimits,
-) -> Plan:
+def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
     """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
+    out_features, in_features, bits, gated, device = weight
     costs, each = {}, -(-m // experts)
     for tokens in config.GROUPED_TOKENS:
         for cluster in driver.CLUSTER_SHARES:
@@ -132,7 +116,7 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
     the best on average.
     """
-    tokens, teams, width = block.tokens, block.teams, block.columns // config.TILE_COLUMNS
+    tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
     cluster, workers = tiling.cluster, grid // tiling.sharers
     steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
     if block.rows == config.HALF_ROWS:  # two teams take turns
@@ -173,7 +157,7 @@ def linear(
     bits = bits_of(codebook)
     if chosen is None:
         limits = driver.device_limits(x.device.index)
-        chosen = plan(x.shape[0], out_features, in_features, bits, silu_and_mul, limits)
+        chosen = plan(x.shape[0], WeightShape(out_features, in_features, bits, silu_and_mul, limits))
     bias_at, factors_at = (0 if tensor is None else tensor.data_ptr() for tensor in (bias, row_scale))
     pointers = (codebook.data_ptr(), scale.data_ptr(), bias_at, factors_at, out.data_ptr(), 0)
     sizes = (out_features, in_features, x.shape[0])
@@ -194,7 +178,8 @@ def grouped_linear(
     """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
     bits, experts = bits_of(codebook), tiled.shape[0]
     limits = driver.device_limits(x.device.index)
-    chosen = grouped_plan(x.shape[0], experts, out_features, in_features, bits, silu_and_mul, limits)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    chosen = grouped_plan(x.shape[0], experts, weight)
     pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
     sizes = (out_features, in_features, x.shape[0])
     _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
@@ -224,7 +209,7 @@ def _launch(
     """
     index = x.device.index
     tiling = chosen.tiling
-    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, layout.is_nvfp4(tiled))
+    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, nvfp4_layout.is_nvfp4(tiled))
     out_features, in_features, m = sizes
     x = operands.aligned_rows(x)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
@@ -232,13 +217,13 @@ def _launch(
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
     arguments = (
         *pointers,
-        weight_map(tiled, tiling.rows // config.TILE_ROWS // (2 if gated else 1)),
+        weight_map(tiled, tiling.rows // TILE_ROWS // (2 if gated else 1)),
         activation_map(x, tiling.tokens // tiling.sharers),
         out_features,
         m,
         experts,
         block.steps_of(in_features),
-        -(-out_features // 16),
+        -(-out_features // TILE_ROWS),
         row_blocks,
         token_blocks,
         alone,

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import layout, operands
+from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import SUPPORTED_BITS
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 TOKENS = (16, 32, 64, 96, 128, 144, 160, 176, 192, 256)  # of a block, fixed at compile time
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
@@ -18,14 +20,11 @@ MULTICAST_TOKENS = (176, 256)  # of pairs of blocks that copy activations for ea
 # Of blocks of two teams of two warpgroups each. Not for experts: 128 of 1024 x 2048 by 16 rows each took
 # 33.3 us on an H200, with one team 32.0.
 TEAM_TOKENS = (16, 32, 64, 96)
-TILE_COLUMNS, TILE_ROWS = 64, 16
 ROWS, HALF_ROWS = 128, 64  # rows of W of a block
 # Up to so many columns a block, two teams lose more by adding up at the end than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
 _SHARED_BYTES = 227 * 1024
 _MOST_STAGES = 12
-# Bytes of a look-up table of 3 or 4 bits that are unused, in pieces of 128.
-_HOLE_BYTES = operands.TABLE_BYTES // 2
 # By tokens: where a cluster's sums have memory of their own, which saves a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
@@ -157,14 +156,14 @@ def _round(config: Config) -> int:
 
 def _fixed_bytes(config: Config) -> int:
     outside = _SUMS_BYTES.get(config.tokens, 0) + (_LIST_BYTES if config.grouped else 0)
-    if config.bits in (3, 4):
-        outside = max(0, outside - _HOLE_BYTES)
+    if config.bits in operands.HOLES:
+        outside = max(0, outside - operands.HOLE_BYTES)
     staging = config.warpgroups * _round(config) * _STAGING_BYTES
     return operands.TABLE_BYTES + outside + staging + (_SCRATCH_BYTES if config.grouped else 0)
 
 
 def _stage_bytes(config: Config) -> int:
-    weights = config.rows // TILE_ROWS * 4 * layout.words_of(config.bits, config.nvfp4)
+    weights = config.rows // TILE_ROWS * 4 * operands.tile_words(config.bits, config.nvfp4)
     tile = config.tokens * TILE_COLUMNS * 2 + weights
     return config.columns // TILE_COLUMNS * tile + _BARRIER_BYTES
 
@@ -200,14 +199,14 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         experts=operands.MOST_EXPERTS if config.grouped else 0,
         shared_bytes=shared_bytes(config),
         table_bytes=operands.TABLE_BYTES,
-        **layout.nvfp4_config(config.nvfp4),
+        **operands.nvfp4_config(config.nvfp4),
     )
 
 
 def configs() -> list[Config]:
     """Every configuration that plans of kbit.backends.cuda.wgmma may choose."""
     dense: dict[Config, None] = {}
-    for bits, nvfp4 in (*((bits, False) for bits in SUPPORTED_BITS), (layout.NVFP4_BITS, True)):
+    for bits, nvfp4 in (*((bits, False) for bits in SUPPORTED_BITS), (nvfp4_layout.BITS, True)):
         for columns in (1, _FEW_COLUMNS + 1):  # few have one team
             for block in blocks(bits, columns, cluster=1, gated=False):
                 dense[of_tiling(bits, block.tiling(1), block.teams, grouped=False, nvfp4=nvfp4)] = None

@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 
 from kbit import quantizers
-from kbit.backends.reference.common import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.moe import moe_align, moe_combine
+from kbit.backends.reference.products import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
     experts_one_token,
-    from_tiled,
     grouped_linear_tiled,
     linear_tiled,
-    to_tiled,
 )
 from kbit.format import reference as fmt
 from kbit.format.errors import NonFiniteWeightError
+from kbit.format.layout import from_tiled, to_tiled
 
 __all__ = [
     "dequantize",

@@ -10,34 +10,21 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout
-from kbit.backends.reference import common
+from kbit.backends.reference import products
 from kbit.format import reference as fmt
 from kbit.format.codebook import bits_of
-from kbit.format.tiles import TILE_ROWS
-
-
-def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
-    """`kbit::tile`."""
-    return layout.to_tiled(packed, absmax, bits, in_features)
-
-
-def from_tiled(
-    tiled: torch.Tensor, bits: int, out_features: int, in_features: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kbit::untile`."""
-    return layout.from_tiled(tiled, bits, out_features, in_features)
+from kbit.format.layout import TILE_ROWS, from_tiled
 
 
 def _chunks(
     tiled: torch.Tensor, bits: int, begin: int, end: int, in_features: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Canonical form of rows begin to end of one matrix, piece by piece: (rows, packed, absmax)."""
-    rows = common.rows_at_once(in_features)
+    rows = products.rows_at_once(in_features)
     for first in range(begin // TILE_ROWS * TILE_ROWS, end, rows):
         last = min(first + rows, end)
         tiles = tiled[first // TILE_ROWS : -(-last // TILE_ROWS)]
-        packed, absmax = layout.from_tiled(tiles, bits, last - first, in_features)
+        packed, absmax = from_tiled(tiles, bits, last - first, in_features)
         skipped = max(0, begin - first)
         yield slice(first + skipped, last), packed[skipped:], absmax[skipped:]
 
@@ -78,7 +65,7 @@ def linear_tiled(
     bits = bits_of(codebook)
     for part, packed, absmax in _chunks(tiled, bits, 0, out_features, in_features):
         w = fmt.dequantize(packed, absmax, codebook, scale, in_features, x.dtype)
-        y[:, part] = common.matmul(x, w, None if bias is None else bias[part])
+        y[:, part] = products.matmul(x, w, None if bias is None else bias[part])
     if silu_and_mul:
         gate, up = y.chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out)
@@ -102,7 +89,7 @@ def grouped_linear_tiled(
     if source is not None:
         x = x[source.long()]
     sizes = (out_features, in_features, silu_and_mul)
-    for expert, rows in common.groups(expert_offsets):
+    for expert, rows in products.groups(expert_offsets):
         linear_tiled(x[rows], tiled[expert], codebook, scale[expert], None, *sizes, out[rows])
     return out
 

@@ -7,7 +7,7 @@
  * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per
    sub-block in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
  * tiled (weights, for the GPU kernels of `tc`): 16 rows by 64 columns in 576 bytes, [..., ceil(N / 16),
-   ceil(K16 / 64), 576]; `kbit.backends.cuda.layout` says where which bytes are.
+   ceil(K16 / 64), 576]; `kbit.format.nvfp4_layout` says where which bytes are.
 Padding is bytes of 0.
 """
 
@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import layout as tiles
+from kbit.backends.cuda import weights
+from kbit.format import nvfp4_layout as tiles
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 from kbit.nvfp4.formats import e2m1
 
-SUB_BLOCK = tiles.NVFP4_BLOCK
+SUB_BLOCK = tiles.BLOCK
 LAYOUTS = ("nv", "ggml", "mmq", "tiled")
 
 
@@ -62,8 +64,8 @@ def codes_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     if layout == "nv":
         return (*lead, rows, round_up(columns) // 2)
     if layout == "tiled":
-        row_tiles, column_tiles = -(-rows // tiles.TILE_ROWS), -(-columns // tiles.TILE_COLUMNS)
-        return (*lead, row_tiles, column_tiles, tiles.NVFP4_TILE_BYTES)
+        row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+        return (*lead, row_tiles, column_tiles, tiles.TILE_BYTES)
     block = _INTERLEAVED[layout]
     blocks = round_up(columns, block.padding) // SUB_BLOCK // block.sub_blocks
     if layout == "ggml":
@@ -85,7 +87,7 @@ def from_nv(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Ten
     if not codes.numel():
         return codes.new_empty(codes_shape((*codes.shape[:-1], 2 * codes.shape[-1]), layout))
     if layout == "tiled":
-        return tiles.to_tiled_nvfp4(codes, scales)
+        return weights.fenced(tiles.to_tiled(codes, scales))
     block = _INTERLEAVED[layout]
     groups = scales.shape[-1]
     missing = round_up(groups * SUB_BLOCK, block.padding) // SUB_BLOCK - groups
@@ -113,11 +115,11 @@ def to_nv(
     """
     groups = round_up(columns) // SUB_BLOCK
     if layout == "tiled":
-        rows = data.shape[-3] * tiles.TILE_ROWS if rows is None else rows
+        rows = data.shape[-3] * TILE_ROWS if rows is None else rows
         if not data.numel():
             lead = (*data.shape[:-3], rows)
             return data.new_empty((*lead, groups * SUB_BLOCK // 2)), data.new_empty((*lead, groups))
-        return tiles.from_tiled_nvfp4(data, rows, columns)
+        return tiles.from_tiled(data, rows, columns)
     block = _INTERLEAVED[layout]
     blocks = data.unflatten(-1, (-1, block.nbytes)) if layout == "ggml" else data.transpose(-3, -2)
     scales = blocks[..., : block.sub_blocks].flatten(-2)[..., :groups].contiguous()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, layout
+from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.format import nvfp4_layout
 
-SUB_BLOCK = layout.NVFP4_BLOCK
+SUB_BLOCK = nvfp4_layout.BLOCK
 THREADS = 256  # of a block, at most
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
 _PER_SM = 32

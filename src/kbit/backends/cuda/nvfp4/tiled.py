@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import driver, layout, operands, preference, stream, stream_config, wgmma
+from kbit.backends.cuda import driver, operands, preference, stream, stream_config, wgmma
 from kbit.backends.cuda.nvfp4 import products
 from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.weights import aligned, fenced, ready
+from kbit.format import nvfp4_layout
 from kbit.format.codebook import E2M1_MAGNITUDES
 
 # Values of e2m1 codes.
@@ -57,7 +58,7 @@ def gemm_tiled(
         KbitError: a kernel cannot be compiled or loaded.
     """
     if refusal(a_codes.shape[0], out_dtype, _arch(tiled)) is not None:
-        w = layout.from_tiled_nvfp4(tiled, out_features, 2 * a_codes.shape[1])
+        w = nvfp4_layout.from_tiled(tiled, out_features, 2 * a_codes.shape[1])
         return products.gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
     m, columns = a_codes.shape[0], 2 * a_codes.shape[1]
     if 0 < m <= stream_config.CODED_TOKENS and out_features and columns % stream.GROUP_COLUMNS == 0:
@@ -78,7 +79,7 @@ def linear_tiled(
         KbitError: a kernel cannot be compiled or loaded.
     """
     if refusal(x.shape[0], x.dtype, _arch(tiled)) is not None:
-        w = layout.from_tiled_nvfp4(tiled, out_features, x.shape[1])
+        w = nvfp4_layout.from_tiled(tiled, out_features, x.shape[1])
         decoded = dequantize(*w, w_scale, None, x.dtype)
         return F.linear(x, decoded[:, : x.shape[1]], bias)
     return _multiply(x, tiled, out_features, w_scale, None, bias)

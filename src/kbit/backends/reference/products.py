@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from kbit.format.tiles import TILE_ROWS
+from kbit.format.layout import TILE_ROWS
 
 _CHUNK_WEIGHTS = 8 * 2**20
 # On a GPU 256 MB of 16-bit weights, as in the forward: each chunk more is a pass over the result.

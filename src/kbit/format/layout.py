@@ -1,4 +1,4 @@
-"""The tiled layout that every CUDA kernel reads, and its reference permutation in pure PyTorch.
+"""The tiled layout, in which CUDA kernels read weights, and its reference permutation in pure PyTorch.
 
 A tile is 16 rows (n) by 64 columns (k) of one matrix: a record of 32 * bits words of codes and 8 words of
 E4M4 scales, all int32. A weight [N, K] is ceil(N / 16) x ceil(K / 64) records. What lies outside the
@@ -20,9 +20,7 @@ word (3 and 5 bits) lane by lane.
 
 Scales. Byte 2r + b of scale word g is the scale of row g + 8r in the tile's block b of 32 columns.
 
-NVFP4. Codes as at 4 bits, and 16 words of ue4m3 scales: byte 4r + j of the g-th pair of words is the scale
-of row g + 8r in step j, a block of 16 columns. A byte of codes in the layout nv is a pair, so bytes are moved
-and none is taken apart.
+NVFP4 has tiles of its own, much like these: `kbit.format.nvfp4_layout`.
 """
 
 from __future__ import annotations
@@ -30,45 +28,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.cuda import weights
 from kbit.format import bitplanes
 from kbit.format.codebook import BLOCK_SIZE, check_bits
-from kbit.format.tiles import SCALE_WORDS, TILE_COLUMNS, TILE_ROWS, tile_shape, tile_words
 
-__all__ = [
-    "LANES",
-    "NVFP4_BITS",
-    "NVFP4_BLOCK",
-    "NVFP4_TILE_BYTES",
-    "PAIRS",
-    "PAIR_PITCH",
-    "SCALE_WORDS",
-    "TILE_COLUMNS",
-    "TILE_ROWS",
-    "check_canonical",
-    "check_tiled",
-    "from_tiled",
-    "from_tiled_nvfp4",
-    "is_nvfp4",
-    "lane_words",
-    "nvfp4_config",
-    "tile_shape",
-    "tile_words",
-    "to_tiled",
-    "to_tiled_nvfp4",
-    "words_of",
-]
-
+TILE_ROWS, TILE_COLUMNS = 16, 64
+SCALE_WORDS = 8
 LANES = 32
 PAIRS = 16
 PAIR_PITCH = {2: 4, 3: 8, 4: 8, 5: 10}
 
 _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
 
-NVFP4_BITS = 4
-NVFP4_TILE_BYTES = 576
-NVFP4_BLOCK = 16  # elements with a scale
-_NVFP4_CODE_BYTES = 512
+
+def tile_words(bits: int) -> int:
+    """int32 words of one tile."""
+    return 32 * bits + SCALE_WORDS
+
+
+def tile_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int, int]:
+    """Shape of the tiled form of a weight [out_features, in_features].
+
+    Returns:
+        (row tiles, column tiles, words of a tile); both sizes are padded to whole tiles.
+    """
+    return -(-out_features // TILE_ROWS), -(-in_features // TILE_COLUMNS), tile_words(bits)
 
 
 def lane_words(bits: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -94,7 +77,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     Raises:
         ValueError: the scales are not E4M4, or the shapes do not belong together.
     """
-    check_canonical(packed, absmax, bits, in_features)
+    _check_canonical(packed, absmax, bits, in_features)
     *leading, n, blocks = absmax.shape
     row_tiles, column_tiles, words = tile_shape(n, in_features, bits)
     more_rows, more_blocks = row_tiles * TILE_ROWS - n, column_tiles * _BLOCKS - blocks
@@ -127,7 +110,7 @@ def from_tiled(
     Raises:
         ValueError: `tiled` has another shape or dtype.
     """
-    check_tiled(tiled, bits, out_features, in_features)
+    _check_tiled(tiled, bits, out_features, in_features)
     leading = tiled.shape[:-3]
     row_tiles, column_tiles, words = tiled.shape[-3:]
     blocks, rows = -(-in_features // BLOCK_SIZE), row_tiles * TILE_ROWS
@@ -172,7 +155,7 @@ def _spare_bit(bits: int, extra: int) -> int:
     return 8 * extra + 6 if bits == 3 else 30
 
 
-def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
+def _check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
     """Check that the parts can be tiled.
 
     Raises:
@@ -181,7 +164,7 @@ def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_fe
     if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
         raise ValueError(
             f"tiled layout: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and "
-            f"{absmax.dtype}. Quantize with scale='e4m4', or use the reference backend."
+            f"{absmax.dtype}. Quantize with scale='e4m4'; other block scales stay canonical."
         )
     blocks = -(-in_features // BLOCK_SIZE)
     expected = (*absmax.shape[:-1], blocks * check_bits(bits))
@@ -193,7 +176,7 @@ def check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_fe
         )
 
 
-def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
+def _check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
     """Check that `tiled` is a weight [out_features, in_features], or a stack of them.
 
     Raises:
@@ -206,70 +189,3 @@ def check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: 
             f"{', '.join(map(str, expected))}], got {tiled.dtype} {tuple(tiled.shape)}. "
             f"Were sizes or bits of another layer given?"
         )
-
-
-def words_of(bits: int, nvfp4: bool) -> int:
-    """int32 words of a tile; `nvfp4`: of NVFP4."""
-    return NVFP4_TILE_BYTES // 4 if nvfp4 else tile_words(bits)
-
-
-def is_nvfp4(tiled: torch.Tensor) -> bool:
-    """Whether int32 [..., words] are tiles of NVFP4, which are of a size of their own."""
-    return tiled.shape[-1] * 4 == NVFP4_TILE_BYTES
-
-
-def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
-    """What a kernel's configuration names for NVFP4's tiles, and for others does not; see decode.cuh."""
-    return {"ue4m3": True} if nvfp4 else {}
-
-
-def to_tiled_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Permute codes and scales of the layout nv into tiles.
-
-    Args:
-        codes: uint8 [..., N, K16 / 2], element 2j in the low nibble of byte j; K16 is a multiple of 16.
-        scales: uint8 [..., N, K16 / 16], ue4m3. Bytes of 0x7F, which mean 0, become 0, and bit 7 is dropped.
-
-    Returns:
-        uint8 [..., ceil(N / 16), ceil(K16 / 64), 576].
-    """
-    *leading, n, groups = scales.shape
-    row_tiles, column_tiles = -(-n // TILE_ROWS), -(-groups * NVFP4_BLOCK // TILE_COLUMNS)
-    more_rows, more = row_tiles * TILE_ROWS - n, column_tiles * 4 - groups
-    scales = scales & 0x7F
-    scales = scales.masked_fill_(scales == 0x7F, 0)
-    if more_rows or more:
-        codes = F.pad(codes, (0, more * NVFP4_BLOCK // 2, 0, more_rows))
-        scales = F.pad(scales, (0, more, 0, more_rows))
-    tiles = codes.new_empty((*leading, row_tiles, column_tiles, NVFP4_TILE_BYTES))
-    flat = tiles.view(-1, row_tiles, column_tiles, NVFP4_TILE_BYTES)
-    # [E, row tile, r, g, column tile, j, c, t] -> [E, row tile, column tile, g, t, j, c, r]
-    pairs = codes.reshape(-1, row_tiles, 2, 8, column_tiles, 4, 2, 4).permute(0, 1, 4, 3, 7, 5, 6, 2)
-    flat[..., :_NVFP4_CODE_BYTES].view(-1, row_tiles, column_tiles, 8, 4, 4, 2, 2).copy_(pairs)
-    bytes_of = scales.reshape(-1, row_tiles, 2, 8, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
-    flat[..., _NVFP4_CODE_BYTES:].view(-1, row_tiles, column_tiles, 8, 2, 4).copy_(bytes_of)
-    return weights.fenced(tiles)
-
-
-def from_tiled_nvfp4(
-    tiled: torch.Tensor, out_features: int, in_features: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo `to_tiled_nvfp4`.
-
-    Args:
-        tiled: uint8 [..., row tiles, column tiles, 576].
-        out_features: N.
-        in_features: K; K16 is the next multiple of 16.
-
-    Returns:
-        codes uint8 [..., N, K16 / 2] and scales uint8 [..., N, K16 / 16].
-    """
-    *leading, row_tiles, column_tiles, _ = tiled.shape
-    groups = -(-in_features // NVFP4_BLOCK)
-    flat = tiled.reshape(-1, row_tiles, column_tiles, NVFP4_TILE_BYTES)
-    pairs = flat[..., :_NVFP4_CODE_BYTES].unflatten(-1, (8, 4, 4, 2, 2)).permute(0, 1, 7, 3, 2, 5, 6, 4)
-    codes = pairs.reshape(*leading, row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS // 2)
-    bytes_of = flat[..., _NVFP4_CODE_BYTES:].unflatten(-1, (8, 2, 4)).permute(0, 1, 4, 3, 2, 5)
-    scales = bytes_of.reshape(*leading, row_tiles * TILE_ROWS, column_tiles * 4)
-    codes = codes[..., :out_features, : groups * NVFP4_BLOCK // 2]
-    return codes.contiguous(), scales[..., :out_features, :groups].contiguous()

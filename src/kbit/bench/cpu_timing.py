@@ -12,25 +12,19 @@ Pitfalls it avoids, each of which changed a table by tens of percent:
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from kbit.bench.repeats import MIN_REPEATS, check_repeats, median_and_spread
+
 Key = TypeVar("Key", bound=Hashable)
 
-MIN_REPEATS = 7
 # Copies in rotation hold at least this many times the last-level cache.
 CACHE_FACTOR = 3
-
-
-def check_repeats(repeats: int) -> None:
-    """Raises ValueError where `repeats` are too few for a median."""
-    if repeats < MIN_REPEATS:
-        raise ValueError(f"repeats must be at least {MIN_REPEATS} for a median, got {repeats}.")
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,6 @@ def measure(
         if index >= MIN_REPEATS and time.perf_counter() > deadline:
             break
     return {name: Timing(*median_and_spread(values)) for name, values in samples.items()}
-
-
-def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Median of samples, and (max - min) / median; 0 for samples of 0."""
-    median = statistics.median(samples)
-    return median, (max(samples) - min(samples)) / median if median else 0.0
 
 
 def read_bandwidth(repeats: int = 9) -> float:

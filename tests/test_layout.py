@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kbit.backends.cuda import layout
-from kbit.format import SUPPORTED_BITS, bitplanes
+from kbit.format import SUPPORTED_BITS, bitplanes, layout
 
 SHAPES = [(1, 1), (16, 64), (17, 33), (15, 65), (40, 576), (33, 1000), (128, 256)]
 

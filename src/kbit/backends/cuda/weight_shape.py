@@ -1,0 +1,26 @@
+"""A weight as choices and plans of launches see it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kbit.backends.cuda.driver import DeviceLimits
+
+
+class WeightShape(NamedTuple):
+    """One matrix W of y[M, N] = x[M, K] @ W^T, or each of several experts', and the GPU that it is on.
+
+    A tuple, and its device too: every launch looks plans up by it, for which data classes take a microsecond.
+
+    Attributes:
+        out_features, in_features: N and K.
+        bits: code width.
+        gated: whether rows are N / 2 gates and as many ups, multiplied as silu(gate) * up.
+        device: limits of the GPU.
+    """
+
+    out_features: int
+    in_features: int
+    bits: int
+    gated: bool
+    device: DeviceLimits

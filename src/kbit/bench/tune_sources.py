@@ -1,0 +1,54 @@
+"""Digest of what `kbit tune` measures: the kernels that compete, and the modules that launch them.
+
+Times of other sources are of no use beside those in a table. What changes no time is left out of the digest:
+comments, docstrings, layout of the text, and kernels that do not compete.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from pathlib import Path
+
+from kbit.backends.cuda import operands, stream, stream_config, stream_preference, wgmma, wgmma_config
+from kbit.backends.cuda.compiler import CSRC, KernelSpec
+from kbit.backends.cuda.compiler.spec import CONFIG_HEADER, read_sources
+
+# stream.cu, wgmma.cu, and what decodes for cuBLAS. Of wgmma.cu any configuration: its instruction is made.
+_KERNELS = (KernelSpec("stream.cu"), wgmma_config.specs()[0], KernelSpec("dequantize_tiled.cu"))
+_LAUNCHERS = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config)
+# Strings come first: what looks like a comment in one is none.
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def sources_digest(csrc: Path = CSRC) -> str:
+    """16 hexadecimal digits.
+
+    Args:
+        csrc: folder of the kernels' sources.
+    """
+    texts: dict[str, str] = {}
+    for spec in _KERNELS:
+        sources = read_sources(spec, csrc)
+        texts |= {sources.name: sources.text} | sources.headers
+    del texts[CONFIG_HEADER]  # made by the launching modules
+    found = {name: cxx_code(text) for name, text in texts.items()}
+    for module in _LAUNCHERS:
+        path = Path(str(module.__file__))
+        found[path.name] = python_code(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
+
+
+def cxx_code(text: str) -> str:
+    """C++ without comments, each run of blanks and line ends as one blank."""
+    return " ".join(_STRING_OR_COMMENT.sub(lambda found: found[1] or " ", text).split())
+
+
+def python_code(text: str) -> str:
+    """Python without comments and docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
