@@ -1,4 +1,4 @@
-"""NVFP4 models of transformers: what stayed in 16 bits is said, other methods are refused, settings change."""
+"""NVFP4 models of transformers: what stays in 16 bits is said, other methods refused, settings changed."""
 
 from __future__ import annotations
 
