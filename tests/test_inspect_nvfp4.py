@@ -1,4 +1,4 @@
-"""`kbit inspect` of folders with NVFP4 weights: kbit's, ModelOpt's and compressed-tensors'."""
+"""Folders with NVFP4 weights on the command line: kbit's, ModelOpt's and compressed-tensors'."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.cli import app
+from kbit.cli.model_folder import load_model
 from kbit.nn import replace
 from kbit.nvfp4 import dequantize_nvfp4, global_scale_for, quantize_nvfp4
 from tiny_models import build
@@ -181,3 +182,9 @@ def test_a_source_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     message = refuse(folder, "--source", source)
     assert "the source has no tensor 'model.layers.0.mlp.experts.gate_up_proj'. Is it the model" in message
+
+
+def test_a_method_that_transformers_does_not_know_is_named_before_loading(tmp_path: Path) -> None:
+    folder, _ = foreign(tmp_path / "folder", "modelopt")
+    with pytest.raises(ValueError, match="is quantized by 'modelopt', which transformers cannot load"):
+        load_model(folder)
