@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbit.nvfp4 import dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4
 from kbit.nvfp4.reference.quantize import _DECODED, decode
 from made_up_nvfp4 import draw, random_tensor
 
+F32 = torch.float32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -68,9 +70,32 @@ def test_a_weight_is_decoded_without_a_copy_in_float32(dtype: torch.dtype) -> No
     w = random_tensor((1 << 12, 1 << 9), 1)
     assert math.prod(w.shape) == 8 * _DECODED
     with Memory() as memory:
-        linear_nvfp4(torch.zeros(1, 1 << 9, dtype=dtype), w)
+        dequantize_nvfp4(w, dtype)
     whole = [size for size in memory.sizes.values() if size > 4 * _DECODED]
     assert whole == [math.prod(w.shape) * dtype.itemsize]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_16_bit_activations_are_multiplied_without_a_copy_of_the_weight(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    w = quantize_nvfp4(torch.randn(1 << 12, 500, generator=draw(1)))
+    x = torch.randn(3, 2, 500, generator=draw(2)).to(dtype)
+    added = torch.randn(1 << 12, generator=draw(3)).to(dtype) if bias else None
+    with Memory() as memory:
+        y = linear_nvfp4(x, w, added)
+    assert max(memory.sizes.values()) <= 4 * _DECODED * max(4, dtype.itemsize)
+    expected = F.linear(x, dequantize_nvfp4(w, dtype), added)
+    assert y.shape == expected.shape
+    assert torch.allclose(y, expected, rtol=4 * torch.finfo(dtype).eps, atol=500 * torch.finfo(F32).eps * 50)
+    with_grad = linear_nvfp4(x.clone().requires_grad_(), w, added)
+    assert torch.equal(with_grad, expected)
+    assert with_grad.requires_grad
+
+
+def test_16_bit_activations_and_no_rows() -> None:
+    assert linear_nvfp4(torch.zeros(2, 3, 40), random_tensor((0, 40), 1)).shape == (2, 3, 0)
 
 
 def test_exact_products_hold_no_weight_in_float64() -> None:
