@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from kbit.cli import app
 
@@ -88,3 +89,15 @@ def test_commands_exist(job):
         known, rest = known.commands[rest[0]], rest[1:]
     options = {name for each in known.params for name in (*each.opts, *each.secondary_opts)}
     assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options
+
+
+def test_every_picture_of_the_documentation_is_drawn(tmp_path):
+    """By a job that names its file, or by `bench plot` of results that are there."""
+    shown = {path.name for path in (ROOT / "docs" / "plots").iterdir()}
+    commands = [job.command("h200") for job in measure.JOBS]
+    drawn = {Path(word).name for command in commands for word in command if word.endswith(".png")}
+    for command in commands:
+        if command[3:5] == ["bench", "plot"]:
+            result = CliRunner().invoke(app, [*command[3:6], "--out", str(tmp_path)])
+            assert result.exit_code == 0, result.output
+    assert shown <= drawn | {path.name for path in tmp_path.iterdir()}

@@ -163,6 +163,12 @@ def test_weights_with_nan_are_refused_by_name() -> None:
         NVFP4Linear.from_linear(linear, NVFP4Settings(), "layers.0.up")
 
 
+def test_weights_without_data_are_refused_by_name() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(32, 32, device="meta")})
+    with pytest.raises(ValueError, match=r"the weight is on the meta device \(up\)\. Load the model"):
+        replace_layers(model, NVFP4Settings(), lambda name: True)
+
+
 def test_wrong_inputs_name_the_layer() -> None:
     layer = NVFP4Linear.from_linear(nn.Linear(32, 4), NVFP4Settings(), "layers.0.up")
     with pytest.raises(ValueError, match=r"x has 48 features, the weight expects 32 \(layers.0.up\)"):

@@ -268,6 +268,12 @@ ERRORS = {
     "layout": (lambda: quantize_nvfp4(torch.zeros(1, 16), layout="x"), ValueError, "nv, ggml, mmq"),
     "factor 0": (lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=0.0), ValueError, "positive normal"),
     "factor nan": (lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=math.nan), ValueError, "got nan"),
+    "factor of a tensor": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=torch.ones(())),
+        TypeError,
+        r"must be a number or None, got Tensor\. Take float\(\)",
+    ),
+    "factor for a list": (lambda: global_scale_for([1.0]), TypeError, "global_scale_for: x must be"),
     "row factors of a stack": (
         lambda: quantize_nvfp4(torch.zeros(2, 1, 16), row_scale=True),
         ValueError,

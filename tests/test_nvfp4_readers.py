@@ -121,6 +121,8 @@ def test_the_error_names_layers_that_are_there(tmp_path: Path, weight: NVFP4Tens
     save_file(modelopt_tensors(weight), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"NVFP4 layers here: {NAME}"):
         from_modelopt(tmp_path, "model.layers.1.mlp.down_proj")
+    with pytest.raises(ValueError, match=r"NVFP4 layers here: none\. The file is one for from_modelopt\."):
+        from_compressed_tensors(tmp_path, NAME)
 
 
 def write_model(folder: Path, t: NVFP4Tensor) -> Path:

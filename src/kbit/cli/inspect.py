@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,62 +14,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, read, totals
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from kbit.format.policy import QuantizationPolicy
     from kbit.format.safetensors_header import TensorInfo
 
 console = Console()
-
-
-@dataclass
-class Module:
-    """One module of a checkpoint: a linear layer, a table, or all experts of a layer together.
-
-    Attributes:
-        bits: code width; None where it is not quantized.
-        weights: number of weights, those of rows padded to 32 counted where K is not known otherwise.
-        bytes: stored bytes, scales included.
-        squared_error, squared_sum: against the original weights; None without `--source`.
-    """
-
-    name: str
-    bits: int | None
-    tensors: int = 0
-    weights: int = 0
-    bytes: int = 0
-    squared_error: float | None = None
-    squared_sum: float | None = None
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits per weight."""
-        return 8 * self.bytes / max(1, self.weights)
-
-    @property
-    def nmse(self) -> float | None:
-        """Squared error over squared sum."""
-        if self.squared_error is None or not self.squared_sum:
-            return None
-        return self.squared_error / self.squared_sum
-
-    @property
-    def sqnr(self) -> float | None:
-        """Signal to quantization noise in dB."""
-        if self.nmse is None:
-            return None
-        return -10 * math.log10(self.nmse) if self.nmse else math.inf
-
-    def as_json(self) -> dict[str, object]:
-        """What `--json` prints of it."""
-        counted = ("name", "bits", "tensors", "weights", "bytes", "bits_per_weight", "nmse")
-        exact = {"sqnr_db": None if self.sqnr == math.inf else self.sqnr}  # JSON has no infinity
-        return {key: getattr(self, key) for key in counted} | exact
 
 
 def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | None) -> dict[str, Module]:
@@ -85,18 +37,16 @@ def read_modules(index: Mapping[str, TensorInfo], policy: QuantizationPolicy | N
 
     modules: dict[str, Module] = {}
     for name, info in index.items():
-        quantized = original_of(name) != name
+        if original_of(name) == name:
+            count_unquantized(modules, name, info)
+            continue
         owner = module_of(name)
-        bits = policy.bits_for(owner) if policy is not None and quantized else None
-        key = owner if quantized else name
-        module = modules.setdefault(key, Module(key, bits))
+        bits = policy.bits_for(owner) if policy is not None else None
+        module = modules.setdefault(owner, Module(owner, bits, "k-bit" if bits else None))
         module.bytes += info.nbytes
         if name.endswith(ABSMAX):
             module.tensors += 1
             module.weights += 32 * math.prod(info.shape)
-        elif not quantized:
-            module.tensors += 1
-            module.weights += math.prod(info.shape)
     return modules
 
 
@@ -127,28 +77,43 @@ def add_errors(
         module = modules[module_of(name)]
         assert module.bits is not None
         if name not in source:
-            raise ValueError(f"the source has no tensor {name!r}. Is it the model this was made from?")
-        original = _read(source, name)
-        packed, absmax = _read(index, name + PACKED), _read(index, name + ABSMAX)
+            raise missing(name)
+        original = read(source, name)
+        packed, absmax = read(index, name + PACKED), read(index, name + ABSMAX)
         stored = index.get(name + SCALE)
-        scale = _read(index, name + SCALE) if stored else torch.ones(packed.shape[:-2])
+        scale = read(index, name + SCALE) if stored else torch.ones(packed.shape[:-2])
         shape = tuple(original.shape)
         q = QuantizedTensor(packed, absmax, policy.codebook_for(module.bits), scale, module.bits, shape)
-        if module.squared_error is None or module.squared_sum is None:
-            module.squared_error = module.squared_sum = 0.0
-            module.weights = 0
-        module.squared_error += float((dequantize(q) - original.float()).square().sum())
-        module.squared_sum += float(original.float().square().sum())
-        module.weights += original.numel()
+        module.add_error(dequantize(q), original)
         yield name
 
 
-def _read(index: Mapping[str, TensorInfo], name: str) -> torch.Tensor:
-    import torch
+def _read_folder(folder: Path) -> Folder:
+    """Look at a folder's headers.
 
-    from kbit.integrations.streaming.reader import read_tensor
+    Raises:
+        ValueError: they are not what its config says, or it is in a format that kbit does not know.
+    """
+    from kbit.cli.inspect_nvfp4 import read_nvfp4
+    from kbit.format.checkpoint import validate_checkpoint
+    from kbit.format.model_files import read_config, read_index
+    from kbit.format.names import module_of
 
-    return read_tensor(name, index[name], torch.device("cpu"))
+    config = read_config(folder)
+    found = read_nvfp4(folder, config)
+    if found is not None:
+        return found
+    if config.get("quantization_config") is None:
+        return Folder(read_modules(read_index(folder), None))
+    policy = validate_checkpoint(folder)
+    index = read_index(folder)
+    modules = read_modules(index, policy)
+    return Folder(
+        modules,
+        quantized=len(_quantized_names(index)),
+        why_not=lambda name: policy.why_not(module_of(name)),
+        add_errors=lambda source: add_errors(modules, index, source, policy),
+    )
 
 
 def inspect(
@@ -159,89 +124,51 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per weight, bytes and error of every module. Without --source only headers are read."""
-    from kbit.format.checkpoint import validate_checkpoint
-    from kbit.format.model_files import read_config, read_index
+    from kbit.format.model_files import read_index
+    from kbit.nvfp4.readers.stored import stored_weights
 
-    quantized = read_config(folder).get("quantization_config") is not None
-    policy = validate_checkpoint(folder) if quantized else None
-    index = read_index(folder)
-    modules = read_modules(index, policy)
+    found = _read_folder(folder)
     if source is not None:
-        if policy is None:
+        if found.add_errors is None:
             raise ValueError(f"{folder}: not quantized, so there is no error to compute. Drop --source.")
         originals = read_index(source)
-        if _quantized_names(originals):
+        if _quantized_names(originals) or stored_weights(originals):
             raise ValueError(f"--source {source} is quantized. Give the folder that {folder} was made from.")
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            names = add_errors(modules, index, originals, policy)
-            for _ in progress.track(names, total=len(_quantized_names(index)), description="decoding"):
+            steps = found.add_errors(originals)
+            for _ in progress.track(steps, total=found.quantized, description="decoding"):
                 pass
     if as_json:
-        print(json.dumps([module.as_json() for module in modules.values()], indent=1))
+        print(json.dumps([module.as_json() for module in found.modules.values()], indent=1))
         return
-    _print(list(modules.values()), folder, policy)
+    _print(found, folder)
 
 
-def _why(policy: QuantizationPolicy | None, name: str) -> str:
-    """Why a parameter is not quantized, where the policy says it."""
-    from kbit.format.names import module_of
-
-    reason = policy and policy.why_not(module_of(name))
-    return f": {reason}" if reason else ""
-
-
-def _print(modules: list[Module], folder: Path, policy: QuantizationPolicy | None) -> None:
+def _print(found: Folder, folder: Path) -> None:
+    modules = list(found.modules.values())
     with_error = any(module.sqnr is not None for module in modules)
-    table = Table(title=escape(str(folder)))
+    table = Table(title=escape(f"{folder}\n{found.how}" if found.how else str(folder)))
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
         if header == "module":
             table.add_column(header, overflow="fold")  # names have no spaces
         else:
             table.add_column(header, justify="right")
     for module in (module for module in modules if module.bits is not None):
-        table.add_row(escape(module.name), str(module.bits), *_cells(module, with_error))
+        table.add_row(escape(module.name), module.label, *_cells(module, with_error))
     table.add_section()
-    for bits in sorted({module.bits for module in modules}, key=lambda width: (width is None, width or 0)):
-        total = _total([module for module in modules if module.bits == bits], bits)
-        table.add_row(total.name, str(bits or "-"), *_cells(total, with_error))
-    everything = _total(modules, None)
-    table.add_row("all", "", *_cells(everything, with_error), style="bold")
+    *parts, everything = totals(modules)
+    for each in parts:
+        table.add_row(each.name, each.label, *_cells(each, with_error))
+    table.add_row(everything.name, "", *_cells(everything, with_error), style="bold")
     show(table)
-    for name, count, module in _large(modules):
+    for name, count, module in large(modules):
         times = f"{count} x " if count > 1 else ""
+        reason = found.why_not(module.name)
         console.print(
             f"[yellow]unquantized[/yellow] {escape(name)}: {times}{module.weights / 1e6:.1f} M weights, "
-            f"{times}{module.bytes / 1e6:.1f} MB{escape(_why(policy, module.name))}",
+            f"{times}{module.bytes / 1e6:.1f} MB{escape(f': {reason}' if reason else '')}",
             soft_wrap=True,
         )
-
-
-def _large(modules: list[Module]) -> list[tuple[str, int, Module]]:
-    """Large parameters that stayed unquantized: (name, in how many layers, the largest of them).
-
-    Experts that are stored one by one are one parameter in memory, and are counted together, named as
-    the first of them, by which a policy knows them.
-    """
-    parameters: dict[str, Module] = {}
-    for module in (module for module in modules if module.bits is None):
-        name = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", module.name)
-        whole = parameters.setdefault(name, Module(module.name, None))
-        whole.weights += module.weights
-        whole.bytes += module.bytes
-    from kbit.nn import replace
-
-    layers: dict[str, dict[str, Module]] = {}
-    for name, module in parameters.items():
-        if module.weights >= replace.LARGE:
-            layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), {})[name] = module
-    return [
-        (
-            pattern if len(found) > 1 else next(iter(found)),
-            len(found),
-            max(found.values(), key=lambda one: one.weights),
-        )
-        for pattern, found in layers.items()
-    ]
 
 
 def _cells(module: Module, with_error: bool) -> list[str]:
@@ -249,16 +176,3 @@ def _cells(module: Module, with_error: bool) -> list[str]:
     if with_error:
         cells.append("" if module.sqnr is None else f"{module.sqnr:.1f}")
     return cells
-
-
-def _total(modules: list[Module], bits: int | None) -> Module:
-    total = Module(f"all {bits}-bit" if bits else "unquantized", bits)
-    for module in modules:
-        total.tensors += module.tensors
-        total.weights += module.weights
-        total.bytes += module.bytes
-    errors = [module for module in modules if module.squared_error is not None]
-    if errors:
-        total.squared_error = sum(module.squared_error or 0.0 for module in errors)
-        total.squared_sum = sum(module.squared_sum or 0.0 for module in errors)
-    return total

@@ -44,6 +44,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     one_of("--dtype", dtype, DTYPES)
     place = find_device(device)
     config = check_model_folder(folder)
+    _check_method(folder, config)
     with _explained(
         folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
     ):
@@ -87,6 +88,18 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         read_policy(config, str(folder / "config.json"))
     checkpoint_files(folder)
     return config
+
+
+def _check_method(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a quantization that transformers does not know: it would take the codes for weights."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if isinstance(method, str) and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"{folder} is quantized by {method!r}, which transformers cannot load. Start from the "
+            f"unquantized model; kbit inspect describes the folder if its weights are in NVFP4."
+        )
 
 
 @contextmanager

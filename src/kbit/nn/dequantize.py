@@ -14,6 +14,7 @@ from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import Progress
 from kbit.nn.support import keep_device_hook, keep_hooks
+from kbit.nn.tiling import TileableModule
 
 # Called after a model was dequantized in place; see `kbit.nn.replace.after_quantizing`.
 after_dequantizing: list[Callable[[nn.Module], None]] = []
@@ -40,8 +41,8 @@ def dequantize_model(
     Raises:
         TypeError: the model is none, or dtype is no floating-point dtype.
         ValueError: the model itself is a layer, is split over ranks or has weights elsewhere; an adapter is
-            on a layer; or experts were not made from others, so that it is not known what they replaced.
-            Nothing is replaced then.
+            on a layer; its layers are in NVFP4; or experts were not made from others, so that it is not known
+            what they replaced. Nothing is replaced then.
 
     >>> kbit.dequantize_model(model, torch.bfloat16)
     """
@@ -119,7 +120,20 @@ def _layers(model: nn.Module) -> list[list[str]]:
                 f"give it back (remove_hook_from_submodules)."
             )
         found.setdefault(id(module), []).append(name)
+    if not found:
+        _refuse_other_formats(model)
     return list(found.values())
+
+
+def _refuse_other_formats(model: nn.Module) -> None:
+    """Refuse a model whose quantized layers are all of a format that has no way back here."""
+    for name, module in model.named_modules():
+        if isinstance(module, TileableModule):
+            raise ValueError(
+                f"dequantize_model: {name or 'the model'} is a {type(module).__name__}, not a k-bit "
+                f"layer. Load the unquantized model; "
+                f"kbit.nvfp4.dequantize_nvfp4(layer.quantized(name)) gives single weights."
+            )
 
 
 def _codes(layer: nn.Module) -> object:

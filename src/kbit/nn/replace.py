@@ -20,6 +20,9 @@ from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mix
 
 Progress = Callable[[int, int, str], None]
 
+# Called before a model is quantized in place, to refuse it with a ValueError.
+before_quantizing: list[Callable[[nn.Module], None]] = []
+
 # Called after a model was quantized in place. Integrations add to it, so that a library which the model is of
 # learns of the change.
 after_quantizing: list[Callable[[nn.Module, QuantizationPolicy], None]] = []
@@ -75,8 +78,8 @@ def quantize_model(
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
         TypeError: the model or the policy is none.
         ValueError: the model itself is a layer, or holds weights on the meta device; or the policy gives the
-            weights of one module, which files have apart, different widths; or it has quantized layers
-            already, with another codebook for a width or another format of block scales.
+            weights of one module, which files have apart, different widths; or it is quantized already by
+            another method, or with another codebook for a width or another format of block scales.
 
     Warns:
         UserWarning: large parameters stay as they are although the policy would quantize them; an override
@@ -95,6 +98,8 @@ def quantize_model(
             f"quantize_model: policy must be a KbitConfig or QuantizationPolicy, got "
             f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
         )
+    for check in before_quantizing:
+        check(model)
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
     fused = {name for ask in fused_experts for name in ask(model)}
     layers = _layers(model)

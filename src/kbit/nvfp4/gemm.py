@@ -70,7 +70,8 @@ def linear_nvfp4(
     """x @ w^T + bias with a weight in NVFP4 and activations as they are (W4A16).
 
     A weight in layout "tiled" is multiplied as it is on a GPU, unless x or the bias needs a gradient. Others
-    are decoded to x's dtype, which rounds once, and multiplied by torch.
+    are decoded to x's dtype, which rounds once, and multiplied by torch; on a CPU, without a gradient, a few
+    rows at a time, so that there is no copy of the whole.
 
     Args:
         x: float16, bfloat16 or float32 [..., K].
@@ -101,8 +102,14 @@ def linear_nvfp4(
         )
     kernels = kernels_for(x, w=w.codes, bias=bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
-    if w.layout != "tiled" or (needs_grad and torch.is_grad_enabled()):
+    if needs_grad and torch.is_grad_enabled():
         return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
+    if w.layout != "tiled":
+        if x.device.type != "cpu":
+            return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
+        from kbit.nvfp4 import reference  # not above, as in `kernels_for`
+
+        return reference.linear(x, *w.nv(), float(w.global_scale), bias)
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
     bias = None if bias is None else bias.detach().contiguous()
     y = kernels.linear_tiled(rows, w.codes, w.shape[0], float(w.global_scale), bias)

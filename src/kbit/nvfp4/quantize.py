@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Real
 
 import torch
 
@@ -94,16 +95,22 @@ def check_rounding(ties: str, global_scale: float | None, op: str, where: str = 
     """Check what everything that quantizes takes: the name of the ties, and the factor, which it returns.
 
     Raises:
+        TypeError: the factor is no number.
         ValueError: one of them does not fit.
     """
     if ties not in TIES:
         raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{at(where)}.')
+    if global_scale is not None and not isinstance(global_scale, Real):
+        raise TypeError(
+            f"{op}: global_scale must be a number or None, got {type(global_scale).__name__}{at(where)}. "
+            f"Take float() of a tensor of one element."
+        )
     if global_scale is not None and not is_normal(global_scale):
         raise ValueError(
             f"{op}: global_scale must be a positive normal float32, got {global_scale}{at(where)}. Use "
             f"global_scale_for of what is quantized, or None for 1."
         )
-    return 1.0 if global_scale is None else global_scale
+    return 1.0 if global_scale is None else float(global_scale)
 
 
 def is_normal(scale: float) -> bool:
@@ -120,7 +127,11 @@ def global_scale_for(x: torch.Tensor) -> float:
 
     Returns:
         A Python float that float32 holds exactly. Waits for the device.
+
+    Raises:
+        TypeError: x is no tensor.
     """
+    kinds.tensor("global_scale_for", "x", x)
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
     return scale if is_normal(scale) else 1.0

@@ -48,10 +48,20 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
         Args:
             names: its dotted name in the model and, where a checkpoint's files call it otherwise, that too.
         """
-        if any(ROUTERS.search(name) or _HEADS.search(name) for name in names):
-            return False
-        skipped = self.modules_to_not_convert or ()
-        return not any(is_inside(name, each) for each in skipped for name in names)
+        return self.why_not(*names) is None
+
+    def why_not(self, *names: str) -> str | None:
+        """Why `chooses` is False for a module of these names, in a few words; None where it is True.
+
+        >>> NVFP4Config().why_not("lm_head")
+        'it is the output head'
+        """
+        for skipped in self.modules_to_not_convert or ():
+            if any(is_inside(name, skipped) for name in names):
+                return f"modules_to_not_convert has {skipped!r}"
+        if any(ROUTERS.search(name) for name in names):
+            return "it is a router"
+        return "it is the output head" if any(_HEADS.search(name) for name in names) else None
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint's config.json holds."""

@@ -6,17 +6,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from kbit.format.names import module_of
+from kbit.format.names import holder_of, module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.unmatched import unmatched
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
 from kbit.nn.experts import WEIGHTS
-from kbit.nn.support import left_alone
+from kbit.nn.support import left_alone, unsupported
 from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
@@ -70,6 +71,7 @@ class NVFP4HfQuantizer(HfQuantizer):
             names = replace_layers(model, config.settings(), config.chooses)
             if not names:
                 logger.warning("NVFP4Config chose no layer of %s.", type(model).__name__)
+            _report(model, config)
             return model
         from kbit.integrations.transformers.placement import unmark_initialized
 
@@ -77,6 +79,7 @@ class NVFP4HfQuantizer(HfQuantizer):
             if isinstance(module, NVFP4Module):
                 unmark_initialized(module, _WEIGHTS)
                 _check_loaded(name, module)
+        _report(model, config)
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -105,6 +108,25 @@ def _warn_about_unmatched(model: Any, config: NVFP4Config) -> None:
     found = unmatched(policy, layers, [name for name, _ in model.named_modules()])
     if found:
         warnings.warn(found, stacklevel=2)
+
+
+def _report(model: Any, config: NVFP4Config) -> None:
+    """Warn of large parameters that stay in 16 bits."""
+    from kbit.integrations.transformers.report import large_parameters
+
+    alone = left_alone(model)
+
+    def why(parameter: str) -> str | None:
+        name = holder_of(parameter)
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            return "embeddings stay as they are"
+        reason = config.why_not(name) or unsupported(module) or alone.get(name)
+        return reason or "its weight is that of another layer, too, or the checkpoint has it unquantized"
+
+    left = large_parameters(model, why)
+    if left is not None:
+        logger.warning("%s", left)
 
 
 def _chooser(model: Any, config: NVFP4Config, index: Iterable[str]) -> Callable[[str], bool]:

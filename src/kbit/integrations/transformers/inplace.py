@@ -15,6 +15,7 @@ from kbit.nn import dequantize, replace
 def install() -> None:
     """Have `quantize_model` and `dequantize_model` tell transformers. Calling it again changes nothing."""
     if tell_transformers not in replace.after_quantizing:
+        replace.before_quantizing.append(refuse_other_methods)
         replace.after_quantizing.append(tell_transformers)
         dequantize.after_dequantizing.append(forget)
         replace.other_names.append(names_in_files)
@@ -46,6 +47,24 @@ def fused_in_files(model: nn.Module) -> set[str]:
     from kbit.integrations.transformers import names
 
     return names.fused_in_files(model)
+
+
+def refuse_other_methods(model: nn.Module) -> None:
+    """Refuse a model of transformers whose config says another method: a folder can state only one.
+
+    Raises:
+        ValueError: it does.
+    """
+    # A config of which no model was loaded says nothing of this one.
+    if not is_of_transformers(model) or getattr(model, "hf_quantizer", None) is None:
+        return
+    section = getattr(model.config, "quantization_config", None)
+    if section is None or isinstance(section, QuantizationPolicy):
+        return
+    raise ValueError(
+        f"quantize_model: the model is quantized already, by {type(section).__name__}, and its config can "
+        f"state one method only. Quantize the unquantized model."
+    )
 
 
 def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
 from kbit.nn import replace
-from kbit.nn.parts import QuantizedModule
+from kbit.nn.tiling import TileableModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -29,18 +29,32 @@ def unquantized(
         names: {module: its names in the model's files} where they are others.
     """
     reasons = replace.leftovers(model, policy, names)
+
+    def why(parameter: str) -> str | None:
+        known = replace.all_names(module_of(parameter), names or {})
+        return reasons.get(parameter) or policy.why_not(*known)
+
+    return large_parameters(model, why)
+
+
+def large_parameters(model: nn.Module, why: Callable[[str], str | None]) -> str | None:
+    """See `unquantized`.
+
+    Args:
+        model: after loading; layers of kbit in any format are left out.
+        why: a parameter's name -> why it is not quantized, or None.
+    """
     found: dict[tuple[str, str], list[int]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
+        if isinstance(module, TileableModule):
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.numel() < replace.LARGE or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             full = f"{name}.{key}" if name else key
-            known = replace.all_names(module_of(full), names or {})
-            reason = reasons.get(full) or policy.why_not(*known) or "not a weight matrix"
+            reason = why(full) or "not a weight matrix"
             found.setdefault((_NUMBER.sub("*", full), reason), []).append(parameter.nbytes)
     if not found:
         return None

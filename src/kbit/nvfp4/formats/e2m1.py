@@ -48,3 +48,10 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The reverse of `pack`."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+# int64 [256] on the CPU: what each byte of `pack` decodes to, two float32 in the memory of one element. Made
+# here and not at the first call, which may come in a mode where tensors hold nothing.
+PAIRS = (
+    decode(unpack(torch.arange(256, dtype=torch.uint8, device="cpu")[:, None])).view(torch.int64).flatten()
+)

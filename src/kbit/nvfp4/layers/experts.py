@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
+from kbit.nvfp4.gemm import linear_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
-from kbit.nvfp4.quantize import dequantize_nvfp4, quantize_nvfp4
+from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks, moe_checks
 
 
@@ -118,6 +118,6 @@ class NVFP4Experts(NVFP4Module):
             part = slice(begin, edges[expert + 1])
             if part.start == part.stop:
                 continue
-            inner = F.linear(rows[part], dequantize_nvfp4(gate_up.expert(expert), x.dtype))
-            y[part] = F.linear(self._activated(inner), dequantize_nvfp4(down.expert(expert), x.dtype))
+            inner = linear_nvfp4(rows[part], gate_up.expert(expert), where=self.layer_name)
+            y[part] = linear_nvfp4(self._activated(inner), down.expert(expert), where=self.layer_name)
         return y

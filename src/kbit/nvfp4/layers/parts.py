@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.format.words import at
 from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
@@ -179,7 +180,10 @@ def quantize_weight(weight: torch.Tensor, settings: NVFP4Settings, where: str) -
 
     Raises:
         NonFiniteError: it holds NaN or Inf.
+        ValueError: it is on the meta device.
     """
+    if weight.is_meta:
+        raise ValueError(f"the weight is on the meta device{at(where)}. Load the model's weights first.")
     if weight.dim() == 3:
         return NVFP4Tensor.stack([quantize_weight(matrix, settings, where) for matrix in weight])
     weight = weight if weight.dtype in FLOAT_DTYPES else weight.float()

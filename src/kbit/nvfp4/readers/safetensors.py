@@ -71,12 +71,19 @@ def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor,
     for key in keys:
         if key not in index:
             known = sorted(n.removesuffix(f".{factor}") for n in index if n.endswith(f".{factor}"))
-            raise ValueError(
-                f"{path}: has no tensor {key!r}. NVFP4 layers here: {', '.join(known[:3]) or 'none'}."
-            )
+            here = f"{', '.join(known[:3])}." if known else f"none.{_hint(index)}"
+            raise ValueError(f"{path}: has no tensor {key!r}. NVFP4 layers here: {here}")
     first, second, third = (index[key] for key in keys)
     _check_header(first, second, third, f"{path}: {name}")
     return _load(first, keys[0]), _load(second, keys[1]), _load(third, keys[2])
+
+
+def _hint(index: Mapping[str, TensorInfo]) -> str:
+    """Which reader a file without such layers is for, by names that only one library has."""
+    for end, reader in ((".weight_scale_2", from_modelopt), (".weight_packed", from_compressed_tensors)):
+        if any(name.endswith(end) for name in index):
+            return f" The file is one for {reader.__name__}."
+    return ""
 
 
 @lru_cache(maxsize=KNOWN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
-from kbit.nvfp4.reference.gemm import gemm, moe_gemm, tiles
+from kbit.nvfp4.reference.gemm import gemm, linear, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
 from kbit.nvfp4.reference.quantize import dequantize, quantize, quantize_rows, repack, row_scale
 from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled
@@ -21,6 +21,7 @@ __all__ = [
     "gather_rows",
     "gemm",
     "gemm_tiled",
+    "linear",
     "linear_tiled",
     "moe_gemm",
     "quantize",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 
 from kbit.nvfp4.exact import integer_to_float32
 from kbit.nvfp4.formats import layouts
-from kbit.nvfp4.reference.quantize import decode
+from kbit.nvfp4.reference.quantize import decode, dequantize, row_chunks
 
 # code * scale is a multiple of 2^-10 of magnitude at most 2688, so a product of two is a multiple of 2^-20.
 # In these units it is at most 2752512^2 < 2^42.8: a float64 holds the sum of 1024 exactly in any order
 # (7.758e15 < 2^53 = 9.007e15), an int64 that of 1217416.
-_UNIT_BITS = 10
+_UNIT = 2.0**10
+# With `seq16` this many times as many rows of W at a time: it has a product for each 16 columns of them.
+_SUB_BLOCK_CHUNK = 16
+_LINEAR_CHUNK = 4
 CHUNKS = {"k1024": 1024, "k256": 256, "k48": 48}
 
 
@@ -34,21 +38,27 @@ def gemm(
     tile: str | None = None,
 ) -> torch.Tensor:
     """See `Kernels.gemm`."""
-    a, w = decode(a_codes, a_scales), decode(w_codes, w_scales)
-    total = _exact(a, w, CHUNKS[tile or "k1024"]) if accum == "exact" else _by_sub_blocks(a, w)
-    scaled = total * torch.tensor(w_scale, dtype=torch.float32)
+    a = decode(a_codes, a_scales)
+    exact = accum == "exact"
+    if exact:
+        a = a.double().mul_(_UNIT)
+    total = torch.empty(len(a), len(w_codes), dtype=torch.float32)
+    # A product does not depend on its neighbours, so few rows of W are decoded at a time.
+    for part in row_chunks(len(w_codes), a.shape[1], 1 if exact else _SUB_BLOCK_CHUNK):
+        w = decode(w_codes[part], w_scales[part])
+        total[:, part] = _exact(a, w, CHUNKS[tile or "k1024"]) if exact else _by_sub_blocks(a, w)
+    scaled = total.mul_(torch.tensor(w_scale, dtype=torch.float32))
     return (scaled if row_scale is None else scaled * row_scale[:, None]).to(out_dtype)
 
 
-def _exact(a: torch.Tensor, w: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The correctly rounded float32 of the exact products [M, N] of float32 [M, K] and [N, K]."""
-    unit = 2.0**_UNIT_BITS
-    left, right = a.double() * unit, w.double().t() * unit
-    total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.int64)
-    for start in range(0, a.shape[1], chunk):
+def _exact(units: torch.Tensor, w: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The correctly rounded float32 of the exact products [M, N] of float64 [M, K], in units, and [N, K]."""
+    right = w.double().mul_(_UNIT).t()
+    total = torch.zeros(units.shape[0], w.shape[0], dtype=torch.int64)
+    for start in range(0, units.shape[1], chunk):
         part = slice(start, start + chunk)
-        total += (left[:, part] @ right[part]).long()
-    return integer_to_float32(total) * 2.0 ** (-2 * _UNIT_BITS)
+        total += (units[:, part] @ right[part]).long()
+    return integer_to_float32(total) / _UNIT**2
 
 
 def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -64,6 +74,25 @@ def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             part = slice(start, start + layouts.SUB_BLOCK)
             total = total + a[:, part] @ w[:, part].t()
     return total
+
+
+def linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, w_scale: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [..., K] of dtype T times the transpose of W in layout nv, decoded to T -> [..., N].
+
+    A few rows of W at a time: a third to half of the time went into writing all of it. The last bits of a
+    float32 product may depend on how many rows that are.
+    """
+    parts = [
+        F.linear(
+            x,
+            dequantize(codes[part], scales[part], w_scale, None, x.dtype)[:, : x.shape[-1]],
+            None if bias is None else bias[part],
+        )
+        for part in row_chunks(len(codes), 2 * codes.shape[1], _LINEAR_CHUNK)
+    ]
+    return torch.cat(parts, dim=-1) if parts else x.new_empty(*x.shape[:-1], 0)
 
 
 def moe_gemm(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,9 @@ from kbit.nvfp4.formats import e2m1, layouts, ue4m3
 OFFSETS = (0, -1, 1, -2, 2)
 # Blocks at a time: float64 temporaries of the 5 candidates then take 320 KB each and stay in the cache.
 _CHUNK = 1 << 13
+# Elements decoded at a time, 1 MB in float32. A whole weight at once took 7 times as long, most of it to get
+# and give back the memory of float32 copies.
+_DECODED = 1 << 18
 
 
 def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
@@ -99,8 +104,17 @@ def repack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Tens
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """magnitude * scale, exact: float32 [..., K16]."""
-    elements = e2m1.decode(e2m1.unpack(codes)).unflatten(-1, (-1, layouts.SUB_BLOCK))
-    return (elements * ue4m3.decode(scales)[..., None]).flatten(-2)
+    # By the byte, not by the element: half as many indices, and no copy of the codes apart.
+    elements = e2m1.PAIRS.index_select(0, codes.reshape(-1).int()).view(torch.float32)
+    elements = elements.view(*scales.shape, layouts.SUB_BLOCK)
+    return elements.mul_(ue4m3.decode(scales)[..., None]).flatten(-2)
+
+
+def row_chunks(rows: int, columns: int, times: int = 1) -> Iterator[slice]:
+    """Slices of rows of a weight: what is decoded of so few, or of `times` as many, stays in the cache."""
+    step = max(1, times * _DECODED // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
 
 
 def dequantize(
@@ -111,5 +125,10 @@ def dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """See `Kernels.dequantize`."""
-    values = decode(codes, scales) * torch.tensor(global_scale, dtype=torch.float32, device=codes.device)
-    return (values if row_scale is None else values * row_scale[:, None]).to(dtype)
+    rows, columns = len(codes), 2 * codes.shape[1]
+    factor = torch.tensor(global_scale, dtype=torch.float32)
+    result = torch.empty(rows, columns, dtype=dtype)
+    for part in row_chunks(rows, columns):
+        values = decode(codes[part], scales[part]).mul_(factor)
+        result[part] = values if row_scale is None else values.mul_(row_scale[part, None])
+    return result

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kbit.nvfp4.formats import layouts
-from kbit.nvfp4.reference.gemm import gemm
-from kbit.nvfp4.reference.quantize import dequantize
+from kbit.nvfp4.reference.gemm import gemm, linear
 
 
 def gemm_tiled(
@@ -29,4 +27,4 @@ def linear_tiled(
 ) -> torch.Tensor:
     """See `Kernels.linear_tiled`."""
     w = layouts.to_nv(tiled, "tiled", x.shape[1], out_features)
-    return F.linear(x, dequantize(*w, w_scale, None, x.dtype)[:, : x.shape[1]], bias)
+    return linear(x, *w, w_scale, bias)
