@@ -60,9 +60,7 @@ def compiled(folder: Path, tokens: int, dtype: torch.dtype, coded: bool) -> ctyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("tokens", "coded"), [(1, False), (1, True), (8, False), (8, True), (16, False)]
-)
+@pytest.mark.parametrize(("tokens", "coded"), [(1, False), (1, True), (8, False), (8, True), (16, False)])
 def test_a_group_times_activations(tmp_path: Path, tokens: int, dtype: torch.dtype, coded: bool) -> None:
     """One-hot activations give decoded weights, all of them; others sums within float32's rounding."""
     made = torch.Generator().manual_seed(tokens)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kbit.backends.cuda import wgmma_config
+from kbit.backends.cuda import stream_config, wgmma_config
 from kbit.backends.cuda.nvfp4 import tiled as tiled_products
 from kbit.format import bitplanes, layout, nvfp4_layout
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4, repack_nvfp4
@@ -218,7 +218,7 @@ PRODUCTS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("columns", [64, 80, 1040])
+@pytest.mark.parametrize("columns", [64, 80, 512, 1040])
 def test_one_hot_activations_return_decoded_weights(columns: int, dtype: torch.dtype) -> None:
     """Every weight, exactly, at every size of a batch that has kernels of its own."""
     w = random_tensor((33, columns), 3)
@@ -260,6 +260,34 @@ def test_products_are_within_their_bound_and_repeat(shape: tuple[int, int], toke
         finite = want.abs() < torch.finfo(dtype).max * 0.9
         error = (first.cpu().double() - want).abs()
         assert bool((error <= allowed)[finite].all()), (m, dtype, scaled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(33, 256), (1040, 2048), (5120, 2048), (300, 14336)])
+def test_few_tokens_codes_are_read_by_the_product_itself(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of decoding them in a launch of its own, though the quantizer wrote them just before."""
+    n, k = shape
+    tiled = repack_nvfp4(random_tensor((n, k), 5).to("cuda"), "tiled")
+    xs = torch.randn(200, 8, k, generator=draw(2)).to(dtype).cuda()
+
+    def products() -> list[torch.Tensor]:
+        made = []
+        for i, x in enumerate(xs):
+            a = quantize_nvfp4(x[: i % 8 + 1], row_scale=True)
+            assert a.row_scale is not None
+            a = NVFP4Tensor(a.codes, a.scales, torch.tensor(2.0**-9), a.shape, "nv", a.row_scale)
+            made.append(gemm_nvfp4(a, tiled, "tc", dtype))
+        torch.cuda.synchronize()
+        return made
+
+    have, again = products(), products()
+    monkeypatch.setattr(stream_config, "CODED_TOKENS", 0)
+    for i, (first, second, want) in enumerate(zip(have, again, products(), strict=True)):
+        assert torch.equal(first, want), i
+        assert torch.equal(second, want), i
 
 
 @pytest.mark.gpu

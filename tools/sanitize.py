@@ -113,6 +113,12 @@ def run_nvfp4() -> None:
     for rows in (4, 9):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
         nvfp4.linear_nvfp4(x[:rows], tiled)
+    # Few tokens' codes are read by the product itself; many rows are quantized by other kernels than few.
+    tiled = nvfp4.repack_nvfp4(nvfp4.quantize_nvfp4(torch.randn(24, 512, device="cuda")), "tiled")
+    for rows in (1, 4):
+        a = nvfp4.quantize_nvfp4(torch.randn(rows, 512, device="cuda"), row_scale=True)
+        nvfp4.gemm_nvfp4(a, tiled, "tc")
+    nvfp4.quantize_nvfp4(torch.randn(2050, 250, device="cuda"), row_scale=True)
     torch.cuda.synchronize()
 
 

@@ -131,7 +131,7 @@ def global_scale_for(x: torch.Tensor) -> float:
     Raises:
         TypeError: x is no tensor.
     """
-    kinds.tensor("global_scale_for", "x", x)
+    type_checks.tensor("global_scale_for", "x", x)
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
     return scale if is_normal(scale) else 1.0

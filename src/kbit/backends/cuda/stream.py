@@ -213,8 +213,8 @@ def linear(
     """Launch the kernel on a legal problem, 16 tokens at a time; arguments as in `products.linear_tiled`.
 
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
-    x_scales: x is NVFP4, as `launch` takes it, by NVFP4 tiles. At most CODED_TOKENS tokens, in_features a multiple
-    of GROUP_COLUMNS.
+    x_scales: x is NVFP4, as `launch` takes it, by NVFP4 tiles. At most CODED_TOKENS tokens, in_features a
+    multiple of GROUP_COLUMNS.
     """
     most = TOKENS[-1]
     if x.shape[0] > most:

@@ -1,5 +1,5 @@
-// Few rows of x as NVFP4, their factors found in the same launch. The bits are those of nvfp4_row_scale.cu and
-// nvfp4_quantize.cu, which with many rows are faster: a thread of theirs quantizes 16 elements alone.
+// Few rows of x as NVFP4, their factors found in the same launch. The bits are those of nvfp4_row_scale.cu
+// and nvfp4_quantize.cu, which with many rows are faster: a thread of theirs quantizes 16 elements alone.
 //
 //   x          Config::dtype [rows, columns]; where `wide` all rows start at, and are, multiples of 16 bytes
 //   row_scale  float32 [rows], written; or null: rows have no factors
@@ -76,8 +76,8 @@ DEVICE float largest_of_pieces(const u8* row, int pieces) {
 DEVICE u32 best_scale(const float (&v)[kSub], u32 plain, int lane) {
     u32 chosen = candidate_scale(plain, lane), place = u32(lane);
     const bool exists = lane < kCandidates && chosen <= kLastScale;
-    float least = exists ? squared_error<Config::ties_even>(v, decode_ue4m3(chosen))
-                         : __uint_as_float(0x7f800000u);
+    float least =
+        exists ? squared_error<Config::ties_even>(v, decode_ue4m3(chosen)) : __uint_as_float(0x7f800000u);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
         const float error = __shfl_xor_sync(kAll, least, step);
@@ -103,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(kMaxWarps * 32)
     load_pair(mine, from, pair, columns, wide != 0);
     float own = 1.0f;
     if (row_scale != nullptr) {
-        float amax = wide ? largest_of_pieces(from, columns / D::kPerPiece) : largest_of_elements(from, columns);
+        float amax =
+            wide ? largest_of_pieces(from, columns / D::kPerPiece) : largest_of_elements(from, columns);
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) {
             amax = larger(amax, __shfl_xor_sync(kAll, amax, step));

@@ -34,10 +34,11 @@ def run_items(
     args: tuple[int | float, ...],
     per_block: int = THREADS,
 ) -> None:
-    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time, a thread each if that is THREADS.
+    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time.
 
-    Few items are dealt to as many multiprocessors as there are, in smaller blocks. The kernel starts while the one in front still runs, and must wait before it reads what that may write: see follow_previous in
-    common.cuh. All kernels of NVFP4 do.
+    If that is THREADS, an item is a thread's, and few of them are dealt to all multiprocessors, in smaller
+    blocks. The kernel starts while the one in front still runs, and must wait before it reads what that may
+    write: see follow_previous in common.cuh. All kernels of NVFP4 do.
 
     Raises:
         ValueError: there are 2^31 items or more.

@@ -139,7 +139,7 @@ def _are_few(x: torch.Tensor) -> bool:
 
 
 def _few_parts(rows: int, groups: int, least: int, multiprocessors: int) -> tuple[int, int]:
-    """Blocks of a row, and their threads, `least` at least: the smallest, unless those are too many to run at once."""
+    """Blocks of a row, and their threads, at least so many: the smallest of which all run at once."""
     for threads in _FEW_THREADS:
         parts = -(-groups * _FEW_LANES // threads)
         if threads >= least and rows * parts <= multiprocessors:

@@ -1,8 +1,8 @@
 """Products with NVFP4 weights in tiles, under `tc`: csrc/stream.cu for few tokens, csrc/wgmma.cu for many.
 
 Activations are 16-bit. Those in NVFP4 are decoded to the output's dtype, which is exact, and their factors
-applied to the sums; stream.cu decodes them itself where K is a multiple of 256. The kernels are those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of
-decode.cuh.
+applied to the sums; where K is a multiple of 256 stream.cu decodes up to 8 tokens itself. The kernels are
+those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of decode.cuh.
 """
 
 from __future__ import annotations
