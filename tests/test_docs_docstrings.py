@@ -1,5 +1,6 @@
 """Public functions and classes say what they take, give and raise."""
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -39,6 +40,15 @@ def members(name, thing):
 
 def test_completion_offers_what_is_public():
     assert set(kbit.__all__) <= set(dir(kbit))
+
+
+@pytest.mark.parametrize("config", [kbit.KbitConfig, kbit.NVFP4Config])
+def test_type_checkers_want_no_argument_of_a_config(config):
+    """They read the fields of all bases; transformers' has one without a default."""
+    of_constructor = {field.name: field.init for field in dataclasses.fields(config)}
+    assert of_constructor["quant_method"] is False
+    assert "quant_method" not in inspect.signature(config).parameters
+    assert config().quant_method == config.quant_method == config().to_dict()["quant_method"]
 
 
 MODULES = [kbit, kbit.nn, importlib.import_module("kbit.nvfp4"), importlib.import_module("kbit.format")]
