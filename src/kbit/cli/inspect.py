@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -182,12 +183,25 @@ def inspect(
     _print(list(modules.values()), folder, policy)
 
 
-def _why(policy: QuantizationPolicy | None, name: str) -> str:
-    """Why a parameter is not quantized, where the policy says it."""
+def _reasons(
+    policy: QuantizationPolicy | None, folder: Path, large: list[tuple[str, int, Module]]
+) -> dict[str, str]:
+    """{tensor: why it is not quantized}, of the large ones of a quantized model where that is known."""
     from kbit.format.names import module_of
 
-    reason = policy and policy.why_not(module_of(name))
-    return f": {reason}" if reason else ""
+    if policy is None:
+        return {}
+    reasons = {module.name: policy.why_not(module_of(module.name)) for _, _, module in large}
+    found = {name: reason for name, reason in reasons.items() if reason}
+    if missing := reasons.keys() - found.keys():
+        # Only then: importing transformers takes longer than all else here.
+        from kbit.integrations.streaming.jobs import meta_model
+        from kbit.integrations.transformers.report import reasons_in_model
+
+        # A table of what is in the files needs no model: no error of building one may cost it.
+        with suppress(Exception):
+            found |= reasons_in_model(meta_model(folder), policy, missing)
+    return found
 
 
 def _print(modules: list[Module], folder: Path, policy: QuantizationPolicy | None) -> None:
@@ -207,11 +221,14 @@ def _print(modules: list[Module], folder: Path, policy: QuantizationPolicy | Non
     everything = _total(modules, None)
     table.add_row("all", "", *_cells(everything, with_error), style="bold")
     show(table)
-    for name, count, module in _large(modules):
+    large = _large(modules)
+    reasons = _reasons(policy, folder, large)
+    for name, count, module in large:
         times = f"{count} x " if count > 1 else ""
+        why = f": {reasons[module.name]}" if module.name in reasons else ""
         console.print(
             f"[yellow]unquantized[/yellow] {escape(name)}: {times}{module.weights / 1e6:.1f} M weights, "
-            f"{times}{module.bytes / 1e6:.1f} MB{escape(_why(policy, module.name))}",
+            f"{times}{module.bytes / 1e6:.1f} MB{escape(why)}",
             soft_wrap=True,
         )
 
