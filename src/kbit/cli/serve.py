@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit import _startup
-from kbit.cli.model_folder import check_model_folder
+from kbit.cli.model_folder import bars_on_terminals_only, check_model_folder
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
@@ -60,6 +60,7 @@ def serve(arguments: Sequence[str]) -> None:
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
     ModelManager.get_gen_models = staticmethod(lambda *_: [served])
     refuse_malformed()
+    bars_on_terminals_only()
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
     # end in transformers' command line: "Aborted!" and exit code 1.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
