@@ -128,6 +128,26 @@ def test_the_demo_names_missing_packages_before_it_downloads(monkeypatch, tmp_pa
     assert "pip install gguf accelerate." in str(result.exception)
 
 
+@posix
+def test_the_demo_names_its_command_as_the_shell_finds_it(monkeypatch, tmp_path):
+    named = sys.modules["kbit.cli.demo"]._command
+    (tmp_path / "bin dir").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin dir" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert named() == f"'{tmp_path}/bin dir/python' -m kbit"
+    kbit = tmp_path / "bin dir" / "kbit"
+    kbit.touch(mode=0o755)
+    assert named() == f"'{kbit}'"
+    monkeypatch.setenv("PATH", str(kbit.parent))
+    assert named() == "kbit"
+
+
+def test_there_are_no_progress_bars_in_a_log(model):
+    result = shell("profile", model, "--steps", "1", "--context", "4", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert b"Loading weights" not in result.stderr
+
+
 MISSING = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
 BROKEN = "raise ImportError('libcudart.so: cannot open shared object file', name='torch._C')\n"
 

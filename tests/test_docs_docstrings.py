@@ -1,8 +1,11 @@
 """Public functions and classes say what they take, give and raise."""
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,33 @@ def members(name, thing):
 
 def test_completion_offers_what_is_public():
     assert set(kbit.__all__) <= set(dir(kbit))
+
+
+@pytest.mark.parametrize("config", [kbit.KbitConfig, kbit.NVFP4Config])
+def test_type_checkers_want_no_argument_of_a_config(config):
+    """They read the fields of all bases; transformers' has one without a default."""
+    of_constructor = {field.name: field.init for field in dataclasses.fields(config)}
+    assert of_constructor["quant_method"] is False
+    assert "quant_method" not in inspect.signature(config).parameters
+    assert config().quant_method == config.quant_method == config().to_dict()["quant_method"]
+
+
+API = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+
+
+def test_the_page_of_the_api_names_everything_public():
+    public = {*kbit.__all__, *kbit.nn.__all__, *(key for key, _ in members("", kbit.QuantizedTensor))}
+    names = {name.lstrip(".") for name in public} - {"__version__"}
+    assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", API)]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^kbit\.[\w.]+\(.*\)$", API, re.M))
+def test_the_page_of_the_api_has_signatures_as_they_are(line):
+    path = line.partition("(")[0]
+    signature = inspect.signature(functools.reduce(getattr, path.split(".")[1:], kbit))
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    signature = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+    assert line == f"{path}{signature}".replace("'", '"')
 
 
 MODULES = [kbit, kbit.nn, importlib.import_module("kbit.nvfp4"), importlib.import_module("kbit.format")]

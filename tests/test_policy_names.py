@@ -18,7 +18,7 @@ from kbit.cli import app
 from kbit.format import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.integrations.streaming import quantize_checkpoint
-from kbit.nn import QuantizedModule
+from kbit.nn import QuantizedModule, replace
 from tiny_models import build, quantize_files
 
 EXPERTS = {
@@ -97,6 +97,38 @@ def test_a_skip_by_either_name(skipped, way, sources, tmp_path):
     assert not isinstance(
         AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.experts, QuantizedModule
     )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"modules_to_not_convert": ["model.layers.0.mlp"]},
+            "modules_to_not_convert has 'model.layers.0.mlp'",
+        ),
+        ({"overrides": {r"mlp\.experts$": 0}}, r"the override 'mlp\\.experts$' is 0"),
+    ],
+)
+def test_inspect_says_why_by_either_name(settings, reason, way, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(replace, "LARGE", 1000)
+    folder = quantize(way, sources["mixtral"], tmp_path / "out", bits=4, **settings)
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.output.splitlines() if "block_sparse_moe.experts.*" in line]
+    assert told
+    assert all(line.endswith(f"MB: {reason}") for line in told), told
+
+
+def test_inspect_needs_no_model_that_transformers_knows(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(replace, "LARGE", 1000)
+    settings = {"bits": 4, "modules_to_not_convert": ["model.layers.0.mlp"]}
+    folder = quantize(WAYS[0], sources["mixtral"], tmp_path / "out", **settings)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "unheard_of"}))
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "unquantized model.layers.0.block_sparse_moe.experts.*" in result.output
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -88,7 +88,16 @@ USER = {"role": "user", "content": "w1"}
         ("chat/completions", {"messages": [USER, "w1"]}, "messages[1] must be an object with a role"),
         ("chat/completions", {"messages": [{"content": "w1"}]}, "messages[0] must be an object with a role"),
         ("chat/completions", {"messages": [USER | {"content": 1}]}, "messages[0].content must be a string"),
+        ("chat/completions", {"messages": [USER], "max_tokens": "many"}, "max_tokens must be a whole number"),
+        ("chat/completions", {"messages": [USER], "temperature": "hot"}, "temperature must be a number"),
+        ("chat/completions", {"messages": [USER], "seed": 1.5}, "seed must be a whole number"),
+        ("completions", {}, "prompt must be a string"),
+        ("completions", {"prompt": ["w1"]}, "prompt must be a string"),
+        ("completions", {"prompt": "w1", "max_tokens": 0}, "max_tokens must be a whole number"),
         ("responses", {}, "input must be a string or a list"),
+        ("responses", {"input": []}, "input must be a string, or a list of at least one object"),
+        ("responses", {"input": ["w1"]}, "input must be a string, or a list of at least one object"),
+        ("responses", {"input": "w1", "max_output_tokens": -1}, "max_output_tokens must be a whole number"),
     ],
 )
 def test_malformed_requests_are_told_what_they_lack(path, body, told, served, folders):
@@ -98,6 +107,35 @@ def test_malformed_requests_are_told_what_they_lack(path, body, told, served, fo
     error = json.loads(answer)["error"]
     assert error["message"].startswith(told)
     assert (error["type"], error["param"]) == ("invalid_request_error", told.partition("[")[0].split()[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_without_tokens_is_refused_and_the_server_lives(stream, served, folders):
+    body = {"model": str(folders["kbit"]), "prompt": "", "max_tokens": 2, "stream": stream}
+    status, answer = bench._request(served[0], "POST", "/v1/completions", body, 60.0)
+    assert status == 400, answer
+    assert "the prompt has no tokens" in json.loads(answer)["error"]["message"]
+    assert bench._request(served[0], "GET", "/health", None, 10.0)[0] == 200
+    assert bench.chat(served[0], str(folders["kbit"]), "w1", 2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("served", [BATCHED], indirect=True, ids=["batched"])
+def test_a_request_larger_than_the_cache_is_cut_or_refused(served, folders):
+    body = {"model": str(folders["kbit"]), "max_tokens": 100}
+    status, answer = bench._request(
+        served[0], "POST", "/v1/completions", body | {"prompt": "w1 " * 1000}, 60.0
+    )
+    assert status == 200, answer
+    cut = json.loads(answer)
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert 1 < cut["usage"]["completion_tokens"] < 100
+    assert cut["usage"]["total_tokens"] <= 1024
+    status, answer = bench._request(
+        served[0], "POST", "/v1/completions", body | {"prompt": "w1 " * 1100}, 60.0
+    )
+    assert status == 400, answer
+    assert "the server's cache holds 1024" in json.loads(answer)["error"]["message"]
+    assert bench._request(served[0], "GET", "/health", None, 10.0)[0] == 200
 
 
 def test_concurrent_clients_get_answers_and_memory_stays_flat(served, folders):
@@ -208,18 +246,23 @@ def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tm
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
 @pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
-def test_a_stopped_server_exits_as_other_commands_do(folders, number, last):
+def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "kbit", "serve", str(folders["kbit"]), "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)], stderr=subprocess.PIPE, text=True
+        [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
     )
-    bench._wait(process, port, 120.0, [])
-    process.send_signal(number)
-    _, log = process.communicate(timeout=60)
+    try:
+        bench._wait(process, port, 120.0, [])
+        bench.chat(port, str(folders["kbit"]), "w1", 2)  # the first request starts the batching
+        process.send_signal(number)
+        _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 128 + number, log
     assert last is None or log.splitlines()[-1] == last
 

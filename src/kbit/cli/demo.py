@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,7 +93,9 @@ def demo(
     console.print(_table(rows))
     console.print(EXPLANATION.format(tokens=ids.shape[0] * (ids.shape[1] - 1), rounds=ROUNDS), style="dim")
     console.print(f"\nThe models are in {folder}/. Talk on:")
-    console.print(f"kbit generate {variants[1][0]} 'your question'", soft_wrap=True)  # to be copied whole
+    console.print(
+        f"{_command()} generate {variants[1][0]} 'your question'", soft_wrap=True
+    )  # to be copied whole
     console.print(f"{time.perf_counter() - start:.0f} s", style="dim")
     about = {"machine": machine.describe(), "eval_tokens": ids.numel()}
     write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
@@ -184,6 +189,14 @@ def _talk(path: Path, model: Any, prompt: str, answer_tokens: int) -> str:
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     return tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def _command() -> str:
+    """How a shell finds this command: `make demo` runs it from an environment that may not be active."""
+    if shutil.which("kbit"):
+        return "kbit"
+    beside = Path(sys.executable).with_name("kbit")
+    return shlex.quote(str(beside)) if beside.is_file() else f"{shlex.quote(sys.executable)} -m kbit"
 
 
 def _be_quiet() -> None:

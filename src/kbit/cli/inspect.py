@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,6 +90,20 @@ def add_errors(
         yield name
 
 
+def _reasons_of_model(folder: Path, policy: QuantizationPolicy, modules: list[Module]) -> dict[str, str]:
+    """{tensor: why it is not quantized} of large ones for which the policy's names do not say it."""
+    from kbit.format.names import module_of
+    from kbit.integrations.streaming.jobs import meta_model
+    from kbit.integrations.transformers.report import reasons_in_model
+
+    names = [module.name for _, _, module in large(modules)]
+    unexplained = [name for name in names if policy.why_not(module_of(name)) is None]
+    # A table of what is in the files needs no model: no error of building one may cost it.
+    with suppress(Exception):
+        return reasons_in_model(meta_model(folder), policy, unexplained)
+    return {}
+
+
 def _read_folder(folder: Path) -> Folder:
     """Look at a folder's headers.
 
@@ -108,10 +124,15 @@ def _read_folder(folder: Path) -> Folder:
     policy = validate_checkpoint(folder)
     index = read_index(folder)
     modules = read_modules(index, policy)
+
+    @functools.cache  # and only if asked: importing transformers takes longer than all else here
+    def reasons_of_model() -> dict[str, str]:
+        return _reasons_of_model(folder, policy, list(modules.values()))
+
     return Folder(
         modules,
         quantized=len(_quantized_names(index)),
-        why_not=lambda name: policy.why_not(module_of(name)),
+        why_not=lambda name: policy.why_not(module_of(name)) or reasons_of_model().get(name),
         add_errors=lambda source: add_errors(modules, index, source, policy),
     )
 

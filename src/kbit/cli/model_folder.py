@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,14 @@ _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 
 
+def bars_on_terminals_only() -> None:
+    """Keep transformers' progress bars out of logs and pipes, where each of their steps is more text."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     """Load a causal language model, quantized by kbit or not, in evaluation mode.
 
@@ -45,6 +54,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     place = find_device(device)
     config = check_model_folder(folder)
     _check_method(folder, config)
+    bars_on_terminals_only()
     with _explained(
         folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
     ):

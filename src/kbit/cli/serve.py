@@ -8,22 +8,26 @@ This imports it first and hands over everything else unchanged, but for requests
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kbit import _startup
-from kbit.cli.model_folder import check_model_folder
+from kbit.cli.model_folder import bars_on_terminals_only, check_model_folder
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
+# More than a step of any model takes.
+_STOP_SECONDS = 10
 
 
 def check_packages() -> None:
@@ -56,12 +60,40 @@ def serve(arguments: Sequence[str]) -> None:
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
     ModelManager.get_gen_models = staticmethod(lambda *_: [served])
     refuse_malformed()
+    bars_on_terminals_only()
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
     # end in transformers' command line: "Aborted!" and exit code 1.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: sys.exit(_startup.EXIT_CODE))
     sys.argv = ["transformers", "serve", *arguments]
-    main()
+    with _batching_ends():
+        main()
+
+
+@contextmanager
+def _batching_ends() -> Iterator[None]:
+    """Stop the threads of continuous batching at the end, which transformers leaves running.
+
+    Python waits for them when it exits, so that the process would be there until somebody kills it.
+    """
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    started: list[Any] = []
+    init_cb = CBGenerateManager.init_cb
+
+    @functools.wraps(init_cb)
+    def recorded(self: Any, *arguments: Any) -> None:
+        init_cb(self, *arguments)
+        if self._cb not in started:
+            started.append(self._cb)
+
+    CBGenerateManager.init_cb = recorded
+    try:
+        yield
+    finally:
+        for batching in started:
+            # Whoever waited for an answer is gone.
+            batching.stop(timeout=_STOP_SECONDS, hard_stop=True)
 
 
 def command(

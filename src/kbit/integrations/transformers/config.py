@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -28,7 +28,8 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
     >>> model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     """
 
-    quant_method: ClassVar[str] = QUANT_METHOD
+    # A field of the mixin without a default, which type checkers would want as an argument.
+    quant_method: str = field(default=QUANT_METHOD, init=False, repr=False, compare=False)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -41,6 +42,7 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
             TypeError, ValueError: not a kbit config, a newer version, an unknown field, a value out of range.
         """
         fields = policy_fields(config)
-        known = {key: kwargs.pop(key) for key in list(kwargs) if key in cls.__dataclass_fields__}
+        settings = QuantizationPolicy.__dataclass_fields__
+        known = {key: kwargs.pop(key) for key in list(kwargs) if key in settings}
         result = cls(**{**fields, **known})
         return (result, kwargs) if return_unused_kwargs else result

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
-from kbit.format.names import module_of
+from kbit.format.names import holder_of, module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
+from kbit.integrations.transformers.names import loading_transforms, parameter_of
 from kbit.nn import replace
+from kbit.nn.support import left_alone, unsupported
 from kbit.nn.tiling import TileableModule
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def reasons_in_model(model: Any, policy: QuantizationPolicy, tensors: Iterable[str]) -> dict[str, str]:
+    """Why tensors of a quantized checkpoint stayed as they are: {tensor: reason}, where it is known.
+
+    The names in the files do not always say it: a skip may be by the name that the model has for a module,
+    or the module may be of a kind that is never quantized.
+
+    Args:
+        model: a PreTrainedModel of the checkpoint's config, on the meta device and not changed.
+        policy: the checkpoint's.
+        tensors: names in its files.
+    """
+    transforms, state, alone = loading_transforms(model), model.state_dict(), left_alone(model)
+    found = {}
+    for name in tensors:
+        target, _ = parameter_of(name, transforms, model.base_model_prefix, state)
+        if target in state:
+            path = holder_of(target)
+            reason = policy.why_not(module_of(name), module_of(target)) or alone.get(path)
+            found[name] = reason or unsupported(model.get_submodule(path))
+    return {name: reason for name, reason in found.items() if reason}
 
 
 def unquantized(
