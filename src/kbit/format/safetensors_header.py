@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def _is_count(value: Any) -> bool:
 def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorInfo, int, int]:
     """(what the header says, first and last byte) of a tensor; bytes count from the buffer, at `start`."""
     where = f"{path}: tensor {name!r}"
+    if not name.isascii() and re.search("[\ud800-\udfff]", name):  # as JSON escapes; the library takes none
+        raise ValueError(f"{where}: the name is not valid Unicode. The file is damaged; fetch it again.")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: needs dtype, shape and data_offsets, got {str(entry)[:80]}.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -182,6 +185,9 @@ def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorI
             f"{where}: {dtype} of shape {shape} has {info.nbytes} bytes, data_offsets {offsets} span "
             f"{end - begin}. The header contradicts itself; fetch the file again."
         )
+    # Beside a size of 0 the others take no bytes, but strides follow from them all the same.
+    if not _is_count(math.prod(max(1, size) for size in shape)):
+        raise ValueError(f"{where}: shape {str(shape)[:80]} is too large for any tensor. The file is damaged.")
     return info, begin, end
 
 
