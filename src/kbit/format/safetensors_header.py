@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,15 +131,17 @@ def _reject_constant(name: str) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON strictly: UTF-8, no repeated keys, no NaN.
+    """Parse JSON strictly: UTF-8, no repeated keys, no NaN, no half of a surrogate pair.
 
     Raises:
         ValueError: it is not that.
     """
     try:
-        return json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
-        )
+        text = raw.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(content, ensure_ascii=False).encode("utf-8")  # raises where half of a pair is escaped
+        return content
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -167,8 +168,6 @@ def _is_count(value: Any) -> bool:
 def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorInfo, int, int]:
     """(what the header says, first and last byte) of a tensor; bytes count from the buffer, at `start`."""
     where = f"{path}: tensor {name!r}"
-    if not name.isascii() and re.search("[\ud800-\udfff]", name):  # as JSON escapes; the library takes none
-        raise ValueError(f"{where}: the name is not valid Unicode. The file is damaged; fetch it again.")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: needs dtype, shape and data_offsets, got {str(entry)[:80]}.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
