@@ -268,6 +268,25 @@ ERRORS = {
     "layout": (lambda: quantize_nvfp4(torch.zeros(1, 16), layout="x"), ValueError, "nv, ggml, mmq"),
     "factor 0": (lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=0.0), ValueError, "positive normal"),
     "factor nan": (lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=math.nan), ValueError, "got nan"),
+    "factor of a name": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale="amax"),
+        ValueError,
+        "got amax",
+    ),
+    "factor too large": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=10**400),
+        ValueError,
+        "positive normal",
+    ),
+    "factor in the place of search": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), 0.5),
+        TypeError,
+        "search must be True or False, got '0.5'",
+    ),
+    "flag": (lambda: quantize_nvfp4(torch.zeros(1, 16), check="all"), TypeError, "check must be True or"),
+    "row factors": (lambda: quantize_nvfp4(torch.zeros(1, 16), row_scale=2.0), TypeError, "row_scale must"),
+    "factor for integers": (lambda: global_scale_for(torch.ones(2).bool()), TypeError, "got torch.bool"),
+    "factor for no tensor": (lambda: global_scale_for([1.0]), TypeError, "x must be a tensor, got list"),
     "row factors of a stack": (
         lambda: quantize_nvfp4(torch.zeros(2, 1, 16), row_scale=True),
         ValueError,

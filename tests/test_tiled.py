@@ -386,6 +386,10 @@ def test_matrices_that_differ_are_not_stacked():
         stack([q, kbit.quantize(w, codebook=torch.linspace(-1, 1, 16))])
     with pytest.raises(ValueError, match="got none"):
         stack([])
+    with pytest.raises(TypeError, match="takes a list of QuantizedTensor, got one with Tensor"):
+        stack([q, w])
+    with pytest.raises(TypeError, match="got Tensor"):
+        stack(w)
 
 
 def test_other_block_scales_stay_canonical(tiles_pay):

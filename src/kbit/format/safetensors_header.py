@@ -186,7 +186,9 @@ def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorI
         )
     # Beside a size of 0 the others take no bytes, but strides follow from them all the same.
     if not _is_count(math.prod(max(1, size) for size in shape)):
-        raise ValueError(f"{where}: shape {str(shape)[:80]} is too large for any tensor. The file is damaged.")
+        raise ValueError(
+            f"{where}: shape {str(shape)[:80]} is too large for any tensor. The file is damaged."
+        )
     return info, begin, end
 
 

@@ -52,7 +52,8 @@ def quantize_nvfp4(
     >>> dequantize_nvfp4(t, torch.float32).shape
     torch.Size([4, 64])
     """
-    factor = check_input(x, ties, global_scale, row_scale, where)
+    factor = check_input(x, search, ties, global_scale, row_scale, where)
+    kinds.flag("quantize_nvfp4", "check", check, where)
     layouts.check_layout(layout, "quantize_nvfp4")
     rows = x.contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
@@ -68,7 +69,12 @@ def quantize_nvfp4(
 
 
 def check_input(
-    x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool = False, where: str = ""
+    x: torch.Tensor,
+    search: bool,
+    ties: str,
+    global_scale: float | None,
+    row_scale: bool = False,
+    where: str = "",
 ) -> float:
     """Check what `quantize_nvfp4` asks of its arguments; returns the factor.
 
@@ -82,25 +88,34 @@ def check_input(
             f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{at(where)}. "
             f"Flatten the leading dimensions."
         )
+    kinds.flag("quantize_nvfp4", "row_scale", row_scale, where)
     if row_scale and x.dim() == 3:
         raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{at(where)}.")
-    return check_rounding(ties, global_scale, "quantize_nvfp4", where)
+    return check_rounding(search, ties, global_scale, "quantize_nvfp4", where)
 
 
-def check_rounding(ties: str, global_scale: float | None, op: str, where: str = "") -> float:
-    """Check what everything that quantizes takes: the name of the ties, and the factor, which it returns.
+def check_rounding(search: bool, ties: str, global_scale: float | None, op: str, where: str = "") -> float:
+    """Check what everything that quantizes takes: search, the name of the ties, and the factor.
+
+    Returns:
+        The factor as a Python float.
 
     Raises:
-        ValueError: one of them does not fit.
+        TypeError, ValueError: one of them does not fit.
     """
+    kinds.flag(op, "search", search, where)
     if ties not in TIES:
         raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{at(where)}.')
-    if global_scale is not None and not is_normal(global_scale):
+    try:
+        factor = 1.0 if global_scale is None else float(global_scale)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several
+        factor = 0.0
+    if not is_normal(factor):
         raise ValueError(
             f"{op}: global_scale must be a positive normal float32, got {global_scale}{at(where)}. Use "
             f"global_scale_for of what is quantized, or None for 1."
         )
-    return 1.0 if global_scale is None else global_scale
+    return factor
 
 
 def is_normal(scale: float) -> bool:
@@ -117,7 +132,12 @@ def global_scale_for(x: torch.Tensor) -> float:
 
     Returns:
         A Python float that float32 holds exactly. Waits for the device.
+
+    Raises:
+        TypeError: x is no dense tensor of these dtypes.
     """
+    kinds.tensor("global_scale_for", "x", x)
+    checks.float_dtype("global_scale_for", "x", x.dtype)
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
     return scale if is_normal(scale) else 1.0

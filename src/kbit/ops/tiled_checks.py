@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kbit.format.codebook import check_bits
+from kbit.format.part_checks import check_tiles
 from kbit.format.reference import blocks_of
-from kbit.format.tensor import check_tiles
 from kbit.format.tiles import tile_shape
 from kbit.ops import checks, moe_checks
 
