@@ -190,10 +190,7 @@ def altered(folders, tmp_path, which="original", **settings) -> Path:
             {"hidden_size": 64},
             "altered: its model cannot be loaded: its config.json gives some weights other",
         ),
-        (
-            {"model_type": "t5"},
-            "altered: its model cannot be loaded: Unrecognized configuration class [^\n]*$",
-        ),
+        ({"model_type": "t5"}, "altered: its model cannot be loaded: Unrecognized configuration [^\n]*$"),
         (
             {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}},
             "altered: its (model|tokenizer) cannot be loaded: it needs code of its own",

@@ -129,7 +129,11 @@ def check_tiles(
     )
     width = _code_width(codebook, bits)
     expected = tile_shape(out_features, in_features, width)
-    if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
+    if (
+        min(in_features - 1, out_features) < 0
+        or tiled.dim() not in (3, 4)
+        or tuple(tiled.shape[-3:]) != expected
+    ):
         raise ValueError(
             f"tiled weight: [{out_features}, {in_features}] at {width} bits is int32 [..., "
             f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes or the "
