@@ -170,3 +170,12 @@ def test_options_keep_their_names():
                 # A name given in an annotation comes as the first argument, before typer sorts them.
                 if isinstance(option, OptionInfo) and not isinstance(option.default, str):
                     assert option.metavar != parameter.upper(), f"{command.callback}: name --{parameter}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_no_result_takes_the_place_of_a_model(model, name):
+    before = (model / name).read_bytes()
+    result = CliRunner().invoke(app, ["gate", "--tokens", "1", "--json", str(model / name)])
+    assert result.exit_code == 2
+    assert "is a file of a model. Name another place." in " ".join(result.output.split())
+    assert (model / name).read_bytes() == before
