@@ -230,6 +230,14 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(source, tmp_path, monke
     assert "it needs code of its own (auto_map), and kbit runs none" in refuse(folder, tmp_path / "out")
 
 
+def test_a_journal_that_is_no_text_is_begun_anew(source, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / work_folder.JOURNAL).write_bytes(b"\xff\x00")
+    assert run(source, tmp_path / "out").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_bad_sources(source, tmp_path):
     assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
     (tmp_path / "empty").mkdir()

@@ -28,7 +28,7 @@ def sizes_of(shape: Iterable[Any], kind: str = "quantized tensor") -> tuple[int,
     """
     try:
         # While a call is traced, sizes may be symbols, which an index would make numbers of.
-        sizes = tuple(
+        sizes: tuple[Any, ...] = tuple(
             size if isinstance(size, int | torch.SymInt) else operator.index(size) for size in shape
         )
     except TypeError:
