@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import tiny_models
 from kbit.backends.cuda.compiler import CubinCache, cubin_folder
 from kbit.cli import app, bench, doctor, smollm
+from kbit.cli.generate import encode_prompt
 from kbit.cli.outputs import write_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
@@ -41,6 +42,11 @@ def row_of(what: str, output: str | bytes) -> dict[str, object]:
     """A line of `kbit doctor --json`."""
     (row,) = (row for row in json.loads(output) if row["what"] == what)
     return row
+
+
+def test_a_prompt_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match=r"prompt 'hi\\udcff' is not UTF-8 text"):
+        encode_prompt(None, "hi\udcff", None, chat=False)
 
 
 # -- output --------------------------------------------------------------------------------------------------
