@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import tiny_models
 from kbit.backends.cuda.compiler import CubinCache, cubin_folder
 from kbit.cli import app, bench, doctor, smollm
+from kbit.cli.generate import encode_prompt
 from kbit.cli.outputs import write_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
@@ -41,6 +42,11 @@ def row_of(what: str, output: str | bytes) -> dict[str, object]:
     """A line of `kbit doctor --json`."""
     (row,) = (row for row in json.loads(output) if row["what"] == what)
     return row
+
+
+def test_a_prompt_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match=r"prompt 'hi\\udcff' is not UTF-8 text"):
+        encode_prompt(None, "hi\udcff", None, chat=False)
 
 
 # -- output --------------------------------------------------------------------------------------------------
@@ -190,3 +196,12 @@ def test_options_keep_their_names():
                 # A name given in an annotation comes as the first argument, before typer sorts them.
                 if isinstance(option, OptionInfo) and not isinstance(option.default, str):
                     assert option.metavar != parameter.upper(), f"{command.callback}: name --{parameter}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_no_result_takes_the_place_of_a_model(model, name):
+    before = (model / name).read_bytes()
+    result = CliRunner().invoke(app, ["gate", "--tokens", "1", "--json", str(model / name)])
+    assert result.exit_code == 2
+    assert "is a file of a model. Name another place." in " ".join(result.output.split())
+    assert (model / name).read_bytes() == before

@@ -203,6 +203,41 @@ def test_an_error_has_no_progress_bar_above_it(tmp_path, color):
     assert "bytes" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "llama"}, "module 'torch' has no attribute 'llama'"),
+        ({"vocab_size": "x"}, "Field 'vocab_size' expected int, got str"),
+        ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+        ({"architectures": [True]}, "attribute name must be string"),
+        ({"model_type": "own", "architectures": ["Own"]}, "does not recognize this architecture"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_named(source, tmp_path, settings, message):
+    folder = altered(source, tmp_path / "in", lambda config, tensors: config.update(settings))
+    told = refuse(folder, tmp_path / "out")
+    assert f"{folder}/config.json: transformers makes no model of this config: " in told
+    assert message in told
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_code_of_a_folder_is_not_run_and_nobody_is_asked(source, tmp_path, monkeypatch):
+    """transformers asks on a terminal unless it is told not to trust the code."""
+    own = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.Own"}}
+    folder = altered(source, tmp_path / "in", lambda config, tensors: config.update(own))
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert "it needs code of its own (auto_map), and kbit runs none" in refuse(folder, tmp_path / "out")
+
+
+def test_a_journal_that_is_no_text_is_begun_anew(source, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / work_folder.JOURNAL).write_bytes(b"\xff\x00")
+    assert run(source, tmp_path / "out").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_bad_sources(source, tmp_path):
     assert "missing" in refuse(tmp_path / "missing", tmp_path / "out")
     (tmp_path / "empty").mkdir()

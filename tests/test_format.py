@@ -165,6 +165,8 @@ def test_absmax_format_is_found_by_name_and_dtype():
         ([-1.0, 0.0, 0.5, math.inf], ValueError, "finite"),
         ([-2.0, 0.0, 0.5, 1.0], ValueError, "largest magnitude 1, got 2"),
         (torch.tensor([-1, 0, 1, 2]), TypeError, "float32"),
+        (torch.empty(4, device="meta"), TypeError, "hold its 4 levels, got torch.strided on meta"),
+        (torch.ones(4).to_sparse(), TypeError, "must be dense"),
         ("fp4", ValueError, "unknown codebook 'fp4'; known: nf. Give another by its 4 levels"),
     ],
 )
@@ -192,6 +194,26 @@ def test_parts_that_do_not_belong_together_are_refused():
         make(q.packed[:4], q.absmax, q.codebook, q.scale, 4, (8, 64))
     with pytest.raises(ValueError, match="does not match absmax"):
         make(q.packed, q.absmax, q.codebook, q.scale, 4, (9, 64))
+    with pytest.raises(TypeError, match="codebook must be dense, got torch.sparse_coo"):
+        make(q.packed, q.absmax, q.codebook.to_sparse(), q.scale, 4, (8, 64))
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["canonical", "tiled"])
+@pytest.mark.parametrize("wrong", [None, 64, "nf", (), (64,), (8, 0), (8, 64.0), {}, (1, 1, 8, 64)], ids=str)
+def test_a_shape_that_is_none_is_refused(wrong, tiled):
+    q, t = kbit.quantize(torch.randn(8, 64)), kbit.quantize(torch.randn(8, 64)).tile()
+    make, parts = kbit.QuantizedTensor, (q.packed, q.absmax)
+    if tiled:
+        make, parts = kbit.QuantizedTensor.from_tiles, (t.tiled,)
+    with pytest.raises((TypeError, ValueError), match="quantized tensor: shape must be"):
+        make(*parts, q.codebook, q.scale, 4, wrong)
+
+
+@pytest.mark.parametrize("shape", [[8, 64], torch.Size([8, 64]), np.array([8, 64])], ids=type)
+def test_a_shape_may_be_any_sequence_of_sizes(shape):
+    q = dataclasses.replace(kbit.quantize(torch.randn(8, 64)), shape=shape)
+    assert q.shape == (8, 64)
+    assert kbit.linear(torch.randn(2, 64), q, torch.randn(8)).shape == (2, 8)
 
 
 @pytest.mark.parametrize("name", ["packed", "absmax", "codebook", "scale"])

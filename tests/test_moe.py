@@ -99,7 +99,8 @@ Y, INVERSE, WEIGHTS = torch.zeros(6, 8), IDS.int(), torch.zeros(2, 3)
     [
         (lambda: ops.moe_align(IDS.float(), 4), TypeError, "int32 or int64, got torch.float32"),
         (lambda: ops.moe_align(IDS[0], 4), ValueError, r"\[tokens, choices\].*got \(3,\)"),
-        (lambda: ops.moe_align(IDS, 0), ValueError, "at least 1, got 0"),
+        (lambda: ops.moe_align(IDS, 0), ValueError, "num_experts must be in 1.*, got 0"),
+        (lambda: ops.moe_align(IDS, 2**40), ValueError, "num_experts must be in 1.*, got 1099511627776"),
         (lambda: ops.moe_combine(Y.int(), INVERSE, WEIGHTS), TypeError, "y must be float32"),
         (lambda: ops.moe_combine(Y, INVERSE, IDS), TypeError, "weights must be float32"),
         (lambda: ops.moe_combine(Y, IDS, WEIGHTS), TypeError, "must be int32, got torch.int64"),

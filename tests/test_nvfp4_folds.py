@@ -164,6 +164,13 @@ ERRORS = {
         ValueError,
         'silu_mul_quantize_nvfp4: ties must be "zero" or "even", got \'evn\'',
     ),
+    "norm eps": (lambda: rmsnorm(torch.zeros(2, 4), torch.ones(4), None), ValueError, "eps must be a number"),
+    "negative eps": (lambda: rmsnorm(torch.zeros(2, 4), torch.ones(4), -1e-6), ValueError, "got -1e-06"),
+    "norm flag": (
+        lambda: rmsnorm_quantize_nvfp4(torch.zeros(2, 4), torch.ones(4), 1e-6, write_norm=None),
+        TypeError,
+        "write_norm must be True or False, got 'None'",
+    ),
     "norm ties": (
         lambda: rmsnorm_quantize_nvfp4(torch.zeros(2, 4), torch.ones(4), 1e-6, ties="evn"),
         ValueError,

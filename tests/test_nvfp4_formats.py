@@ -166,6 +166,9 @@ WRONG = {
     "no columns": ({"shape": (4, 0)}, ValueError, "K >= 1"),
     "factors": ({"global_scale": torch.ones(2)}, ValueError, r"global_scale must have shape \(\)"),
     "row scale": ({"row_scale": torch.ones(3)}, ValueError, r"row_scale must have shape \(4,\)"),
+    "codes of none": ({"codes": None}, TypeError, "codes must be a tensor, got NoneType"),
+    "sparse": ({"global_scale": torch.ones(1).to_sparse()}, TypeError, "global_scale must be dense"),
+    "shape of none": ({"shape": None}, TypeError, "shape must be the weight's sizes"),
     "row scale dtype": ({"row_scale": torch.ones(4).half()}, TypeError, "row_scale must be float32"),
 }
 

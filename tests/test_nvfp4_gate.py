@@ -136,6 +136,8 @@ def test_command_line_writes_the_reference(tmp_path: Path) -> None:
         (["--toggle", "graph"], "--toggle takes all, dedup, fold or tile; got 'graph'"),
         (["--tokens", "1,x"], "--tokens takes positive whole numbers"),
         (["--tokens", "0"], "--tokens takes positive whole numbers"),
+        (["--tokens", "9" * 20], "--tokens takes positive whole numbers below 10^9"),
+        (["--tokens", "9" * 5000], "--tokens takes positive whole numbers below 10^9"),
         (["--accum", "fast"], "--accum takes exact, seq16 or tc; got"),
         (["--toggle", "tile", "--accum", "seq16"], "cpu has no choice of tile under seq16"),
     ],

@@ -196,6 +196,8 @@ def test_errors_say_what_was_wrong(name: str) -> None:
     [
         ({"ties": "evn"}, ValueError, 'ties must be "zero" or "even", got \'evn\''),
         ({"global_scale": 0.0}, ValueError, "positive normal float32, got 0.0"),
+        ({"search": 0.5}, TypeError, "search must be True or False, got '0.5'"),
+        ({"out_dtype": 0}, TypeError, "out_dtype must be"),
         ({"global_scale": -1.0}, ValueError, "positive normal float32, got -1.0"),
         ({"x": torch.zeros(2, 32).double()}, TypeError, "x must be .*, got torch.float64"),
     ],
@@ -214,5 +216,8 @@ def test_combine_checks_its_arguments() -> None:
         moe_combine(torch.zeros(2, 3, 4), torch.zeros(2, 3).half())
     with pytest.raises(TypeError, match="y must be float32, float16 or bfloat16, got torch.float64"):
         moe_combine(torch.zeros(2, 3, 4).double(), torch.zeros(2, 3))
+    for experts in (None, 1.5, 2**31):
+        with pytest.raises(ValueError, match=r"num_experts a whole number in 1\.\.2\^31 - 1, got"):
+            moe_align(torch.zeros(1, 1, dtype=torch.int32), experts)
     with pytest.raises(TypeError, match="y must be a tensor, got list"):
         moe_combine([[[1.0]]], torch.zeros(1, 1))

@@ -274,6 +274,24 @@ ERRORS = {
         r"must be a number or None, got Tensor\. Take float\(\)",
     ),
     "factor for a list": (lambda: global_scale_for([1.0]), TypeError, "global_scale_for: x must be"),
+    "factor of a name": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale="amax"),
+        TypeError,
+        "must be a number or None, got str",
+    ),
+    "factor too large": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), global_scale=10**400),
+        ValueError,
+        "positive normal",
+    ),
+    "factor in the place of search": (
+        lambda: quantize_nvfp4(torch.zeros(1, 16), 0.5),
+        TypeError,
+        "search must be True or False, got '0.5'",
+    ),
+    "flag": (lambda: quantize_nvfp4(torch.zeros(1, 16), check="all"), TypeError, "check must be True or"),
+    "row factors": (lambda: quantize_nvfp4(torch.zeros(1, 16), row_scale=2.0), TypeError, "row_scale must"),
+    "factor for integers": (lambda: global_scale_for(torch.ones(2).bool()), TypeError, "got torch.bool"),
     "row factors of a stack": (
         lambda: quantize_nvfp4(torch.zeros(2, 1, 16), row_scale=True),
         ValueError,

@@ -277,6 +277,15 @@ def test_any_damage_gives_a_value_error_or_a_tensor(
     assert dequantize_nvfp4(t).isfinite().all()
 
 
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, honest_gguf, monkeypatch) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(honest_gguf)
+    read = np.fromfile
+    monkeypatch.setattr(np, "fromfile", lambda *args, **options: read(*args, **options)[:-1])
+    with pytest.raises(ValueError, match=r"a\.gguf: tensor .*: only 71 of 72 bytes were read"):
+        from_gguf(file, GGUF_NAME)
+
+
 def test_truncated_safetensors_are_refused(tmp_path: Path, weight: NVFP4Tensor) -> None:
     path = tmp_path / "model.safetensors"
     save_file(modelopt_tensors(weight), path)

@@ -122,6 +122,8 @@ def test_weight_only_products_have_gradients_and_checks() -> None:
     for wrong in (bias.bfloat16(), bias[:19]):
         with pytest.raises(ValueError, match=r"bias must be torch.float32 \[20\].*\(up\)"):
             linear_nvfp4(x, w, wrong, "up")
+    with pytest.raises(TypeError, match=r"bias must be a tensor, got bool \(up\)"):
+        linear_nvfp4(x, w, True, where="up")
     with pytest.raises(ValueError, match="bias is on meta, the operand beside it on cpu"):
         linear_nvfp4(x, w, bias.to("meta"))
 

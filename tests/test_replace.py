@@ -8,7 +8,7 @@ from torch.nn.utils import prune
 
 import kbit
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, quantize_model
-from kbit.nvfp4.layers import NVFP4Module, NVFP4Settings, replace_layers
+from kbit.nvfp4.layers import NVFP4Linear, NVFP4Module, NVFP4Settings, replace_layers
 
 IN_PLACE = pytest.mark.parametrize(
     "quantize",
@@ -41,6 +41,36 @@ def test_layers_of_which_torch_reads_the_weight_stay():
     assert [n for n, m in model.named_modules() if isinstance(m, KbitLinear)] == ["0"]
     with torch.no_grad():
         assert model(torch.randn(2, 5, 32)).isfinite().all()
+
+
+@IN_PLACE
+def test_layers_that_state_other_sizes_than_their_weight_has_stay(quantize):
+    """(6, 41) has as many blocks as (6, 40): by what the layer states, a column was lost in silence."""
+    model = nn.ModuleList([nn.Linear(40, 6), nn.Linear(40, 6), nn.Linear(40, 6)])
+    model[0].weight = nn.Parameter(torch.randn(6, 41))
+    model[1].weight, model[1].bias = nn.Parameter(torch.randn(3, 40)), None
+    quantize(model)
+    assert [type(layer) is nn.Linear for layer in model] == [True, True, False]
+    assert model[0](torch.randn(2, 41)).shape == (2, 6)
+
+
+def test_a_layer_that_states_other_sizes_is_refused_by_name():
+    linear, table = nn.Linear(40, 6), nn.Embedding(6, 40)
+    linear.weight, table.weight = nn.Parameter(torch.randn(6, 41)), nn.Parameter(torch.randn(7, 40))
+    told = r"from_\w+: its weight is \({}\), its sizes say \(6, 40\) \(up\). Set"
+    with pytest.raises(ValueError, match=told.format("6, 41")):
+        KbitLinear.from_linear(linear, name="up")
+    with pytest.raises(ValueError, match=told.format("6, 41")):
+        NVFP4Linear.from_linear(linear, NVFP4Settings(), "up")
+    with pytest.raises(ValueError, match=told.format("7, 40")):
+        KbitEmbedding.from_embedding(table, name="up")
+
+
+def test_lazy_layers_stay():
+    model = nn.Sequential(nn.Linear(40, 32), nn.LazyLinear(8))
+    quantize_model(model, kbit.QuantizationPolicy())
+    assert isinstance(model[0], KbitLinear)
+    assert model(torch.randn(2, 40)).shape == (2, 8)
 
 
 @IN_PLACE

@@ -301,6 +301,9 @@ def test_commands_exist(section):
         ('{"rows": [], "window": 5, "model": "m"}', "a.json cannot be shown under 'Quality'.*IndexError"),
         ('{"rows": [{"x": 1}], "read_bandwidth_gb_s": 5}', "a.json cannot be shown under 'Kernels.*KeyError"),
         ('{"workload": [], "scheduler": {}}', "cannot be shown under 'Traffic'"),
+        ('{"rows": 5, "read_bandwidth_gb_s": 5}', "a.json has no list of objects.*TypeError"),
+        ('{"peers_absent": [1]}', "a.json cannot be shown under 'Environment.*AttributeError"),
+        ('{"text": "\\ud800"}', "a.json is not JSON .*surrogates not allowed"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, text, message):
@@ -308,6 +311,15 @@ def test_damaged_files_are_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         page.write(tmp_path, tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_of_several_files_the_damaged_one_is_named(tmp_path):
+    kernels_file(tmp_path, "good.json")
+    content = json.loads((tmp_path / "good.json").read_text())
+    content["rows"][0]["us"] = 0
+    (tmp_path / "zero.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="report: zero.json cannot be shown under .*ZeroDivisionError"):
+        page.write(tmp_path, tmp_path / "report.html")
 
 
 def test_no_folder_and_no_files(tmp_path):

@@ -320,6 +320,18 @@ def test_rows_of_no_tokens_are_refused():
     with pytest.raises(ValueError, match="source names 1 rows of x, which has none"):
         multiply(x, *tiled_parts(q), offsets, 48, 72, False, source)
     assert multiply(x, *tiled_parts(q), offsets * 0, 48, 72, False, source[:0]).shape == (0, 48)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=rf"source must name rows of x, 0\.\.2, got {wrong}\.\.{wrong}"):
+            multiply(torch.randn(3, 72), *tiled_parts(q), offsets, 48, 72, False, source + wrong)
+
+
+def test_a_negative_number_of_rows_is_refused():
+    tiled = torch.zeros(0, 2, 136, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"\[-1, 72\] at 4 bits"):
+        torch.ops.kbit.untile(tiled, 4, -1, 72)
+    parts = (tiled, kbit.normal_float(4), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"\[-1, 72\] at 4 bits"):
+        torch.ops.kbit.dequantize_tiled(*parts, -1, 72, torch.float32)
 
 
 # -- QuantizedTensor -----------------------------------------------------------------------------------------
@@ -386,6 +398,10 @@ def test_matrices_that_differ_are_not_stacked():
         stack([q, kbit.quantize(w, codebook=torch.linspace(-1, 1, 16))])
     with pytest.raises(ValueError, match="got none"):
         stack([])
+    with pytest.raises(TypeError, match="takes a list of QuantizedTensor, got one with Tensor"):
+        stack([q, w])
+    with pytest.raises(TypeError, match="got Tensor"):
+        stack(w)
 
 
 def test_other_block_scales_stay_canonical(tiles_pay):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +20,12 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
     """Token ids [1, T] of a prompt, through the model's chat template where it has one.
 
     Raises:
-        ValueError: the template is damaged, or has no system message, say; or there is a system message and
-            no template to put it into.
+        ValueError: a text is not UTF-8; the template is damaged, or has no system message, say; or there is a
+            system message and no template to put it into.
     """
+    for name, text in (("prompt", prompt), ("--system", system or "")):
+        if re.search("[\ud800-\udfff]", text):  # what Python makes of a terminal's bytes that are no UTF-8
+            raise ValueError(f"{name} {text[:80]!a} is not UTF-8 text. Set the terminal to UTF-8.")
     if not (chat and tokenizer.chat_template):
         if system is not None:
             why = "the tokenizer has none" if chat else "--no-chat leaves it out"

@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from kbit.cli.options import one_of
+from kbit.format.model_files import OWN_CODE
 from kbit.format.words import counted
 from kbit.integrations.devices import find_device
 
 # What transformers means by recommending an option that kbit's commands do not have.
 _MEANT = {
-    "trust_remote_code": "it needs code of its own (auto_map), and kbit runs none. Does a newer transformers "
-    "know this architecture?",
+    "trust_remote_code": OWN_CODE,
+    "issues during automatic conversion": "its weights do not fit together, see above",
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
 console = Console(stderr=True)
@@ -119,6 +120,8 @@ def _explained(folder: Path, what: str, remedy: str, config: Mapping[str, Any]) 
         yield
     except Exception as error:
         message, more, _ = str(error).partition("\n")
+        if type(error).__name__.startswith("StrictDataclass"):  # a field of a config; the cause is on line 2
+            what, remedy, message = "config.json", "Fetch it again.", " ".join(str(error).split())
         clear = isinstance(error, ValueError | OSError | ImportError | RuntimeError)
         meant = next((text for option, text in _MEANT.items() if option in str(error)), None)
         if clear and not (more or meant or isinstance(error, json.JSONDecodeError)):

@@ -25,8 +25,11 @@ def numbers(option: str, text: str) -> list[int]:
         ValueError: there are none, or others.
     """
     found = words(text)
-    if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
-        raise ValueError(f"{option} takes positive whole numbers such as 1,2,4; got {text!r}.")
+    # Nine digits, for sizes of tensors are made of them.
+    if not found or not all(word.isdecimal() and len(word) < 10 and int(word) for word in found):
+        raise ValueError(
+            f"{option} takes positive whole numbers below 10^9, such as 1,2,4; got {text[:80]!r}."
+        )
     return [int(word) for word in found]
 
 

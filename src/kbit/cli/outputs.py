@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit.bench.result_files import replace_text
+from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
 
 
 def check_file(file: Path | None) -> Path | None:
@@ -20,6 +21,9 @@ def check_file(file: Path | None) -> Path | None:
         return None
     if file.is_dir():
         raise typer.BadParameter(f"{file} is a folder. Name a file in it.")
+    weights = (".safetensors", *OTHER_WEIGHT_SUFFIXES)
+    if file.is_file() and (file.name == CONFIG_NAME or file.suffix in weights):
+        raise typer.BadParameter(f"{file} is a file of a model. Name another place.")
     if not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}. Create it first.")
     if not os.access(file.parent if _can_be_replaced(file) else file, os.W_OK):

@@ -137,6 +137,17 @@ def _grouped_out(
     _run_grouped(*arguments, out)
 
 
+def _check_source(source, rows):
+    """Raise ValueError unless `source` names rows of x; like offsets, looked at on the CPU only."""
+    if source is not None and source.device.type == "cpu" and source.numel():
+        low, high = int(source.min()), int(source.max())
+        if low < 0 or high >= rows:
+            raise ValueError(
+                f"grouped_linear: source must name rows of x, 0..{rows - 1}, got {low}..{high}. Pass "
+                f"moe_align's of these tokens."
+            )
+
+
 def _run_grouped(
     x, tiled, codebook, scale, expert_offsets, out_features, in_features, silu_and_mul, source, out
 ):
@@ -149,6 +160,7 @@ def _run_grouped(
                 f"grouped_linear: source names {out.shape[0]} rows of x, which has none. Pass the tokens "
                 f"that were sorted."
             )
+        _check_source(source, x.shape[0])
         run = backend_for("grouped_linear_tiled", x.device, torch.uint8).module.grouped_linear_tiled
         weight = _weight(tiled, codebook, scale)
         offsets = expert_offsets.contiguous()

@@ -120,6 +120,13 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
                 f"by its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
             )
         return CODEBOOKS[codebook](bits)
+    if isinstance(codebook, torch.Tensor) and (
+        codebook.layout is not torch.strided or codebook.is_nested or codebook.is_meta
+    ):
+        raise TypeError(
+            f"codebook must be dense and hold its {2**bits} levels, got {codebook.layout} on "
+            f"{codebook.device}. Pass them as numbers."
+        )
     levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook)
     if levels.is_floating_point():
         levels = levels.float()

@@ -19,6 +19,12 @@ GIVE_FOLDER = (
     "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
 )
 
+# The reason why transformers cannot load a model where it asks for trust_remote_code.
+OWN_CODE = (
+    "it needs code of its own (auto_map), and kbit runs none. Does a newer transformers know this "
+    "architecture?"
+)
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read `config.json`.

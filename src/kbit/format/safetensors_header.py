@@ -131,15 +131,17 @@ def _reject_constant(name: str) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON strictly: UTF-8, no repeated keys, no NaN.
+    """Parse JSON strictly: UTF-8, no repeated keys, no NaN, no half of a surrogate pair.
 
     Raises:
         ValueError: it is not that.
     """
     try:
-        return json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
-        )
+        text = raw.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(content, ensure_ascii=False).encode("utf-8")  # raises where half of a pair is escaped
+        return content
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -181,6 +183,11 @@ def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorI
         raise ValueError(
             f"{where}: {dtype} of shape {shape} has {info.nbytes} bytes, data_offsets {offsets} span "
             f"{end - begin}. The header contradicts itself; fetch the file again."
+        )
+    # Beside a size of 0 the others take no bytes, but strides follow from them all the same.
+    if not _is_count(math.prod(max(1, size) for size in shape)):
+        raise ValueError(
+            f"{where}: shape {str(shape)[:80]} is too large for any tensor. The file is damaged."
         )
     return info, begin, end
 

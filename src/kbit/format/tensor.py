@@ -10,9 +10,8 @@ import torch
 
 from kbit.format import reference
 from kbit.format.codebook import check_bits
-from kbit.format.layout import tile_shape
-from kbit.format.scales import ABSMAX_FORMATS, absmax_format
-from kbit.format.words import dtype_name
+from kbit.format.part_checks import check_all, check_parts, check_tiles, sizes_of
+from kbit.format.scales import absmax_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +48,11 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
+        object.__setattr__(self, "shape", sizes_of(self.shape))
         check_parts(self.packed, self.absmax, self.codebook, self.scale, self.shape[-1], bits=self.bits)
-        if tuple(self.absmax.shape[:-1]) != tuple(self.shape[:-1]):
+        if tuple(self.absmax.shape[:-1]) != self.shape[:-1]:
             raise ValueError(
-                f"quantized tensor: shape {tuple(self.shape)} does not match absmax "
+                f"quantized tensor: shape {self.shape} does not match absmax "
                 f"{tuple(self.absmax.shape)}; every dimension but the last must be equal."
             )
 
@@ -74,15 +74,17 @@ class QuantizedTensor:
         Raises:
             TypeError, ValueError: the parts do not belong together.
         """
+        check_bits(bits)
+        shape = sizes_of(shape)
         check_tiles(tiled, codebook, scale, shape[-2], shape[-1], bits)
-        if tuple(tiled.shape[:-3]) != tuple(shape[:-2]):
+        if tuple(tiled.shape[:-3]) != shape[:-2]:
             raise ValueError(
-                f"quantized tensor: shape {tuple(shape)} does not match tiles {tuple(tiled.shape)}; both or "
+                f"quantized tensor: shape {shape} does not match tiles {tuple(tiled.shape)}; both or "
                 f"neither must be a stack of matrices, of one length."
             )
         q = object.__new__(cls)
         # Not packed and absmax, which __getattr__ then provides.
-        q.__dict__.update(codebook=codebook, scale=scale, bits=bits, shape=tuple(shape), tiled=tiled)
+        q.__dict__.update(codebook=codebook, scale=scale, bits=bits, shape=shape, tiled=tiled)
         return q
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -162,8 +164,10 @@ class QuantizedTensor:
             matrices: at least one, [N, K] each, of one shape, width, scale format, codebook and device.
 
         Raises:
+            TypeError: one of them is no `QuantizedTensor`.
             ValueError: there is none, or they differ.
         """
+        check_all("stack", matrices, cls)
         kinds = {(tuple(q.shape), q.bits, q.absmax_format, q.device) for q in matrices}
         if len(kinds) != 1:
             raise ValueError(
@@ -186,114 +190,3 @@ class QuantizedTensor:
             f"QuantizedTensor(shape={tuple(self.shape)}, bits={self.bits}, absmax={self.absmax_format}, "
             f"bits_per_weight={self.bits_per_weight:.2f}, device={self.device}{form})"
         )
-
-
-def check_parts(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    in_features: int,
-    bits: int | None = None,
-) -> None:
-    """Check dtypes, shapes and devices of a quantized weight's parts; reads no data, so it can be traced.
-
-    Args:
-        packed, absmax, codebook, scale: see `QuantizedTensor`.
-        in_features: K.
-        bits: expected width; taken from the codebook's length when None.
-
-    Raises:
-        TypeError: a part has the wrong dtype.
-        ValueError: a part has the wrong shape or device.
-    """
-    scale_dtypes = tuple(fmt.dtype for fmt in ABSMAX_FORMATS.values())
-    _check_same_device(
-        packed=(packed, (torch.int32,)),
-        absmax=(absmax, scale_dtypes),
-        codebook=(codebook, (torch.float32,)),
-        scale=(scale, (torch.float32,)),
-    )
-    width = _code_width(codebook, bits)
-    if packed.dim() not in (2, 3) or absmax.dim() != packed.dim():
-        raise ValueError(
-            f"quantized weight: packed must be [N, blocks * bits] or [E, N, blocks * bits] and absmax alike, "
-            f"got {tuple(packed.shape)} and {tuple(absmax.shape)}."
-        )
-    blocks = reference.blocks_of(in_features)
-    rows = packed.shape[:-1]
-    if in_features < 1 or packed.shape[-1] != blocks * width or absmax.shape[-1] != blocks:
-        raise ValueError(
-            f"quantized weight: {in_features} in-features at {width} bits need {blocks * width} words and "
-            f"{blocks} scales a row, got {packed.shape[-1]} and {absmax.shape[-1]}. "
-            f"Is in_features or the codebook that of another layer?"
-        )
-    if rows != absmax.shape[:-1] or scale.shape != rows[:-1]:
-        raise ValueError(
-            f"quantized weight: packed {tuple(packed.shape)}, absmax {tuple(absmax.shape)} and scale "
-            f"{tuple(scale.shape)} do not belong to one weight."
-        )
-
-
-def check_tiles(
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    out_features: int,
-    in_features: int,
-    bits: int | None = None,
-) -> None:
-    """Check dtypes, shapes and devices of a weight in tiled form; reads no data, so it can be traced.
-
-    Args:
-        tiled, codebook, scale: see `QuantizedTensor`.
-        out_features: N.
-        in_features: K.
-        bits: expected width; taken from the codebook's length when None.
-
-    Raises:
-        TypeError: a part has the wrong dtype.
-        ValueError: a part has the wrong shape or device.
-    """
-    _check_same_device(
-        tiles=(tiled, (torch.int32,)),
-        codebook=(codebook, (torch.float32,)),
-        scale=(scale, (torch.float32,)),
-    )
-    width = _code_width(codebook, bits)
-    expected = tile_shape(out_features, in_features, width)
-    if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
-        raise ValueError(
-            f"tiled weight: [{out_features}, {in_features}] at {width} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes or the "
-            f"codebook those of another layer?"
-        )
-    if scale.shape != tiled.shape[:-3]:
-        raise ValueError(
-            f"tiled weight: tiles {tuple(tiled.shape)} and scale {tuple(scale.shape)} do not belong to one "
-            f"weight."
-        )
-
-
-def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
-    """Check each part's dtype, and that all are where the first is."""
-    first = next(iter(parts))
-    for name, (part, dtypes) in parts.items():
-        got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
-        if got not in dtypes:
-            known = " or ".join(map(dtype_name, dtypes))
-            raise TypeError(f"quantized weight: {name} must be {known}, got {got}.")
-        if part.device != (device := parts[first][0].device):
-            raise ValueError(
-                f"quantized weight: {name} is on {part.device}, {first} on {device}. Move them together."
-            )
-
-
-def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
-    """Bits of a code, from the codebook's length; `bits` is what is expected."""
-    levels = codebook.shape[0] if codebook.dim() == 1 else 0
-    width = levels.bit_length() - 1
-    if levels not in (4, 8, 16, 32) or (bits is not None and check_bits(bits) != width):
-        expected = f"{2**bits} levels for {bits} bits" if bits else "4, 8, 16 or 32 levels"
-        raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Is bits right?")
-    return width

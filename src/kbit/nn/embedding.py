@@ -12,6 +12,7 @@ from kbit.format.words import at
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule, refuse_others
+from kbit.nn.sizes import refuse_other_sizes
 from kbit.ops import api, checks
 
 
@@ -75,10 +76,11 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
         Raises:
             NonFiniteWeightError: the table holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`; also what is no embedding, quantized already, or
-                has max_norm.
+            TypeError, ValueError: see `kbit.quantize`; also what is no embedding, quantized already, has
+                max_norm, or states other sizes than its table has.
         """
         refuse_others("KbitEmbedding.from_embedding", embedding, nn.Embedding, name)
+        refuse_other_sizes("KbitEmbedding.from_embedding", embedding, name)
         if embedding.max_norm is not None:
             raise ValueError(
                 f"embedding {name!r} has max_norm={embedding.max_norm}, which rewrites the table in use. "

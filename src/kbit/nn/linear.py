@@ -10,6 +10,7 @@ from torch import nn
 
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast, refuse_others
+from kbit.nn.sizes import refuse_other_sizes
 from kbit.ops import api, checks, direct, grad_checks, type_checks
 
 
@@ -83,9 +84,11 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
         Raises:
             NonFiniteWeightError: the weight holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`; also what is no linear layer, or quantized already.
+            TypeError, ValueError: see `kbit.quantize`; also what is no linear layer, or quantized already, or
+                states other sizes than its weight has.
         """
         refuse_others("KbitLinear.from_linear", linear, nn.Linear, name)
+        refuse_other_sizes("KbitLinear.from_linear", linear, name)
         weight = linear.weight.detach()
         where = f"{name}.weight" if name else ""
         q = api.quantize(weight, bits, codebook, absmax_format, search, where=where)

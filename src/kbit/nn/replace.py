@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
@@ -254,7 +255,8 @@ def leftovers(
             continue
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{key}" if name else key
-            large = parameter.numel() >= LARGE and parameter.dim() > 1
+            known = not is_lazy(parameter)  # PyTorch's lazy modules have no sizes before the first call
+            large = known and parameter.numel() >= LARGE and parameter.dim() > 1
             if large and policy.bits_for(*all_names(module_of(full), names or {})):
                 found[full] = why(name, parameter)
     return found

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from kbit.nn.experts import is_experts, unsupported_experts
+from kbit.nn.sizes import other_sizes
 
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
 _READERS = (
@@ -42,7 +43,7 @@ def unsupported(module: nn.Module) -> str | None:
     """
     if _has_own_forward(module):
         return "its forward is not that of its class"
-    if type(module) in (nn.Linear, nn.Embedding):
+    if isinstance(module, nn.Linear | nn.Embedding) and type(module) in (nn.Linear, nn.Embedding):
         if "weight" not in module._parameters:
             return "a hook computes its weight at every call"
         weight = module._parameters["weight"]
@@ -50,6 +51,8 @@ def unsupported(module: nn.Module) -> str | None:
             return "it has no weight"
         if weight.dim() == 2 and not weight.numel():
             return "its weight has no elements"
+        if reason := other_sizes(module):
+            return reason
         return "it has max_norm" if getattr(module, "max_norm", None) is not None else None
     if is_experts(module):
         return unsupported_experts(module)

@@ -48,7 +48,7 @@ def rmsnorm(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    _check_norm(x, weight, residual)
+    _check_norm(x, weight, eps, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
     return kernels.rmsnorm(x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
 
@@ -80,8 +80,9 @@ def rmsnorm_quantize_nvfp4(
     >>> rmsnorm_quantize_nvfp4(x, weight, eps=1e-6).quantized
     NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
     """
-    _check_norm(x, weight, residual)
-    factor = check_rounding(ties, global_scale, "rmsnorm_quantize_nvfp4")
+    _check_norm(x, weight, eps, residual)
+    type_checks.flag("rmsnorm_quantize_nvfp4", "write_norm", write_norm)
+    factor = check_rounding(search, ties, global_scale, "rmsnorm_quantize_nvfp4")
     kernels = kernels_for(x, weight=weight, residual=residual)
     operands = (x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
     codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
@@ -120,7 +121,7 @@ def silu_mul_quantize_nvfp4(
         TypeError, ValueError: the arguments do not fit.
     """
     _check_gate_up(gate_up)
-    factor = check_rounding(ties, global_scale, "silu_mul_quantize_nvfp4")
+    factor = check_rounding(search, ties, global_scale, "silu_mul_quantize_nvfp4")
     kernels = kernels_for(gate_up)
     codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
     return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))
@@ -136,7 +137,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _check_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> None:
     for name, value in {"x": x, "weight": weight, "residual": x if residual is None else residual}.items():
         type_checks.tensor("rmsnorm", name, value)
     checks.float_dtype("rmsnorm", "x", x.dtype)
@@ -145,6 +146,8 @@ def _check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | 
         raise ValueError(
             f"rmsnorm: x must be [M, K] and weight [K], got {tuple(x.shape)} and {tuple(weight.shape)}."
         )
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise ValueError(f"rmsnorm: eps must be a number >= 0, got {eps!r}. Models have about 1e-6.")
     if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
         raise ValueError(
             f"rmsnorm: residual must be {x.dtype} {tuple(x.shape)} like x, got {residual.dtype} "

@@ -9,7 +9,7 @@ from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
-from kbit.ops import checks
+from kbit.ops import checks, type_checks
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -95,6 +95,8 @@ def linear_nvfp4(
             f"to moe_gemm_nvfp4, activations to gemm_nvfp4."
         )
     checks.activation("linear_nvfp4", x, w.shape[1], w.device, where)
+    if bias is not None:
+        type_checks.tensor("linear_nvfp4", "bias", bias, where)
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != w.shape[:1]):
         raise ValueError(
             f"linear_nvfp4: bias must be {x.dtype} [{w.shape[0]}] for these x and w, got {bias.dtype} "

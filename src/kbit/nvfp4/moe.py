@@ -79,10 +79,11 @@ def _check_ids(ids: torch.Tensor, num_experts: int, where: str) -> None:
         raise TypeError(
             f"moe_align: ids must be int32, got {ids.dtype}{at(where)}. Convert them with .int()."
         )
-    if ids.dim() != 2 or ids.shape[1] < 1 or num_experts < 1:
+    known = isinstance(num_experts, int | torch.SymInt) and 1 <= num_experts < 2**31  # ids are int32
+    if ids.dim() != 2 or ids.shape[1] < 1 or not known:
         raise ValueError(
-            f"moe_align: ids must be [T, U] with U >= 1 and num_experts >= 1, got {tuple(ids.shape)} and "
-            f"{num_experts}{at(where)}."
+            f"moe_align: ids must be [T, U] with U >= 1 and num_experts a whole number in 1..2^31 - 1, got "
+            f"{tuple(ids.shape)} and {num_experts!r}{at(where)}."
         )
     if ids.device.type == "cpu" and ids.numel():
         low, high = int(ids.min()), int(ids.max())
@@ -132,7 +133,7 @@ def quantize_for_experts(
         t = quantize_nvfp4(gathered, search, ties, row_scale, global_scale)
         return ExpertInput(t, None, count, 0)
     if dedup == "scatter":
-        factor = check_input(x, ties, global_scale)
+        factor = check_input(x, search, ties, global_scale)
         kernels = kernels_for(x, routing=routing.inverse)
         parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
         t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
@@ -239,7 +240,7 @@ def moe_gemm_nvfp4(
     check_nvfp4("moe_gemm_nvfp4", "w", w)
     routing = route(ids, w.shape[0])
     a = quantize_for_experts(x, routing, dedup, search, ties, global_scale)
-    y = expert_product(a, routing, w, accum, out_dtype or x.dtype)
+    y = expert_product(a, routing, w, accum, x.dtype if out_dtype is None else out_dtype)
     return y[routing.inverse]
 
 

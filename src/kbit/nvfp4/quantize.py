@@ -53,7 +53,8 @@ def quantize_nvfp4(
     >>> dequantize_nvfp4(t, torch.float32).shape
     torch.Size([4, 64])
     """
-    factor = check_input(x, ties, global_scale, row_scale, where)
+    factor = check_input(x, search, ties, global_scale, row_scale, where)
+    type_checks.flag("quantize_nvfp4", "check", check, where)
     layouts.check_layout(layout, "quantize_nvfp4")
     rows = x.contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
@@ -72,7 +73,12 @@ def quantize_nvfp4(
 
 
 def check_input(
-    x: torch.Tensor, ties: str, global_scale: float | None, row_scale: bool = False, where: str = ""
+    x: torch.Tensor,
+    search: bool,
+    ties: str,
+    global_scale: float | None,
+    row_scale: bool = False,
+    where: str = "",
 ) -> float:
     """Check what `quantize_nvfp4` asks of its arguments; returns the factor.
 
@@ -86,18 +92,23 @@ def check_input(
             f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{at(where)}. "
             f"Flatten the leading dimensions."
         )
+    type_checks.flag("quantize_nvfp4", "row_scale", row_scale, where)
     if row_scale and x.dim() == 3:
         raise ValueError(f"quantize_nvfp4: row_scale is for a matrix, got {tuple(x.shape)}{at(where)}.")
-    return check_rounding(ties, global_scale, "quantize_nvfp4", where)
+    return check_rounding(search, ties, global_scale, "quantize_nvfp4", where)
 
 
-def check_rounding(ties: str, global_scale: float | None, op: str, where: str = "") -> float:
-    """Check what everything that quantizes takes: the name of the ties, and the factor, which it returns.
+def check_rounding(search: bool, ties: str, global_scale: float | None, op: str, where: str = "") -> float:
+    """Check what everything that quantizes takes: search, the name of the ties, and the factor.
+
+    Returns:
+        The factor as a Python float.
 
     Raises:
-        TypeError: the factor is no number.
+        TypeError: search is no bool, or the factor no number.
         ValueError: one of them does not fit.
     """
+    type_checks.flag(op, "search", search, where)
     if ties not in TIES:
         raise ValueError(f'{op}: ties must be "zero" or "even", got {ties!r}{at(where)}.')
     if global_scale is not None and not isinstance(global_scale, Real):
@@ -129,9 +140,10 @@ def global_scale_for(x: torch.Tensor) -> float:
         A Python float that float32 holds exactly. Waits for the device.
 
     Raises:
-        TypeError: x is no tensor.
+        TypeError: x is no dense tensor of these dtypes.
     """
     type_checks.tensor("global_scale_for", "x", x)
+    checks.float_dtype("global_scale_for", "x", x.dtype)
     largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
     scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
     return scale if is_normal(scale) else 1.0

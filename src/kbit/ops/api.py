@@ -46,8 +46,7 @@ def quantize(
     4.25
     """
     type_checks.tensor("quantize", "w", w, where)
-    if not isinstance(search, bool):
-        raise TypeError(f"quantize: search must be True or False, got {search!r}.")
+    type_checks.flag("quantize", "search", search, where)
     levels = get_codebook(codebook, check_bits(bits)).to(w.device)
     w = w.detach()  # else torch takes float results for differentiable ones
     checks.quantize(w, levels, bits, scale, where)

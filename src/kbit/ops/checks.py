@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from kbit.format.codebook import check_bits
+from kbit.format.part_checks import check_parts
 from kbit.format.scales import absmax_format
-from kbit.format.tensor import check_parts
 from kbit.format.words import at
 from kbit.ops import type_checks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from kbit.format.tensor import check_parts, check_tiles
+from kbit.format.part_checks import check_parts, check_tiles
 from kbit.format.words import at
 from kbit.ops import checks
 

@@ -20,7 +20,7 @@ def moe_align(ids: torch.Tensor, num_experts: int, where: str = "") -> None:
 
     Raises:
         TypeError: ids are not int32 or int64.
-        ValueError: ids are not [T, U], or there is no expert.
+        ValueError: ids are not [T, U], or there is no expert, or more than int32 counts.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"moe_align: ids must be int32 or int64, got {ids.dtype}{at(where)}. Use .int().")
@@ -29,9 +29,10 @@ def moe_align(ids: torch.Tensor, num_experts: int, where: str = "") -> None:
             f"moe_align: ids must be [tokens, choices] with at most {MAX_CHOICES} of them, got "
             f"{tuple(ids.shape)}{at(where)}. Reshape them, or split the batch."
         )
-    if num_experts < 1:
+    if not 1 <= num_experts <= MAX_CHOICES:
         raise ValueError(
-            f"moe_align: num_experts must be at least 1, got {num_experts}{at(where)}. Pass the layer's own."
+            f"moe_align: num_experts must be in 1..{MAX_CHOICES}, got {num_experts}{at(where)}. Pass the "
+            f"layer's own."
         )
 
 

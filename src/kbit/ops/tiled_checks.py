@@ -6,8 +6,8 @@ import torch
 
 from kbit.format.codebook import check_bits
 from kbit.format.layout import tile_shape
+from kbit.format.part_checks import check_tiles
 from kbit.format.reference import blocks_of
-from kbit.format.tensor import check_tiles
 from kbit.ops import checks, moe_checks
 
 
@@ -53,7 +53,11 @@ def untile(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) 
     expected = tile_shape(out_features, in_features, check_bits(bits))
     if tiled.dtype != torch.int32:
         raise TypeError(f"untile: tiles must be int32, got {tiled.dtype}.")
-    if in_features < 1 or tiled.dim() not in (3, 4) or tuple(tiled.shape[-3:]) != expected:
+    if (
+        min(in_features - 1, out_features) < 0
+        or tiled.dim() not in (3, 4)
+        or tuple(tiled.shape[-3:]) != expected
+    ):
         raise ValueError(
             f"untile: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
             f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes those of another "

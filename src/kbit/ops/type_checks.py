@@ -1,4 +1,7 @@
-"""Type checks of arguments: a dense tensor, a quantized weight. Ops' schemas would say it less clearly."""
+"""Type checks of arguments: a dense tensor, a quantized weight, a flag.
+
+The schemas of ops would say it less clearly, and functions without one would take the truth of anything.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,14 @@ def tensor(op: str, name: str, value: object, where: str = "") -> None:
         f"{op}: {name} must be a tensor, got {type(value).__name__}{at(where)}. Make one of it: "
         f"torch.as_tensor."
     )
+
+
+def flag(op: str, name: str, value: object, where: str = "") -> None:
+    """Raise TypeError unless the argument `name` is True or False; a misplaced factor has a truth, too."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{op}: {name} must be True or False, got {str(value)[:80]!r}{at(where)}. Pass options by name."
+        )
 
 
 def quantized(op: str, q: object, where: str = "") -> None:

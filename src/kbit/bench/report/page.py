@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -21,6 +21,9 @@ SECTIONS: tuple[Section, ...] = (
     *quality.SECTIONS,
     *machines.SECTIONS,
 )
+
+# What reading a value raises that is of another type than it should be, or absent, or 0.
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def write(folder: Path, file: Path) -> list[str]:
@@ -50,7 +53,7 @@ def render(results: Sequence[Result], folder: Path) -> tuple[str, list[str]]:
     """
     bodies = {section: _body(section, results) for section in SECTIONS}
     extra = {machines.OTHERS: _body(machines.OTHERS, results)}
-    last = {machines.PROVENANCE: machines.PROVENANCE.render(results)}
+    last = {machines.PROVENANCE: _rendered(machines.PROVENANCE.title, machines.PROVENANCE.render, results)}
     bodies |= {section: body for section, body in extra.items() if body} | last
     sections = "".join(_section(section, body, folder) for section, body in bodies.items())
     absent = [section.title for section, body in bodies.items() if not body]
@@ -61,7 +64,7 @@ def render(results: Sequence[Result], folder: Path) -> tuple[str, list[str]]:
         f"<title>kbit, measured</title><style>\n{style}</style></head><body>"
         '<a class="skip" href="#top">To the results</a><div class="frame">'
         f'<nav aria-label="Sections"><ol>{"".join(_link(*item) for item in bodies.items())}</ol></nav>'
-        f'<main id="top">{_header(results)}{sections}'
+        f'<main id="top">{_rendered("the title", _header, results)}{sections}'
         f"<footer>Made by <code>kbit bench report</code>, kbit {markup.escape(__version__)}.</footer>"
         "</main></div></body></html>\n"
     )
@@ -71,15 +74,33 @@ def render(results: Sequence[Result], folder: Path) -> tuple[str, list[str]]:
 def _body(section: Section, results: Sequence[Result]) -> str:
     """A section's content; "" where no file has any."""
     mine = [result for result in results if result.kind in section.kinds]
+    return _rendered(section.title, section.render, mine) if mine else ""
+
+
+def _rendered(title: str, render: Callable[[Sequence[Result]], str], results: Sequence[Result]) -> str:
+    """A part of the page.
+
+    Raises:
+        ValueError: a file lacks what its kind has, or has something else there.
+    """
     try:
-        return section.render(mine) if mine else ""
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        names = ", ".join(result.name for result in mine)
+        return render(results)
+    except _DAMAGE as error:
+        names = [result.name for result in results if not _can_be_shown(render, result)]
         raise ValueError(
-            f"bench report: {names} cannot be shown under {section.title!r} "
-            f"({type(error).__name__}: {error}). Was it written by another version? Measure again, or remove "
-            "the file."
+            f"bench report: {', '.join(names or [result.name for result in results])} cannot be shown under "
+            f"{title!r} ({type(error).__name__}: {error}). Was it written by another version? Measure again, "
+            f"or remove the file."
         ) from error
+
+
+def _can_be_shown(render: Callable[[Sequence[Result]], str], result: Result) -> bool:
+    """Whether a part of the page can be made of one file alone."""
+    try:
+        render([result])
+    except _DAMAGE:
+        return False
+    return True
 
 
 def _section(section: Section, body: str, folder: Path) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kbit.format.safetensors_header import parse_json
 
 # What a file is, and the keys that tell it; the first that fits.
 KINDS: Mapping[str, Iterable[str]] = {
@@ -84,11 +85,18 @@ def load(folder: Path) -> list[Result]:
 def _read(path: Path) -> Result:
     content = path.read_bytes()
     try:
-        data = json.loads(content)
+        data = parse_json(content)
     except ValueError as error:
         raise ValueError(f"bench report: {path} is not JSON ({error}). Repair or remove it.") from None
     if not isinstance(data, dict):
         raise ValueError(
             f"bench report: {path} holds a {type(data).__name__}, a result file holds an object. Remove it."
         )
-    return Result(path.name, kind_of(data), data, hashlib.sha256(content).hexdigest())
+    try:
+        kind = kind_of(data)
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"bench report: {path} has no list of objects where its results should be "
+            f"({type(error).__name__}: {error}). Measure again, or remove the file."
+        ) from error
+    return Result(path.name, kind, data, hashlib.sha256(content).hexdigest())

@@ -97,7 +97,7 @@ def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[
     shards = assign_shards(jobs)
     journal = {"task": _fingerprint(source, policy, shards), "shards": list(shards)}
     file = partial / JOURNAL
-    same = file.is_file() and file.read_text() == json.dumps(journal)
+    same = file.is_file() and file.read_bytes() == json.dumps(journal).encode()
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
             raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kbit.format import QuantizationPolicy
-from kbit.format.model_files import SINGLE_NAME, read_config, read_index
+from kbit.format.model_files import CONFIG_NAME, OWN_CODE, SINGLE_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED
 from kbit.format.reference import blocks_of
 from kbit.format.safetensors_header import TensorInfo
@@ -108,16 +108,30 @@ def meta_model(source: Path) -> Any:
     """The model of a folder's config, without weights.
 
     Raises:
-        ValueError: transformers does not know this type of model.
+        ValueError: transformers does not know this type of model, or refuses what the config says.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kbit.integrations.transformers.names import class_in
 
-    config = AutoConfig.from_pretrained(source)
-    known = class_in(config)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config) if known is None else known(config)
+    try:
+        # Unless told not to, it asks on a terminal whether to run a folder's own code.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        known = class_in(config)
+        with torch.device("meta"):
+            if known is not None:
+                return known(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ImportError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        reason = OWN_CODE if "trust_remote_code" in reason else f"{reason.rstrip('.')}. Fetch it again."
+        raise ValueError(
+            f"{source / CONFIG_NAME}: transformers makes no model of this config: {reason}"
+        ) from error
 
 
 def _parts(

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from kbit.format.errors import KbitError
+from kbit.format.part_checks import check_all, sizes_of
 from kbit.format.words import at, counted, dtype_name
 from kbit.nvfp4.formats import layouts
+from kbit.ops import type_checks
 
 
 class NonFiniteError(KbitError):
@@ -63,10 +65,10 @@ class NVFP4Tensor:
     row_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_shape(self.shape)
+        object.__setattr__(self, "shape", sizes_of(self.shape, "NVFP4 tensor"))
         layouts.check_layout(self.layout, "NVFP4 tensor")
         expected = layouts.codes_shape(self.shape, self.layout)
-        _check_part("codes", self.codes, torch.uint8, expected, self.codes.device)
+        _check_part("codes", self.codes, torch.uint8, expected, None)
         if (self.scales is None) != (self.layout != "nv"):
             raise ValueError(
                 f"NVFP4 tensor: layout nv has scales, the others hold theirs in codes; got layout "
@@ -135,13 +137,15 @@ class NVFP4Tensor:
         """One stack [E, N, K] of matrices of one shape and layout, without row scales.
 
         Raises:
+            TypeError: one of them is no `NVFP4Tensor`.
             ValueError: there is none, or they differ.
         """
-        kinds = {(t.shape, t.layout, t.device, t.row_scale is None) for t in matrices}
-        if len(kinds) != 1 or matrices[0].row_scale is not None or len(matrices[0].shape) != 2:
+        check_all("NVFP4 tensor: stack", matrices, cls)
+        found = {(t.shape, t.layout, t.device, t.row_scale is None) for t in matrices}
+        if len(found) != 1 or matrices[0].row_scale is not None or len(matrices[0].shape) != 2:
             raise ValueError(
                 f"NVFP4 tensor: a stack needs matrices of one shape, layout and device without row scales, "
-                f"got {len(matrices)} of {len(kinds)} kinds."
+                f"got {len(matrices)} of {len(found)} type_checks."
             )
         first = matrices[0]
         scales = (
@@ -160,14 +164,11 @@ class NVFP4Tensor:
         )
 
 
-def _check_shape(shape: tuple[int, ...]) -> None:
-    if len(shape) not in (2, 3) or min(shape) < 0 or shape[-1] < 1:
-        raise ValueError(f"NVFP4 tensor: shape must be (N, K) or (E, N, K) with K >= 1, got {tuple(shape)}.")
-
-
 def _check_part(
-    name: str, part: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    name: str, part: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None
 ) -> None:
+    """Check a part; `device` is where the others are, None for the first of them."""
+    type_checks.tensor("NVFP4 tensor", name, part)
     if part.dtype != dtype:
         raise TypeError(f"NVFP4 tensor: {name} must be {dtype_name(dtype)}, got {dtype_name(part.dtype)}.")
     if tuple(part.shape) != tuple(shape):
@@ -175,7 +176,7 @@ def _check_part(
             f"NVFP4 tensor: {name} must have shape {tuple(shape)}, got {tuple(part.shape)}. Is it that of "
             f"another tensor or layout?"
         )
-    if part.device != device:
+    if device is not None and part.device != device:
         raise ValueError(f"NVFP4 tensor: {name} must be on {device}, got {part.device}. Move it there.")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.nn.sizes import refuse_other_sizes
 from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
@@ -54,7 +55,9 @@ class NVFP4Linear(NVFP4Module):
 
         Raises:
             NonFiniteError: the weight holds NaN or Inf.
+            ValueError: the layer states other sizes than its weight has.
         """
+        refuse_other_sizes("NVFP4Linear.from_linear", linear, name)
         layer = cls.empty_like(linear, settings, name, device="meta")
         layer.fill("weight", quantize_weight(linear.weight.detach(), settings, name))
         return layer

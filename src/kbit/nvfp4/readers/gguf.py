@@ -102,6 +102,8 @@ def _data(
             f"is truncated; fetch it again."
         )
     raw = np.fromfile(path, np.uint8, nbytes, offset=info.offset)
+    if raw.size != nbytes:
+        raise ValueError(f"{where}: only {raw.size} of {nbytes} bytes were read. Is the file being written?")
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
