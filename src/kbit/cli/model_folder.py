@@ -102,11 +102,16 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 
 
 def _check_method(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a quantization that transformers does not know: it would take the codes for weights."""
+    """Refuse codes of a method that transformers does not know: it would take them for weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    from kbit.format.model_files import read_index
+
     method = (config.get("quantization_config") or {}).get("quant_method")
-    if isinstance(method, str) and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not isinstance(method, str) or method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return
+    dtypes = {info.dtype for name, info in read_index(folder).items() if ".weight" in name}
+    if any(dtype.itemsize == 1 or not dtype.is_floating_point for dtype in dtypes):
         raise ValueError(
             f"{folder} is quantized by {method!r}, which transformers cannot load. Start from the "
             f"unquantized model; kbit inspect describes the folder if its weights are in NVFP4."
