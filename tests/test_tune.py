@@ -447,8 +447,8 @@ def test_the_digest_is_of_what_compilers_see(
 
 def test_comments_are_no_code() -> None:
     assert cxx_code('a = "//b" "\\"/*";  // c "d"\n/* e\n"f" */ g') == 'a = "//b" "\\"/*"; g'
-    code = '''"""A."""\ndef f():\n    """B."""\n    # C.\n    return "# D"\n'''
-    assert python_code(code) == "pass\n\ndef f():\n    pass\n    return '# D'"
+    code = '''"""A."""\n\ndef f():\n    """B.\n    """\n    # C.\n    return "# D"  # E\n'''
+    assert python_code(code) == 'def f():\n    return "# D"'
 
 
 def test_the_command_asks_for_a_gpu_and_for_known_shapes() -> None:

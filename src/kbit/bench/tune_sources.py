@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import re
+import tokenize
 from pathlib import Path
 
 from kbit.backends.cuda import operands, stream, stream_config, stream_preference, wgmma, wgmma_config
@@ -46,9 +48,14 @@ def cxx_code(text: str) -> str:
 
 
 def python_code(text: str) -> str:
-    """Python without comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    """Python without comments, docstrings and empty lines; any version of Python finds the same."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-            node.body[0] = ast.Pass()
-    return ast.unparse(tree)
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
