@@ -79,7 +79,7 @@ def compare_quantize(
 def few_or_many() -> Iterator[bool]:
     """Let any number of rows be few, and then many, for the quantizer has a kernel for either."""
     for few in (True, False):
-        with mock.patch.object(cuda_rows, "_FEW", 2**31 if few else -1):
+        with mock.patch.object(cuda_rows, "_are_few", return_value=few):
             yield few
 
 

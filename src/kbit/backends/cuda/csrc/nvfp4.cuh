@@ -67,19 +67,13 @@ DEVICE float inverse_of(float scale) {
     return scale > 0.0f ? inverse : 0.0f;
 }
 
-// Sum of squared errors of |v| under a scale, in order.
+// error + the squared error of a magnitude under a scale; one step of their sum, in order.
 template <bool TIES_EVEN>
-DEVICE float squared_error(const float (&v)[kSub], float scale) {
-    const float inverse = inverse_of(scale);
-    float error = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSub; ++i) {
-        const float level = magnitude_value(nearest_magnitude<TIES_EVEN>(__fmul_rn(fabsf(v[i]), inverse)));
-        // level * scale is exact, so this is the rounded difference.
-        const float distance = __fmaf_rn(-level, scale, fabsf(v[i]));
-        error = __fmaf_rn(distance, distance, error);
-    }
-    return error;
+DEVICE float add_error(float error, float magnitude, float scale, float inverse) {
+    const float level = magnitude_value(nearest_magnitude<TIES_EVEN>(__fmul_rn(magnitude, inverse)));
+    // level * scale is exact, so this is the rounded difference.
+    const float distance = __fmaf_rn(-level, scale, magnitude);
+    return __fmaf_rn(distance, distance, error);
 }
 
 // The larger, or NaN if either is.
@@ -123,7 +117,12 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
 #pragma unroll 1
         for (int i = 0; i < kCandidates; ++i) {
             const u32 candidate = candidate_scale(plain, i);
-            const float error = squared_error<TIES_EVEN>(v, decode_ue4m3(candidate));
+            const float scale = decode_ue4m3(candidate), inverse = inverse_of(scale);
+            float error = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kSub; ++j) {
+                error = add_error<TIES_EVEN>(error, fabsf(v[j]), scale, inverse);
+            }
             if (i == 0 || (candidate <= kLastScale && error < least)) {
                 least = error;
                 chosen = candidate;

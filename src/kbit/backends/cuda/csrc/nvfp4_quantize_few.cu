@@ -72,20 +72,31 @@ DEVICE float largest_of_pieces(const u8* row, int pieces) {
     return amax;
 }
 
-// The scale byte of 16 elements, in all of their lanes, of which lane i tries candidate i.
-DEVICE u32 best_scale(const float (&v)[kSub], u32 plain, int lane) {
+// The scale byte of 16 elements, in all of their eight lanes. `mine`: two magnitudes of each lane, of which
+// lane i tries candidate i. A loop, because many multiprocessors wait for instructions that run once.
+DEVICE u32 best_scale(const float (&mine)[2], u32 plain, int lane) {
+    const int group = int(threadIdx.x) % 32 - lane;
     u32 chosen = candidate_scale(plain, lane), place = u32(lane);
-    const bool exists = lane < kCandidates && chosen <= kLastScale;
-    float least =
-        exists ? squared_error<Config::ties_even>(v, decode_ue4m3(chosen)) : __uint_as_float(0x7f800000u);
+    const float scale = decode_ue4m3(chosen), inverse = inverse_of(scale);
+    float least = 0.0f;
+#pragma unroll 2
+    for (int i = 0; i < kLanes; ++i) {
+        const float first = __shfl_sync(kAll, mine[0], group + i),
+                    second = __shfl_sync(kAll, mine[1], group + i);
+        least = add_error<Config::ties_even>(least, first, scale, inverse);
+        least = add_error<Config::ties_even>(least, second, scale, inverse);
+    }
+    if (lane >= kCandidates || chosen > kLastScale) {
+        least = __uint_as_float(0x7f800000u);
+    }
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
         const float error = __shfl_xor_sync(kAll, least, step);
-        const u32 scale = __shfl_xor_sync(kAll, chosen, step), other = __shfl_xor_sync(kAll, place, step);
-        if (error < least || (error == least && other < place)) {
+        const u32 other = __shfl_xor_sync(kAll, chosen, step), before = __shfl_xor_sync(kAll, place, step);
+        if (error < least || (error == least && before < place)) {
             least = error;
-            chosen = scale;
-            place = other;
+            chosen = other;
+            place = before;
         }
     }
     return chosen;
@@ -130,18 +141,15 @@ extern "C" __global__ void __launch_bounds__(kMaxWarps * 32)
             mine[i] = row_scale == nullptr ? mine[i] : __fdiv_rn(mine[i], own);
         }
     }
-    float amax = larger(fabsf(mine[0]), fabsf(mine[1])), v[kSub];
+    const float magnitudes[2] = {fabsf(mine[0]), fabsf(mine[1])};
+    float amax = larger(magnitudes[0], magnitudes[1]);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
         amax = larger(amax, __shfl_xor_sync(kAll, amax, step));
     }
-#pragma unroll
-    for (int i = 0; i < kSub; ++i) {
-        v[i] = __shfl_sync(kAll, mine[i % 2], thread % 32 - lane + i / 2);
-    }
     const bool finite = amax < __uint_as_float(0x7f800000u);
     const u32 plain = finite ? encode_ue4m3(__fdiv_rn(amax, 6.0f)) : 0;
-    const u32 best = search ? best_scale(v, plain, lane) : plain, scale = finite ? best : 0;
+    const u32 best = search ? best_scale(magnitudes, plain, lane) : plain, scale = finite ? best : 0;
     if (pair < pairs) {
         const float inverse = inverse_of(decode_ue4m3(scale));
         const u32 low = code_of<Config::ties_even>(mine[0], inverse);

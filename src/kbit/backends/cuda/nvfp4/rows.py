@@ -14,8 +14,9 @@ from kbit.backends.cuda.weights import aligned
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
-# Sub-blocks up to which nvfp4_quantize_few.cu is faster, and the lanes that share one there.
-_FEW = 32768
+# Sub-blocks up to which nvfp4_quantize_few.cu is faster: than nvfp4_quantize.cu, and than that behind
+# nvfp4_row_scale.cu. Then the lanes that share one there.
+_FEW, _FEW_WITH_FACTORS = 1024, 32768
 _FEW_LANES = 8
 _FEW_THREADS = (128, 256, 512)  # of a block
 _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
@@ -83,7 +84,7 @@ def quantize(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    if row_scale is None and _are_few(x):
+    if row_scale is None and _are_few(x, _FEW):
         return _quantize_few(x, search, ties_even, global_scale, None)
     return _quantize(x, None, search, ties_even, global_scale, row_scale)
 
@@ -96,7 +97,7 @@ def quantize_rows(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    if _are_few(x):
+    if _are_few(x, _FEW_WITH_FACTORS):
         scale = x.new_empty(x.shape[0], dtype=torch.float32)
         return *_quantize_few(x, search, ties_even, global_scale, scale), scale
     scale = row_scale(x, global_scale)
@@ -134,8 +135,8 @@ def _quantize_few(
     return codes, scales
 
 
-def _are_few(x: torch.Tensor) -> bool:
-    return x.shape[0] * groups_of(x.shape[1]) <= _FEW
+def _are_few(x: torch.Tensor, most: int) -> bool:
+    return x.shape[0] * groups_of(x.shape[1]) <= most
 
 
 def _few_parts(rows: int, groups: int, least: int, multiprocessors: int) -> tuple[int, int]:
