@@ -152,9 +152,7 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, i
     if (place > 0) {
 #pragma unroll
         for (int i = 0; i < kQuarters; ++i) {
-            const float (&four)[4] = sums[i / kColumns][i % kColumns];
-            store_shared4(at(place - 1, i), uint4{__float_as_uint(four[0]), __float_as_uint(four[1]),
-                                                  __float_as_uint(four[2]), __float_as_uint(four[3])});
+            store_shared4(at(place - 1, i), words_of(sums[i / kColumns][i % kColumns]));
         }
     }
     team_sync(team, p.span * 32);
@@ -163,12 +161,7 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, i
         for (int other = 0; other < p.span - 1; ++other) {
 #pragma unroll
             for (int i = 0; i < kQuarters; ++i) {
-                float (&four)[4] = sums[i / kColumns][i % kColumns];
-                const uint4 v = load_shared4(at(other, i));
-                four[0] += __uint_as_float(v.x);
-                four[1] += __uint_as_float(v.y);
-                four[2] += __uint_as_float(v.z);
-                four[3] += __uint_as_float(v.w);
+                add_shared(sums[i / kColumns][i % kColumns], at(other, i));
             }
         }
     }

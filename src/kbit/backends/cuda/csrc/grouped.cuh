@@ -4,6 +4,7 @@
 #include "config.h"
 #include "decode.cuh"
 #include "groups.cuh"
+#include "quads.cuh"
 
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;

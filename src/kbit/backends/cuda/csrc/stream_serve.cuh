@@ -75,13 +75,10 @@ struct Exchange {
                   there = cluster_address(barrier, row & (size - 1));
 #pragma unroll
         for (int i = 0; i < kSums; i += kAtOnce) {
-            const u32 first = __float_as_uint(sums[i]), second = __float_as_uint(sums[i + 1]);
             if constexpr (kAtOnce == 2) {
-                store_cluster(to, uint2{first, second}, there);
+                store_cluster(to, uint2{__float_as_uint(sums[i]), __float_as_uint(sums[i + 1])}, there);
             } else {
-                store_cluster(
-                    to + i * 128,
-                    uint4{first, second, __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])}, there);
+                store_cluster(to + i * 128, words_of(&sums[i]), there);
             }
         }
     }

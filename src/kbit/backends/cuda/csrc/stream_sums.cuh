@@ -1,6 +1,7 @@
 // The sums of a warp of stream.cu, in registers and on their way to the server.
 #pragma once
 
+#include "quads.cuh"
 #include "stream.cuh"
 
 // Sums of a lane for a row tile. M = 1: [0][0] is row g, [0][2] is row g + 8, summed over blocks 2t and 2t
@@ -42,11 +43,10 @@ template <int STEP>
 DEVICE void store_sums(u32 to, const float (&sums)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; i += kAtOnce) {
-        const auto word = [&](int j) { return __float_as_uint(sums[i + j]); };
         if constexpr (kAtOnce == 2) {
-            store_shared2(to + i * STEP, uint2{word(0), word(1)});
+            store_shared2(to + i * STEP, uint2{__float_as_uint(sums[i]), __float_as_uint(sums[i + 1])});
         } else {
-            store_shared4(to + i * STEP, uint4{word(0), word(1), word(2), word(3)});
+            store_shared4(to + i * STEP, words_of(&sums[i]));
         }
     }
 }

@@ -2,6 +2,7 @@
 // memory.
 #pragma once
 
+#include "quads.cuh"
 #include "wgmma.cuh"
 
 struct Output {
@@ -115,19 +116,6 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
     if (kRounds % 2 && kTeams == 1) {  // two teams wait for each other before they stage anything
         warpgroup_sync(group);
     }
-}
-
-DEVICE uint4 words_of(const float* v) {
-    return {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
-}
-
-// v[0..3] += the float4 at a shared address.
-DEVICE void add_shared(float* v, u32 address) {
-    const uint4 f = load_shared4(address);
-    v[0] += __uint_as_float(f.x);
-    v[1] += __uint_as_float(f.y);
-    v[2] += __uint_as_float(f.z);
-    v[3] += __uint_as_float(f.w);
 }
 
 // The sums of both teams for the tokens that this one keeps. Those that the other keeps go by its staging.
