@@ -11,6 +11,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -512,9 +513,10 @@ def test_eval_refuses_what_it_cannot_score(folders, text, tmp_path):
         assert "leave --text out" in message
     assert "--bits takes" in refuse("eval", original, "--bits", "2-5", "--text", text)
     assert "--bits takes 2, 3, 4, 5" in refuse("eval", original, "--bits", "6", "--text", text)
-    assert "is quantized. Give the unquantized model, or drop --bits" in refuse(
-        "eval", quantized, "--bits", "4", "--text", text
-    )
+    with mock.patch("transformers.AutoModelForCausalLM.from_pretrained", side_effect=AssertionError):
+        assert "is quantized. Give the unquantized model, or drop --bits" in refuse(
+            "eval", quantized, "--bits", "4", "--text", text
+        )
     assert "is quantized. Give --reference the folder" in refuse(
         "eval", quantized, "--reference", quantized, "--text", text
     )

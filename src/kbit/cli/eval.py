@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
-from kbit.cli.model_folder import load_model, load_tokenizer
+from kbit.cli.model_folder import check_model_folder, load_model, load_tokenizer
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -135,13 +135,15 @@ def _in_memory(
 
 
 def _load_unquantized(folder: Path, remedy: str) -> Any:
-    from kbit.nn.parts import QuantizedModule
-    from kbit.nvfp4.layers import NVFP4Module
+    """Raises ValueError, before it loads anything, if the folder's config says that kbit quantized it."""
+    from kbit.format.policy import QUANT_METHOD
+    from kbit.integrations.nvfp4 import config as nvfp4
 
-    model = load_model(folder, "float32")
-    if any(isinstance(module, QuantizedModule | NVFP4Module) for module in model.modules()):
+    section = check_model_folder(folder).get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method in (QUANT_METHOD, nvfp4.QUANT_METHOD):
         raise ValueError(f"{folder} is quantized. {remedy}")
-    return model
+    return load_model(folder, "float32")
 
 
 def _sharing_copy(model: Any) -> Any:
