@@ -137,11 +137,11 @@ def _in_memory(
 def _load_unquantized(folder: Path, remedy: str) -> Any:
     """Raises ValueError, before it loads anything, if the folder's config says that kbit quantized it."""
     from kbit.format.policy import QUANT_METHOD
-    from kbit.integrations.nvfp4 import config as nvfp4
+    from kbit.nvfp4.readers.stored import KBIT
 
     section = check_model_folder(folder).get("quantization_config")
     method = section.get("quant_method") if isinstance(section, dict) else None
-    if method in (QUANT_METHOD, nvfp4.QUANT_METHOD):
+    if method in (QUANT_METHOD, KBIT):
         raise ValueError(f"{folder} is quantized. {remedy}")
     return load_model(folder, "float32")
 

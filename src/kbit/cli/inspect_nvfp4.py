@@ -36,11 +36,12 @@ def read_nvfp4(folder: Path, config: Mapping[str, Any]) -> Folder | None:
     """
     section = config.get("quantization_config")
     method = section.get("quant_method") if isinstance(section, Mapping) else None
-    if method == "kbit":
-        return None
     from kbit.format.model_files import read_index
+    from kbit.format.policy import QUANT_METHOD
     from kbit.nvfp4.readers.stored import KBIT, stored_weights
 
+    if method == QUANT_METHOD:
+        return None
     index = read_index(folder)
     weights = stored_weights(index)
     if not weights:

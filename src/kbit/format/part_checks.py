@@ -128,21 +128,40 @@ def check_tiles(
         scale=(scale, (torch.float32,)),
     )
     width = _code_width(codebook, bits)
-    expected = tile_shape(out_features, in_features, width)
+    check_tile_shape("tiled weight", tiled, width, out_features, in_features, "sizes or the codebook")
+    if scale.shape != tiled.shape[:-3]:
+        raise ValueError(
+            f"tiled weight: tiles {tuple(tiled.shape)} and scale {tuple(scale.shape)} do not belong to one "
+            f"weight."
+        )
+
+
+def check_tile_shape(
+    op: str, tiled: torch.Tensor, bits: int, out_features: int, in_features: int, suspects: str = "sizes"
+) -> None:
+    """Check that tiles are of a weight [out_features, in_features], or of a stack of them.
+
+    Args:
+        op: who takes them, for the message.
+        tiled: int32.
+        bits: code width.
+        out_features: N.
+        in_features: K.
+        suspects: which arguments the caller may have confused.
+
+    Raises:
+        ValueError: they are not.
+    """
+    expected = tile_shape(out_features, in_features, bits)
     if (
         min(in_features - 1, out_features) < 0
         or tiled.dim() not in (3, 4)
         or tuple(tiled.shape[-3:]) != expected
     ):
         raise ValueError(
-            f"tiled weight: [{out_features}, {in_features}] at {width} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes or the "
-            f"codebook those of another layer?"
-        )
-    if scale.shape != tiled.shape[:-3]:
-        raise ValueError(
-            f"tiled weight: tiles {tuple(tiled.shape)} and scale {tuple(scale.shape)} do not belong to one "
-            f"weight."
+            f"{op}: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
+            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the {suspects} those of "
+            f"another layer?"
         )
 
 

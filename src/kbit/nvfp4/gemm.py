@@ -107,11 +107,7 @@ def linear_nvfp4(
     if needs_grad and torch.is_grad_enabled():
         return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
     if w.layout != "tiled":
-        if x.device.type != "cpu":
-            return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
-        from kbit.nvfp4 import reference  # not above, as in `kernels_for`
-
-        return reference.linear(x, *w.nv(), float(w.global_scale), bias)
+        return kernels.linear(x, *w.nv(), float(w.global_scale), bias)
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
     bias = None if bias is None else bias.detach().contiguous()
     y = kernels.linear_tiled(rows, w.codes, w.shape[0], float(w.global_scale), bias)

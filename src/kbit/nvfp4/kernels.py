@@ -145,6 +145,13 @@ class Kernels(Protocol):
         """`gemm` under "tc", with W in tiles: uint8 [ceil(N / 16), ceil(K16 / 64), 576], N = out_features."""
         ...
 
+    def linear(self, x: Tensor, codes: Tensor, scales: Tensor, w_scale: float, bias: Tensor | None) -> Tensor:
+        """x [..., K] of dtype T, not quantized, times the transpose of W [N, K16] decoded to T -> T [..., N].
+
+        The order of sums is as free as under "tc". x may have any strides.
+        """
+        ...
+
     def linear_tiled(
         self, x: Tensor, tiled: Tensor, out_features: int, w_scale: float, bias: Tensor | None
     ) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.format.codebook import check_bits
-from kbit.format.layout import tile_shape
-from kbit.format.part_checks import check_tiles
+from kbit.format.part_checks import check_tile_shape, check_tiles
 from kbit.format.reference import blocks_of
 from kbit.ops import checks, moe_checks
 
@@ -50,19 +49,10 @@ def untile(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) 
         TypeError: the tiles are not int32.
         ValueError: they are not those of such a weight.
     """
-    expected = tile_shape(out_features, in_features, check_bits(bits))
+    check_bits(bits)
     if tiled.dtype != torch.int32:
         raise TypeError(f"untile: tiles must be int32, got {tiled.dtype}.")
-    if (
-        min(in_features - 1, out_features) < 0
-        or tiled.dim() not in (3, 4)
-        or tuple(tiled.shape[-3:]) != expected
-    ):
-        raise ValueError(
-            f"untile: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the sizes those of another "
-            f"layer?"
-        )
+    check_tile_shape("untile", tiled, bits, out_features, in_features)
 
 
 def dequantize_tiled(

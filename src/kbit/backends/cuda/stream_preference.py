@@ -72,13 +72,13 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     """Where splitting K over a cluster was faster on an H200: x is read, and swapped, in fewer places.
 
     2048 x 4096 by 8 tokens, 4 bits: 4.3 us in blocks, 3.9 in pairs; 1024 x 8192: 6.0, 4.4 in fours. With more
-    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few groups for two blocks. At 5 bits,
+    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few for more than one token. At 5 bits,
     with a larger table in each block and one stage, it was slower by up to 30%.
     """
     if share > 4 or groups <= 4 or (groups <= 8 and m > 1):
         return None
     if m == 1:
-        # 2048 x 1024: 1.8 us in pairs of four workers each, 1.95 in blocks.
+        # 2048 x 512: 1.8 us in pairs of blocks, 1.95 without.
         pairs = share <= 0.5 if groups > 20 or groups <= 8 else groups <= 16 and 0.5 < share <= 1
         return Wanted(8, 2, cluster=2) if pairs else None
     if m <= 4:

@@ -12,8 +12,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kbit.format.policy import ROUTERS, is_inside, names_to_skip
 from kbit.nvfp4.layers import NVFP4Settings
+from kbit.nvfp4.readers import stored
 
-QUANT_METHOD = "kbit_nvfp4"
+QUANT_METHOD = stored.KBIT
 FORMAT_VERSION = 1
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out)$")  # which decide the token
 

@@ -15,7 +15,7 @@ import torch
 from kbit.format.safetensors_header import TensorInfo
 from kbit.nvfp4.formats import layouts
 
-KBIT = "kbit_nvfp4"
+KBIT = "kbit_nvfp4"  # also what such a model's config says
 # Who writes them, and the ends of a weight's three tensors.
 SPELLINGS = {
     KBIT: ("_codes", "_scales", "_global_scale"),

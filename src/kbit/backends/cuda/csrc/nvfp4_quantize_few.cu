@@ -14,7 +14,7 @@
 #include "nvfp4.cuh"
 
 using D = Dense<Config::dtype>;
-constexpr int kLanes = 8, kMaxWarps = 16;
+constexpr int kLanes = kSub / 2;
 
 // Elements 2 * pair and the next; zeros from `columns` on.
 DEVICE void load_pair(float (&v)[2], const u8* row, int pair, int columns, bool wide) {
@@ -102,10 +102,10 @@ DEVICE u32 best_scale(const float (&mine)[2], u32 plain, int lane) {
     return chosen;
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxWarps * 32)
+extern "C" __global__ void __launch_bounds__(Config::threads)
     nvfp4_quantize_few(const u8* x, float* row_scale, u8* codes, u8* scales, int columns, int groups,
                        float global_scale, int search, int wide) {
-    __shared__ float of_warp[kMaxWarps];
+    __shared__ float of_warp[Config::threads / 32];
     follow_previous(x);
     const int row = int(blockIdx.y), thread = int(threadIdx.x), threads = int(blockDim.x);
     const int pairs = groups * kLanes, lane = thread % kLanes, pair = int(blockIdx.x) * threads + thread;

@@ -16,7 +16,7 @@ from kbit.backends.cuda.nvfp4.rows import (
     repack,
     row_scale,
 )
-from kbit.backends.cuda.nvfp4.tiled import gemm_tiled, linear_tiled
+from kbit.backends.cuda.nvfp4.tiled import gemm_tiled, linear, linear_tiled
 
 __all__ = [
     "align",
@@ -25,6 +25,7 @@ __all__ = [
     "gather_rows",
     "gemm",
     "gemm_tiled",
+    "linear",
     "linear_tiled",
     "moe_gemm",
     "quantize",

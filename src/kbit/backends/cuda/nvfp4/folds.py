@@ -8,7 +8,7 @@ import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, address, empty_coded, groups_of, run_items
 from kbit.backends.cuda.row_launch import DTYPES
 
 _NORM_FORMAT, _SILU_FORMAT = "QQQQQQQiiiffiii", "QQQQiiifiii"
@@ -65,7 +65,7 @@ def rmsnorm_quantize(
     Raises:
         ValueError: a row does not fit shared memory.
     """
-    coded = _coded(x, *x.shape)
+    coded = empty_coded(x, *x.shape)
     norm = torch.empty_like(x) if write_norm else None
     h = x if residual is None else torch.empty_like(x)
     spec = norm_spec(x.dtype, ties_even, True)
@@ -119,7 +119,7 @@ def silu_mul_quantize(
     gate_up: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kbit.nvfp4.kernels.Kernels.silu_mul_quantize`."""
-    coded = _coded(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
+    coded = empty_coded(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
     _silu(silu_spec(gate_up.dtype, ties_even, True), gate_up, None, coded, search, global_scale)
     return coded
 
@@ -139,9 +139,3 @@ def _silu(
     pointers = tuple(address(t) for t in (gate_up, out, codes, scales))
     numbers = (rows, columns, groups, global_scale, int(global_scale != 1.0), int(search), int(wide))
     run_items(spec, _SILU_FORMAT, gate_up.device, rows * groups, (*pointers, *numbers))
-
-
-def _coded(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = groups_of(columns)
-    codes = like.new_empty((rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
-    return codes, like.new_empty((rows, groups), dtype=torch.uint8)

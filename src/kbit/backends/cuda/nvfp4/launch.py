@@ -21,6 +21,13 @@ def groups_of(columns: int) -> int:
     return -(-columns // SUB_BLOCK)
 
 
+def empty_coded(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for codes and scales of so many rows, where another tensor is."""
+    groups = groups_of(columns)
+    codes = like.new_empty((rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
+    return codes, like.new_empty((rows, groups), dtype=torch.uint8)
+
+
 def address(tensor: torch.Tensor | None) -> int:
     """Pointer of a tensor, null for None."""
     return 0 if tensor is None else tensor.data_ptr()

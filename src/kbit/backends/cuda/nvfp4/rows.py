@@ -8,7 +8,7 @@ import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, empty_coded, groups_of, run_items
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
 
@@ -17,7 +17,7 @@ _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
 # Sub-blocks up to which nvfp4_quantize_few.cu is faster: than nvfp4_quantize.cu, and than that behind
 # nvfp4_row_scale.cu. Then the lanes that share one there.
 _FEW, _FEW_WITH_FACTORS = 1024, 32768
-_FEW_LANES = 8
+_FEW_LANES = SUB_BLOCK // 2
 _FEW_THREADS = (128, 256, 512)  # of a block
 _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
 
@@ -31,7 +31,8 @@ def quantize_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
 @functools.cache
 def quantize_few_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
     """The kernel that quantizes few rows of a dtype."""
-    return KernelSpec.make("nvfp4_quantize_few.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+    config = {"dtype": DTYPES[dtype], "ties_even": ties_even, "threads": _FEW_THREADS[-1]}
+    return KernelSpec.make("nvfp4_quantize_few.cu", **config)
 
 
 @functools.cache
@@ -120,11 +121,10 @@ def _quantize_few(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, all in one launch; writes row_scale, where there is one."""
     rows, columns = x.shape
-    groups = groups_of(columns)
-    codes = x.new_empty((rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
-    scales = x.new_empty((rows, groups), dtype=torch.uint8)
+    codes, scales = empty_coded(x, rows, columns)
     if rows == 0:
         return codes, scales
+    groups = scales.shape[1]
     wide = (columns * x.element_size() | x.data_ptr()) % 16 == 0
     args = tuple(address(t) for t in (x, row_scale, codes, scales))
     numbers = (columns, groups, global_scale, int(search), int(wide))
@@ -157,10 +157,9 @@ def _quantize(
     row_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
-    groups = groups_of(columns)
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
-    codes = x.new_empty((out_rows, groups * SUB_BLOCK // 2), dtype=torch.uint8)
-    scales = x.new_empty((out_rows, groups), dtype=torch.uint8)
+    codes, scales = empty_coded(x, out_rows, columns)
+    groups = scales.shape[1]
     scaled = global_scale != 1.0 or row_scale is not None
     args = tuple(address(t) for t in (x, row_scale, slots, codes, scales))
     args += (rows, columns, groups, copies)

@@ -70,6 +70,17 @@ def gemm_tiled(
     return _multiply(x, tiled, out_features, w_scale, row_scale, None)
 
 
+def linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, w_scale: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.linear`.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    return F.linear(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
+
+
 def linear_tiled(
     x: torch.Tensor, tiled: torch.Tensor, out_features: int, w_scale: float, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -79,9 +90,7 @@ def linear_tiled(
         KbitError: a kernel cannot be compiled or loaded.
     """
     if refusal(x.shape[0], x.dtype, _arch(tiled)) is not None:
-        w = nvfp4_layout.from_tiled(tiled, out_features, x.shape[1])
-        decoded = dequantize(*w, w_scale, None, x.dtype)
-        return F.linear(x, decoded[:, : x.shape[1]], bias)
+        return linear(x, *nvfp4_layout.from_tiled(tiled, out_features, x.shape[1]), w_scale, bias)
     return _multiply(x, tiled, out_features, w_scale, None, bias)
 
 
