@@ -94,7 +94,9 @@ def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]
             compare_quantize(device, x, 0.37)
             x[1, k // 2] = float("nan")
             x[2, -1] = float("-inf")
-            compare_quantize(device, x, 3.0, torch.rand(m, generator=generator()) + 0.5)
+            row_scale = torch.rand(m, generator=generator()) + 0.5
+            compare_quantize(device, x, 3.0, row_scale)
+            compare_quantize(device, x, 1.0, row_scale)
 
 
 def check_thresholds(device: str) -> None:
@@ -120,8 +122,11 @@ def check_scales(device: str) -> None:
     made = generator(1)
     bits = torch.randint(-(2**31), 2**31 - 1, (20, 1600), generator=made).int()
     compare_quantize(device, bits.view(F32))
+    row_scale = 2.0 ** torch.linspace(-126, 116, 20) * (1 + torch.rand(20, generator=made))
+    row_scale[3] *= -1
     for dtype in DTYPES[1:]:
         compare_quantize(device, bits.short().view(dtype))
+        compare_quantize(device, bits.short().view(dtype), 1.0, row_scale)
 
 
 def check_row_scale(device: str, shapes: list[tuple[int, int]]) -> None:

@@ -67,6 +67,31 @@ DEVICE float inverse_of(float scale) {
     return scale > 0.0f ? inverse : 0.0f;
 }
 
+// v[i] /= by, correctly rounded, for v of at most 11 significant bits, as 16-bit values have: they share the
+// reciprocal, and one step of Newton's by fma does the rest. For all 2^33 pairs of their mantissas and those
+// of float32 it gave what division gives, in 3 instructions for 20. False, and v as it was, where exponents
+// could matter.
+template <int N>
+DEVICE bool divide_short(float (&v)[N], float by) {
+    const float inverse = __frcp_rn(by);
+    float quotients[N];
+    u32 least = ~0u;  // bits of the smallest magnitude but 0, less 1
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float first = __fmul_rn(v[i], inverse);
+        quotients[i] = __fmaf_rn(__fmaf_rn(-first, by, v[i]), inverse, first);
+        least = min(least, (__float_as_uint(quotients[i]) & 0x7fffffffu) - 1);
+    }
+    if (!(by >= 0x1p-60f) || least < __float_as_uint(0x1p-40f) - 1) {
+        return false;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        v[i] = quotients[i];
+    }
+    return true;
+}
+
 // error + the squared error of a magnitude under a scale; one step of their sum, in order.
 template <bool TIES_EVEN>
 DEVICE float add_error(float error, float magnitude, float scale, float inverse) {

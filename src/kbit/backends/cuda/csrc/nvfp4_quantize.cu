@@ -5,7 +5,6 @@
 //   slots      int32 [rows, copies] or null: row r is stored at each of slots[r, 0 .. copies - 1]
 //   codes      uint8 [rows out, 8 * groups], 8-byte aligned; scales uint8 [rows out, groups]
 //   groups     ceil(columns / 16); rows * groups < 2^31
-//   scaled     whether values are divided by global_scale, and by row_scale where there is one
 //
 // A thread quantizes 16 elements: 32 or 64 bytes in, 8 + 1 bytes out, both contiguous over a warp. Nothing
 // is reduced across threads, so a row's bytes do not depend on its neighbours.
@@ -16,26 +15,31 @@ using D = Dense<Config::dtype>;
 
 extern "C" __global__ void __launch_bounds__(256, 4)
     nvfp4_quantize(const u8* x, const float* row_scale, const int* slots, u8* codes, u8* scales, int rows,
-                   int columns, int groups, int copies, float global_scale, int scaled, int search,
-                   int wide) {
+                   int columns, int groups, int copies, float global_scale, int search, int wide) {
     follow_previous(x, row_scale, slots);
     const u32 total = u32(rows) * u32(groups);
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const u32 row = i / u32(groups), group = i - row * u32(groups);
         float v[kSub];
         load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
-        if (scaled) {
-            const float own = row_scale != nullptr ? row_scale[row] : 1.0f;
+        if (global_scale != 1.0f) {
 #pragma unroll
             for (int j = 0; j < kSub; ++j) {
                 v[j] = __fdiv_rn(v[j], global_scale);
             }
-            if (row_scale != nullptr) {
+        }
+        if (row_scale != nullptr) {
+            const float own = row_scale[row];
+            const bool is_short = D::kBytes == 2 && global_scale == 1.0f;
+            if (!(is_short && divide_short(v, own))) {
 #pragma unroll
                 for (int j = 0; j < kSub; ++j) {
-                    // Elements beyond the row are +0, whatever its scale.
-                    v[j] = int(group) * kSub + j < columns ? __fdiv_rn(v[j], own) : 0.0f;
+                    v[j] = __fdiv_rn(v[j], own);
                 }
+            }
+#pragma unroll
+            for (int j = 0; j < kSub; ++j) {  // elements beyond the row are +0, whatever its scale
+                v[j] = int(group) * kSub + j < columns ? v[j] : 0.0f;
             }
         }
         const Coded coded = quantize_sub_block<Config::ties_even>(v, search != 0);

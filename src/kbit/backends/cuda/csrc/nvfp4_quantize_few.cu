@@ -134,11 +134,17 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
             row_scale[row] = own;
         }
     }
+    if (global_scale != 1.0f) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (2 * pair + i < columns) {  // others are +0, whatever the row's factor
-            mine[i] = global_scale == 1.0f ? mine[i] : __fdiv_rn(mine[i], global_scale);
-            mine[i] = row_scale == nullptr ? mine[i] : __fdiv_rn(mine[i], own);
+        for (int i = 0; i < 2; ++i) {
+            mine[i] = __fdiv_rn(mine[i], global_scale);
+        }
+    }
+    const bool is_short = D::kBytes == 2 && global_scale == 1.0f;
+    if (row_scale != nullptr && !(is_short && divide_short(mine, own))) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            mine[i] = __fdiv_rn(mine[i], own);
         }
     }
     const float magnitudes[2] = {fabsf(mine[0]), fabsf(mine[1])};

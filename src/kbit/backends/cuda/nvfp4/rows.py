@@ -160,12 +160,11 @@ def _quantize(
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
     codes, scales = empty_coded(x, out_rows, columns)
     groups = scales.shape[1]
-    scaled = global_scale != 1.0 or row_scale is not None
     args = tuple(address(t) for t in (x, row_scale, slots, codes, scales))
     args += (rows, columns, groups, copies)
-    numbers = (global_scale, int(scaled), int(search), int(_is_wide(x)))
+    numbers = (global_scale, int(search), int(_is_wide(x)))
     spec = quantize_spec(x.dtype, ties_even)
-    run_items(spec, "QQQQQiiiifiii", x.device, rows * groups, (*args, *numbers))
+    run_items(spec, "QQQQQiiiifii", x.device, rows * groups, (*args, *numbers))
     return codes, scales
 
 
