@@ -115,6 +115,9 @@ inline u32 __ballot_sync(u32, bool predicate) {
 inline int uniform(int value) {
     return value;
 }
+inline u32 opaque(u32 value) {
+    return value;
+}
 inline int __ffs(u32 value) {
     return __builtin_ffs(int(value));
 }
@@ -375,10 +378,13 @@ inline void warp_arrive(u32 address, int lane) {
         barrier_arrive(address);
     }
 }
-inline void copy(u32 to, const u8* from, u32 bytes, u32 address, int lane) {
-    require_aligned(to | u64(from) | bytes, 16);
+template <int PLACES>
+void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 bytes, u32 address, int lane) {
+    for (int i = 0; lane == 0 && i < PLACES; ++i) {
+        require_aligned(to[i] | u64(from[i]) | bytes, 16);
+        std::memcpy(cluster_memory + to[i], from[i], bytes);
+    }
     if (lane == 0) {
-        std::memcpy(cluster_memory + to, from, bytes);
         barrier_arrive(address);
     }
     __syncwarp();

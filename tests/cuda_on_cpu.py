@@ -35,7 +35,6 @@ PTX = (
     (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
-    (r'asm volatile\("mov\.u32[^;]*;" : "=r"\(lane_byte\) : "r"\(([^";]*)\)\);', r"lane_byte = \1;"),
     (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),
     (r"__shared__", "static"),
     (r"#pragma once", ""),

@@ -18,7 +18,6 @@ SHARED_STEP = 1 << 16  # bytes for each variable in shared memory
 
 TO, NAME, VALUE = r'[^;]*;"\s*:\s*', r"\((\w+)\)", r"\((.*?)\)"
 PTX = (
-    (rf'asm volatile\("mov\.u32{TO}"=r"\(([^)]*)\)\s*:\s*"r"{VALUE}\);', r"\1 = \2;"),
     (rf'asm\("rcp\.approx{TO}"=f"{NAME}\s*:\s*"f"{VALUE}\);', r"\1 = approximate_reciprocal(\2);"),
     (
         rf'asm\("fma\.rn\.sat{TO}"=f"{NAME}\s*:\s*"f"{NAME},\s*"f"{VALUE}\);',

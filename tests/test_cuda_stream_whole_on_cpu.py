@@ -83,7 +83,6 @@ def test_gates(m: int) -> None:
     ("m", "n", "k", "blocks"),
     [
         (1, 24, 2600, 2),
-        (1, 16, 5400, 2),
         (2, 16, 5309, 2),
         (3, 33, 5400, 2),
         (4, 9, 5400, 2),
@@ -98,6 +97,26 @@ def test_clusters_that_split_k(m: int, n: int, k: int, blocks: int, gated: bool)
     rows = 2 * -(-n // 16) * 16 if gated else n
     assert stream.plan(m, WeightShape(rows, k, 4, gated, LIMITS)).cluster == blocks
     check(m, rows // 2 if gated else n, k, 4, torch.float16, gated)
+
+
+# Ragged wide groups, fewer and more of them than workers.
+@pytest.mark.parametrize(
+    ("bits", "m", "n", "k"),
+    [
+        (2, 1, 40, 2600),
+        (2, 4, 72, 10500),
+        (3, 1, 150, 5400),
+        (3, 2, 72, 2333),
+        (4, 1, 16, 5400),
+        (4, 2, 150, 2600),
+        (5, 1, 72, 5309),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_groups_of_512_columns(bits: int, m: int, n: int, k: int, gated: bool) -> None:
+    rows = 2 * -(-n // 16) * 16 if gated else n
+    assert stream.plan(m, WeightShape(rows, k, bits, gated, LIMITS)).config.wide
+    check(m, rows // 2 if gated else n, k, bits, torch.float16, gated)
 
 
 def experts_of(count: int, n: int, k: int, bits: int, made: torch.Generator):

@@ -53,8 +53,13 @@ def test_tiles_are_as_the_page_says(bits):
     q = kbit.quantize(torch.randn(16, 64), bits=bits)
     tile = [int(word, 16) for word in words(to_tiled(q.packed, q.absmax, bits, 64))]
     codes = bitplanes.unpack(q.packed, bits).tolist()
-    pitch, count = {2: (4, 8), 3: (8, 4), 4: (8, 4), 5: (10, 3)}[bits]
-    assert re.search(rf"\| {bits} \| {pitch} \| {count} \|", TEXT)
+    count, places = {
+        2: (8, "8 (j div 2) + 2 (j mod 2) | 4"),
+        3: (4, "8j | 3"),
+        4: (4, "8j | 4"),
+        5: (3, "10j | 5"),
+    }[bits]
+    assert f"| {bits} | {count} | {places} |" in TEXT
     vector = 2 if bits < 4 else 4
     expected = [0] * (32 * bits + 8)
     for lane in range(32):
@@ -62,10 +67,15 @@ def test_tiles_are_as_the_page_says(bits):
         for pair in range(16):
             j, h, g, t = pair // 4, pair % 4, lane // 4, lane % 4
             row, column = g + 8 * (h & 1), 16 * j + 8 * (h >> 1) + 2 * t
-            value = codes[row][column] | codes[row][column + 1] << bits
+            first, second = codes[row][column : column + 2]
             if pair < bits * count:
-                expected[place[pair // count]] |= value << pair % count * pitch
+                i = pair % count
+                low, distance = (
+                    (i // 2 * 8 + i % 2 * 2, 4) if bits == 2 else (i * (10 if bits == 5 else 8), bits)
+                )
+                expected[place[pair // count]] |= first << low | second << low + distance
                 continue
+            value = first | second << bits
             for w in range(bits):
                 spare = 8 * (pair - 12) + 6 if bits == 3 else 30
                 expected[place[w]] |= (value >> 2 * w & 3) << spare

@@ -85,17 +85,17 @@ PLACES = [
     (4, 0, 0, 0, 0),
     (5, 0, 0, 0, 0),
     # Row 5, column 3: g = 5, t = 1: lane 21, pair 0, second.
-    (2, 5, 3, 42, 2),
+    (2, 5, 3, 42, 4),  # behind the first codes of two pairs
     (3, 5, 3, 42, 3),
     (4, 5, 3, 84, 4),
     (5, 5, 3, 84, 5),
     # Row 9, column 14: g = 1, t = 3: lane 7; h = 1 + 2, j = 0: pair 3, first.
-    (2, 9, 14, 14, 12),
+    (2, 9, 14, 14, 10),  # byte 1 has pairs 2 and 3
     (3, 9, 14, 14, 24),
     (4, 9, 14, 28, 24),
     (5, 9, 14, 29, 0),  # three pairs a word: pair 3 opens word 1
     # Row 2, column 41: j = 2, column 9 of its 16: h = 2, t = 0: lane 8, pair 10, second.
-    (2, 2, 41, 17, 10),  # word 1, third of its pairs
+    (2, 2, 41, 17, 12),  # word 1, third of its pairs, which begins its byte 1
     (3, 2, 41, 64 + 8, 19),  # a byte each: pair 10 is byte 2 of word 2
     (4, 2, 41, 34, 20),  # word 2, third
     (5, 2, 41, 35, 15),  # word 3, second

@@ -9,10 +9,11 @@ four `mma.m16n8k16`: pair 4j + h, j = 0..3 the step of 16 columns, h = 0..3 the 
 
     row g + 8 (h & 1), columns 16j + 8 (h >> 1) + 2t and the next:  code(first) | code(next) << bits
 
-Pairs fill the lane's `bits` words from bit 0 up, one every PAIR_PITCH bits: at 3 and 4 bits a byte each, so
-that a kernel picks them by byte. The last pairs have no field of their own and lie, two bits in each word w
-(bits 2w and 2w + 1 of the pair), in what the others leave: at 3 bits pair 12 + b in the top of byte b, at 5
-bits pair 15 in bits 30 and 31.
+Pairs fill the lane's `bits` words from bit 0 up: at 3 and 4 bits a byte each, so that a kernel picks them by
+byte; at 5 bits one every 10 bits. At 2 bits two share a byte, whose bits from 0 up are the first codes of
+both and then the second ones: no nibble has both codes of a pair. The last pairs have no field of their own
+and lie, two bits in each word w (bits 2w and 2w + 1 of the pair), in what the others leave: at 3 bits pair
+12 + b in the top of byte b, at 5 bits pair 15 in bits 30 and 31.
 
 Words. A lane's words are placed so that it reads them by one load of 8 bytes (2 and 3 bits) or 16 bytes
 (4 and 5 bits) and at most one of 4, without bank conflicts: first those vectors lane by lane, then the last
@@ -35,7 +36,9 @@ TILE_ROWS, TILE_COLUMNS = 16, 64
 SCALE_WORDS = 8
 LANES = 32
 PAIRS = 16
-PAIR_PITCH = {2: 4, 3: 8, 4: 8, 5: 10}
+# Where the pairs of a word begin, and how far their second codes are.
+_PAIR_BITS = {2: (0, 2, 8, 10, 16, 18, 24, 26), 3: (0, 8, 16, 24), 4: (0, 8, 16, 24), 5: (0, 10, 20)}
+_SECOND = {2: 4, 3: 3, 4: 4, 5: 5}
 
 _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
 
@@ -128,9 +131,10 @@ def from_tiled(
 
 def _pack_pairs(pairs: torch.Tensor, bits: int) -> torch.Tensor:
     """Pairs int64 [..., 16] -> a lane's words, int32 [..., bits]."""
-    pitch, count = PAIR_PITCH[bits], bits * (32 // PAIR_PITCH[bits])
-    whole = pairs[..., :count].unflatten(-1, (bits, 32 // pitch))
-    words = (whole << torch.arange(0, 32 // pitch * pitch, pitch, device=pairs.device)).sum(-1)
+    at = torch.tensor(_PAIR_BITS[bits], device=pairs.device)
+    count = bits * len(at)
+    whole = pairs[..., :count].unflatten(-1, (bits, len(at)))
+    words = ((whole & (2**bits - 1) | whole >> bits << _SECOND[bits]) << at).sum(-1)
     piece = torch.arange(0, 2 * bits, 2, device=pairs.device)
     for index in range(count, PAIRS):
         words |= (pairs[..., index : index + 1] >> piece & 3) << _spare_bit(bits, index - count)
@@ -139,10 +143,11 @@ def _pack_pairs(pairs: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Undo `_pack_pairs`."""
-    pitch, count = PAIR_PITCH[bits], bits * (32 // PAIR_PITCH[bits])
+    at, code = torch.tensor(_PAIR_BITS[bits], device=words.device), 2**bits - 1
+    count = bits * len(at)
     unsigned = words.long() & 0xFFFFFFFF
-    shifts = torch.arange(0, 32 // pitch * pitch, pitch, device=words.device)
-    pairs = [(unsigned.unsqueeze(-1) >> shifts & (4**bits - 1)).flatten(-2)]
+    fields = (unsigned.unsqueeze(-1) >> at).flatten(-2)
+    pairs = [fields & code | (fields >> _SECOND[bits] & code) << bits]
     piece = torch.arange(0, 2 * bits, 2, device=words.device)
     for index in range(count, PAIRS):
         pieces = unsigned >> _spare_bit(bits, index - count) & 3

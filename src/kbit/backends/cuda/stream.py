@@ -16,6 +16,7 @@ from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.stream_config import (
     DENSE,
+    GROUP_TILES,
     TOKENS,
     Config,
     classes,
@@ -29,8 +30,7 @@ from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
-_GROUP_TILES = 4  # column tiles that a worker takes at a time
-GROUP_COLUMNS = layout.TILE_COLUMNS * _GROUP_TILES
+GROUP_COLUMNS = layout.TILE_COLUMNS * GROUP_TILES
 _WARP = 32
 _BARRIER_BYTES = 1024
 _ROW_BYTES = 128  # of 32 sums
@@ -78,12 +78,12 @@ def plan(m: int, weight: WeightShape, nvfp4: bool = False, experts: int = DENSE)
     out_features, in_features, bits, gated, device = weight
     tokens = next(t for t in classes(nvfp4) if t >= m)
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
-    groups = -(-column_tiles // _GROUP_TILES)
+    groups = -(-column_tiles // GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
     available = configs(bits, tokens, device.shared_bytes, device.arch, experts, nvfp4)
     wanted, config = choose(available, m, groups, units / device.multiprocessors, bits)
     cluster = wanted.cluster
-    groups = -(-groups // cluster)
+    groups = -(-column_tiles // (config.group_tiles * cluster))
     passes = -(-groups // min(wanted.workers, config.workers))
     # All passes are of one size, and the table wants several warps to fill it.
     workers = max(-(-groups // passes), min(8, config.workers))
@@ -122,7 +122,7 @@ class _Work:
         config, tokens, workers, cluster = self.config, self.tokens, self.workers, self.cluster
         rows, row_bytes = -(-self.units // clusters), (2 if self.gated else 1) * sums_of(tokens) * _ROW_BYTES
         ring_at = config.table_bytes + _BARRIER_BYTES
-        parts_at = ring_at + workers * config.stages * _GROUP_TILES * self.tile_bytes
+        parts_at = ring_at + workers * config.stages * config.group_tiles * self.tile_bytes
         parts = config.buffers(tokens) * workers * sums_of(tokens) * _ROW_BYTES
         totals_at = parts_at + (0 if config.in_holes(self.bits, tokens) else parts)
         keeps = self.gated or (self.passes > 1 and rows > 1)

@@ -14,6 +14,7 @@ from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
 _NVFP4_TOKENS = (1, 8, 16)
+GROUP_TILES = 4  # column tiles that a worker takes at a time, at least
 CODED_TOKENS = 8  # most tokens that may come as NVFP4: the kernel for 16 would spill
 # What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
@@ -29,12 +30,19 @@ class Config:
         stages: groups of four tiles that a worker has in flight.
         table_bytes: size of the look-up table, see decode.cuh.
         split: whether blocks of a cluster split K.
+        wide: whether a worker takes 8 column tiles at a time, instead of 4.
     """
 
     workers: int
     stages: int
     table_bytes: int = operands.TABLE_BYTES
     split: bool = False
+    wide: bool = False
+
+    @property
+    def group_tiles(self) -> int:
+        """Column tiles that a worker takes at a time."""
+        return 8 if self.wide else GROUP_TILES
 
     def spec(
         self,
@@ -58,6 +66,7 @@ class Config:
             in_holes=self.in_holes(bits, tokens),
             table_bytes=self.table_bytes,
             split=self.split,
+            group_tiles=self.group_tiles,
             coded=coded,
             **operands.nvfp4_config(nvfp4),
         )
@@ -92,14 +101,18 @@ def configs(
     table_bytes = operands.table_bytes(bits, shared_bytes)
     if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, table_bytes)]
+    measured = arch == MEASURED_ARCH
+    dense = measured and experts == DENSE and not nvfp4
     if bits == 5:  # either table leaves room for one stage of many warps
         narrow = [] if tokens == 2 else [Config(8, 2, table_bytes)]  # slower for 2 in every shape
-        return [*narrow, Config(16, 1, table_bytes)]
+        wide = [Config(8, 2, table_bytes, wide=True)] if dense and tokens == 1 else []
+        return [*narrow, *wide, Config(16, 1, table_bytes)]
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
-    measured = arch == MEASURED_ARCH
-    split = [Config(16, 2, split=True)] if measured and experts == DENSE and not nvfp4 else []
+    split = [Config(16, 2, split=True)] if dense else []
+    if dense and tokens <= 4:
+        split.append(Config(16, 2, wide=True))
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
             return [Config(16, 2)] if tokens <= 4 else [Config(12, 2), Config(16, 2)]

@@ -1,6 +1,7 @@
 """Which launch of csrc/stream.cu is fastest, by measurements on an H200 (132 multiprocessors).
 
-`groups` are of 256 columns of the weight, `share` its row tiles for each multiprocessor.
+`groups` are of 256 columns of the weight, `share` its row tiles for each multiprocessor. Wide groups are of
+512 columns: fewer steps, and sums to hand over, for as many instructions that multiply.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Wanted:
         blocks: blocks at once on a multiprocessor.
         compiled_for: most workers of the kernel to use; fewer leave each more registers.
         cluster: blocks that split K before their workers do.
+        wide: groups of 8 tiles instead of 4.
     """
 
     workers: int
@@ -27,32 +29,38 @@ class Wanted:
     blocks: int = 1
     compiled_for: int = 16
     cluster: int = 1
+    wide: bool = False
 
 
 def choose(available: list[Config], m: int, groups: int, share: float, bits: int) -> tuple[Wanted, Config]:
     """What to launch for m tokens, and the nearest of the available configurations."""
-    wanted = _by_groups(m, groups) if bits == 5 else _by_shape(m, groups, share)
+    wanted = _at_5_bits(m, groups, share) if bits == 5 else _by_shape(m, groups, share, bits)
     if any(config.split for config in available):
         wanted = _in_clusters(m, groups, share) or wanted
-    return wanted, _nearest([config for config in available if config.split == (wanted.cluster > 1)], wanted)
+    if any(config.wide for config in available):
+        wanted = _in_wide_groups(m, groups, share, bits) or wanted
+    kinds = (wanted.cluster > 1, wanted.wide)
+    return wanted, _nearest([config for config in available if (config.split, config.wide) == kinds], wanted)
 
 
-def _by_shape(m: int, groups: int, share: float) -> Wanted:
+def _by_shape(m: int, groups: int, share: float, bits: int) -> Wanted:
     """What was fastest for 14 shapes (k = 4) on an H200.
 
     Two blocks, or one beside the next kernel's, need 96 registers or fewer. One stage where there are few
     row tiles: weights that are fetched early come before the activations, which are waited for.
     """
     if m == 1:
-        if groups <= 8:
-            return Wanted(8, 2, blocks=2 if share > 2 else 1)
-        if groups <= 16 and 1 < share <= 2:
+        if groups <= 16 and (1 if groups > 8 else 2) < share <= (2 if groups > 8 else 4) and bits > 2:
             return Wanted(8, 1, blocks=2, compiled_for=20)
+        if groups <= 8:
+            return Wanted(8, 2)
         if 16 < groups <= 20:
             return Wanted(20, 1, compiled_for=20)
-        return Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 else Wanted(16, 2)
+        return Wanted(8, 2, blocks=2) if 20 < groups <= 64 and share > 1 and bits == 4 else Wanted(16, 2)
     if m <= 4:
         if groups <= 8:
+            if m == 2 and 1 < share <= 2:
+                return Wanted(8, 1, blocks=2)
             return Wanted(8, 1 if share <= 0.5 else 2, blocks=2 if share > 4 else 1)
         if groups <= 16:
             if share <= 0.5 and m > 2:
@@ -63,8 +71,8 @@ def _by_shape(m: int, groups: int, share: float) -> Wanted:
         return Wanted(8, 2, blocks=2) if groups <= 64 and share > 1 else Wanted(16, 2)
     if m <= 8:
         if groups <= 8:
-            return Wanted(8, 2, compiled_for=12 if share > 2 else 16)
-        return Wanted(16, 1 if groups <= 40 and 1 < share <= 8 else 2)
+            return Wanted(8, 2, compiled_for=12 if share > 4 else 16)
+        return Wanted(16, 1 if groups <= 40 and 1 < share <= 4 else 2)
     return _by_groups(m, groups)
 
 
@@ -79,7 +87,7 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
         return None
     if m == 1:
         # 2048 x 512: 1.8 us in pairs of blocks, 1.95 without.
-        pairs = share <= 0.5 if groups > 20 or groups <= 8 else groups <= 16 and 0.5 < share <= 1
+        pairs = share <= 0.5 if groups <= 8 else groups <= 16 and 0.5 < share <= 1
         return Wanted(8, 2, cluster=2) if pairs else None
     if m <= 4:
         if groups <= 20:
@@ -96,6 +104,30 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
     if groups > 20:
         return Wanted(8, 2, blocks=2, cluster=4)
     return Wanted(16, 2, cluster=2) if share <= 1 else None
+
+
+def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | None:
+    """Where groups of 512 columns were faster on an H200, for up to 4 tokens.
+
+    8192 x 28672, one token: 24.5 us, with wide groups 21.3 at 2 bits, 27.6 and 26.4 at 3, 41.9 and 40.1 at 5;
+    at 4 bits, where memory sets the speed, 30.5 and 30.2.
+    """
+    if m > 4 or groups <= 8:
+        return None
+    if bits == 5:
+        return Wanted(8, 2, compiled_for=8, wide=True) if m == 1 and share > 2 else None
+    if m == 1:
+        few = groups > 20 and share <= 0.5
+        many = share > 0.9 if bits == 2 else groups > 20 and share > 4 and bits == 3
+    else:
+        few, many = False, share > (4 if bits == 4 else 2)
+    if not few and not many:
+        return None
+    return Wanted(8 if m > 1 and 20 < groups <= 32 and share <= 4 else 16, 2, wide=True)
+
+
+def _at_5_bits(m: int, groups: int, share: float) -> Wanted:
+    return Wanted(8, 2, compiled_for=8) if m > 2 and share > 4 else _by_groups(m, groups)
 
 
 def _by_groups(m: int, groups: int) -> Wanted:

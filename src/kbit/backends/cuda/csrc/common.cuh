@@ -96,6 +96,13 @@ DEVICE float high_half(u32 both) {
     return Half<false>::widen(u16(both >> 16));
 }
 
+// The value, of which the compiler knows nothing: or it would compute it at each of its uses.
+DEVICE u32 opaque(u32 value) {
+    u32 same;
+    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+    return same;
+}
+
 // The same in every lane, known to the compiler as such.
 DEVICE int uniform(int value) {
     return __shfl_sync(~0u, value, 0);
@@ -224,22 +231,39 @@ constexpr int kCopyArrivals = 1;
 constexpr int kCopyArrivals = 32;
 #endif
 
-// A warp copies `bytes` (a multiple of 16): by the copy engine from sm_90 on. `barrier`, initialized with
-// kCopyArrivals, completes its phase when they are there.
-DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
+// A warp copies `bytes` (a multiple of 16) from each place: by the copy engine from sm_90 on, which one lane
+// asks. It is elected because that tells the compiler that it is one: for `lane == 0` it writes a loop over
+// lanes. `barrier`, initialized with kCopyArrivals, completes its phase when all are there.
+template <int PLACES>
+DEVICE void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 bytes, u32 barrier, int lane) {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) {
-        barrier_expect(barrier, bytes);
+    static_assert(PLACES == 1 || PLACES == 2);
+    if constexpr (PLACES == 1) {
         asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                to),
-            "l"(from), "r"(bytes), "r"(barrier)
+            "{ .reg .pred p; .reg .b64 state; elect.sync _|p, 0xffffffff;"
+            "@p mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;"
+            "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0]; }" ::
+                "r"(barrier),
+            "r"(bytes), "r"(to[0]), "l"(from[0])
+            : "memory");
+    } else {
+        asm volatile(
+            "{ .reg .pred p; .reg .b64 state; elect.sync _|p, 0xffffffff;"
+            "@p mbarrier.arrive.expect_tx.shared.b64 state, [%0], %6;"
+            "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0];"
+            "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%4], [%5], %1, [%0]; }" ::
+                "r"(barrier),
+            "r"(bytes), "r"(to[0]), "l"(from[0]), "r"(to[1]), "l"(from[1]), "r"(2 * bytes)
             : "memory");
     }
 #else
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) {
 #pragma unroll 4
-    for (u32 i = lane * 16; i < bytes; i += 512) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+        for (u32 at = lane * 16; at < bytes; at += 512) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to[i] + at), "l"(from[i] + at)
+                         : "memory");
+        }
     }
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
@@ -250,10 +274,10 @@ DEVICE void copy(u32 to, const u8* from, u32 bytes, u32 barrier, int lane) {
 // not ordered behind loads that are still queued (a __syncwarp alone was a race), so the address depends on
 // `last`, a word that each lane loaded last. `zero`: a zero that the compiler does not know.
 DEVICE u32 after_loads(u32 last, u32 zero) {
-    __syncwarp();
 #if __CUDA_ARCH__ >= 900
     return __reduce_or_sync(~0u, last & zero);  // in a uniform register, which the copy engine takes
 #else
+    __syncwarp();
     return last & zero;
 #endif
 }

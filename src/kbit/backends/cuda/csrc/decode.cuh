@@ -52,11 +52,9 @@ struct Decoder {
 
     const u8* table;
     u32 lane_byte;
+    u32 low = 0, high = 0;  // 2 bits, after keep_levels: the bytes of the four levels
 
-    DEVICE Decoder(u8* table_, int lane) : table(table_) {
-        // Opaque to the compiler, or it would recompute the value at each of its uses.
-        asm volatile("mov.u32 %0, %1;" : "=r"(lane_byte) : "r"(lane % kCopies * kCopyBytes));
-    }
+    DEVICE Decoder(u8* table_, int lane) : table(table_), lane_byte(opaque(lane % kCopies * kCopyBytes)) {}
 
     // Where byte `at` of the holes, taken together, is from the table's start.
     static DEVICE u32 hole(u32 at) { return 2 * at - at % kHole + kHole; }
@@ -83,8 +81,12 @@ struct Decoder {
             const u32 row = i % kRows, part = i / kRows;
             const auto of = [&](int code) { return __shfl_sync(~0u, level, row >> (BITS * code) & kMask); };
             uint4 v;
-            v.x = H::pack(of(0), kFieldBits == BITS ? 0.0f : of(1));
-            v.y = BITS == 2 ? H::pack(of(2), of(3)) : v.x;
+            if constexpr (BITS == 2) {  // the first codes of two pairs, then their second ones
+                v.x = H::pack(of(0), of(2));
+                v.y = H::pack(of(1), of(3));
+            } else {
+                v.x = v.y = H::pack(of(0), kFieldBits == BITS ? 0.0f : of(1));
+            }
             v.z = v.x;
             v.w = v.y;
 #pragma unroll
@@ -150,12 +152,37 @@ struct Decoder {
 
     // 3 bits: the pairs of step 3, a byte each, from the top two bits of the others' bytes.
     static DEVICE u32 last_four(const u32 (&w)[BITS]) {
-        return (w[0] >> 6 & 0x03030303u) | (w[1] >> 4 & 0x0c0c0c0cu) | (w[2 % BITS] >> 2 & 0x30303030u);
+        constexpr u32 kTop = 0xc0c0c0c0u;
+        const u32 two = (w[1] & kTop) | (w[0] >> 2 & ~kTop),
+                  three = (w[2 % BITS] & kTop) | (two >> 2 & ~kTop);
+        return three >> 2;
     }
 
-    // The A operand of k16 step J.
-    template <int J>
+    // 2 bits: after the barrier that follows `fill`, for step<J, true>.
+    DEVICE void keep_levels() {
+#pragma unroll
+        for (int code = 0; code < 4; ++code) {
+            const u32 level = look_up(code * kRowBytes + lane_byte);  // in the low half
+            low |= (level & 255u) << (8 * code);
+            high |= (level >> 8 & 255u) << (8 * code);
+        }
+    }
+
+    // The A operand of k16 step J. REGISTERS, 2 bits, J = 0 or 2: not from shared memory but by PRMT, whose
+    // selectors are codes in nibbles.
+    template <int J, bool REGISTERS = false>
     DEVICE void step(const u32 (&w)[BITS], u32 (&a)[4]) const {
+        if constexpr (REGISTERS) {
+            static_assert(BITS == 2 && J % 2 == 0);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {  // pairs h and h + 2: the first and the third nibble pair
+                const u32 codes = w[J / 2] >> (2 * h) & 0x33333333u;
+                const u32 lows = permute(low, high, codes), highs = permute(high, low, codes);
+                a[h] = permute(lows, highs, 0x5140);
+                a[h + 2] = permute(lows, highs, 0x7362);
+            }
+            return;
+        }
         if constexpr (BITS == 3 || BITS == 4) {
             const u32 word = BITS == 4 || J < 3 ? w[J % BITS] : last_four(w);
 #pragma unroll

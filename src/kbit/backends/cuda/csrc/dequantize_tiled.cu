@@ -63,7 +63,8 @@ DEVICE void decode_whole(const Levels<kBits>& levels, const Tile& tile, const fl
         constexpr int kColumn = PAIR / 4 * 16 + PAIR % 4 / 2 * 8, kLow = PAIR % 2;  // and 2t; row g + 8 kLow
         const float scale = scales[2 * kLow + kColumn / 32];
         const float a = __fmul_rn(__fmul_rn(levels.at(word, kFirst), scale), factor);
-        const float b = __fmul_rn(__fmul_rn(levels.at(word, kFirst + kBits), scale), factor);
+        const float b = __fmul_rn(
+            __fmul_rn(levels.at(word, kFirst + (P::in_words(PAIR) ? P::kSecond : kBits)), scale), factor);
         const u32 to = area + chunk_at(g + 8 * kLow, kColumn / 4 + t / 2) + t % 2 * 8;
         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(a), "f"(b) : "memory");
         decode_whole<PAIR + 1>(levels, tile, scales, factor, area, g, t);

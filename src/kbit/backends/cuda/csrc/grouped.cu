@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     const u32 x_lane = base + x_at + activations.lane_place(lane), x_bytes = activations.tile_bytes();
     const int slots = x_room / int(p.k_tiles * x_bytes);
     const Output out{scale, y};
-    const u32 zero = u32(n) >> 31;
+    const u32 zero = opaque(u32(n) >> 31);
     const u32 parts = base + parts_at + team * (span - 1) * kSums * 128;
     Place at{jobs, team};
     for (int first = 0; first < count; first += slots) {

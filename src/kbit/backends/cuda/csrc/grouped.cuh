@@ -70,7 +70,7 @@ struct Ring {
     DEVICE void init() const {
         if (lane == 0) {
             for (int s = 0; s < kStages; ++s) {
-                barrier_init(barriers + 8 * s, 2 * kCopyArrivals);
+                barrier_init(barriers + 8 * s, kCopyArrivals);
             }
             barriers_visible();
         }
@@ -96,8 +96,7 @@ struct Ring {
         if (at.unit < count) {
             const u32 bytes = (end_tile - tile < kTiles ? end_tile - tile : kTiles) * D::kTileBytes;
             const u32 to = base + slot * kStageBytes + shift;
-            copy(to, upper, bytes, barriers + 8 * slot, lane);
-            copy(to + kHalfBytes, lower, bytes, barriers + 8 * slot, lane);
+            copy<2>({to, to + kHalfBytes}, {upper, lower}, bytes, barriers + 8 * slot, lane);
             upper += kHalfBytes;
             lower += kHalfBytes;
             tile += kTiles;

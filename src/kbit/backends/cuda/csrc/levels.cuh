@@ -19,8 +19,7 @@ struct Levels {
             store_shared4(levels.table + i * 16, make_uint4(level, level, level, level));
         }
         __syncthreads();
-        // Opaque to the compiler, or it would recompute the value at each of its uses.
-        asm volatile("mov.u32 %0, %1;" : "=r"(levels.lane_byte) : "r"(threadIdx.x % 32 * 4));
+        levels.lane_byte = opaque(threadIdx.x % 32 * 4);
         return levels;
     }
     // The level of the code at bits first.. of `word`; `first` is known when compiling.

@@ -34,13 +34,6 @@ struct Tables {
     int simple;
 };
 
-// The value, of which the compiler knows nothing: or it would compute it at each of its uses.
-DEVICE u32 opaque(u32 value) {
-    u32 same;
-    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
-    return same;
-}
-
 DEVICE u32 bucket_of(float v) {
     float u;
     asm("fma.rn.sat.f32 %0, %1, %2, %2;" : "=f"(u) : "f"(v), "f"(0.5f));

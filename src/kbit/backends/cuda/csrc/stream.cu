@@ -20,9 +20,9 @@
 //            float32 [slots]; never gated
 //
 // Work: the row tiles (16 rows) are dealt to the blocks. The workers, all warps of a block but the last,
-// split K in groups of 256 columns (4 tiles); each keeps x of its group in registers and passes over the
-// block's row tiles. If K has more groups than there are workers there are several passes. The last warp, the
-// server, adds up the workers' sums: done by the workers in turn, that cost them a third of their
+// split K in groups of Config::group_tiles (4 or 8); each keeps x of its group in registers and passes over
+// the block's row tiles. If K has more groups than there are workers there are several passes. The last warp,
+// the server, adds up the workers' sums: done by the workers in turn, that cost them a third of their
 // instructions. Config::split: row tiles are dealt to clusters, whose blocks split K first, so that each
 // reads a part of x; their servers send each other what they added up.
 //
@@ -38,7 +38,7 @@
 // experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends
 // with a kernel that is launched without it.
 //
-// Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * 4 tiles), parts (2 or 4 * workers
+// Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * groups), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals, the sums of a cluster's blocks.
 #include "stream_nvfp4.cuh"
 #include "stream_serve.cuh"
@@ -48,7 +48,7 @@ template <int BLOCK, bool NEW>
 DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (&w)[Config::bits],
                            S::Words scales, Activations& x, int q, int t) {
     u32 a[2][4];
-    decode.template step<2 * BLOCK>(w, a[0]);
+    decode.template step<2 * BLOCK, Config::bits == 2 && BLOCK == 0>(w, a[0]);
     decode.template step<2 * BLOCK + 1>(w, a[1]);
     if constexpr (kScaleWeights) {
         const u32 upper = S::factor<2 * BLOCK, 0>(scales), lower = S::factor<2 * BLOCK, 1>(scales);
@@ -113,8 +113,10 @@ struct Beside {
     DEVICE void add_to(float (&sums)[4], const typename S::Words* words) const {
         if constexpr (kOne) {
             const u32 even = S::template halves<0>(words[0]), odd = S::template halves<1>(words[0]);
-            sums[0] += d[0] * low_half(even) + d[1] * low_half(odd);
-            sums[2] += d[2] * high_half(even) + d[3] * high_half(odd);
+            sums[0] += d[0] * low_half(even);
+            sums[0] += d[1] * low_half(odd);
+            sums[2] += d[2] * high_half(even);
+            sums[2] += d[3] * high_half(odd);
             return;
         }
         const u32 tile = kBeside == 4 && mine >= 2 ? words[1] : words[0];
@@ -127,15 +129,16 @@ struct Beside {
     }
 };
 
-// sums += the group of 4 tiles at a shared address. Tiles that K does not reach hold old codes and scales,
+// sums += kStepTiles tiles at a shared address. Tiles that K does not reach hold old codes and scales,
 // all of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded
 // last.
 template <bool NEW, class S>
-DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
+DEVICE u32 multiply_tiles(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int t = lane & 3;
-    typename S::Words scales[kGroupTiles];
+    typename S::Words scales[kStepTiles];
     Beside<S> beside(t);
-    const u32 last = for_tiles<kScaleWeights ? 0 : 1>(group, lane, scales, [&](int q, const auto& w) {
+    constexpr int kAhead = kScaleWeights || kStepTiles > 4 ? 0 : 1;
+    const u32 last = for_tiles<kAhead>(group, lane, scales, [&](int q, const auto& w) {
         if constexpr (kScaleWeights) {
             multiply_block<0, NEW>(sums, decode, w, scales[q], x, q, t);
             multiply_block<1, NEW>(sums, decode, w, scales[q], x, q, t);
@@ -149,15 +152,32 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
             add_scaled(sums, odd, S::template halves<1>(scales[q]));
         } else {
             beside.keep(even[0], odd[0], q);
-            if (!kOne && (2 * q + 2) % kBeside == 0) {
-                beside.add_to(sums[0], &scales[q + 1 - kBeside / 2]);
+            if ((2 * q + 2) % kBeside == 0) {
+                beside.add_to(sums[0], &scales[kOne ? 0 : q + 1 - kBeside / 2]);
             }
         }
     });
-    if constexpr (kOne) {
-        beside.add_to(sums[0], scales);
-    }
     return last;
+}
+
+// sums += the group at a shared address, likewise.
+template <bool NEW, class S>
+DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
+    if constexpr (kStepTiles == kGroupTiles) {
+        return multiply_tiles<NEW, S>(sums, decode, x, group, lane);
+    } else {
+        if (NEW) {
+            x.prepare(0, decode, lane & 3);
+        }
+        u32 last;
+#pragma unroll 1
+        for (int step = 0; step < kGroupTiles / kStepTiles; ++step) {
+            Activations of = of_step(x, step);
+            const u32 at = group + step * kStepTiles * D::kTileBytes;
+            last = multiply_tiles<false, S>(sums, decode, of, at, lane);
+        }
+        return last;
+    }
 }
 
 template <bool NEW>
@@ -171,8 +191,11 @@ DEVICE u32 multiply(Sums& sums, const D& decode, Activations& x, u32 group, int 
 
 DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, Source x,
                  const Routing& routing, int worker, int lane) {
-    const D decode(table, lane);
-    const u32 zero = u32(p.m) >> 31, parts_empty = parts_full + 8 * kBuffers;
+    D decode(table, lane);
+    if constexpr (Config::bits == 2) {
+        decode.keep_levels();
+    }
+    const u32 zero = opaque(u32(p.m) >> 31), parts_empty = parts_full + 8 * kBuffers;
     Sums sums = {};
     Activations act;
     Cursor<kBuffers> out;
@@ -195,29 +218,43 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             ring.choice.weigh(routing, lane);
         }
         const float factor = kExperts == kExpertColumns ? ring.choice.factor_of(slot) : 1.0f;
-        for (int row = 0; row < p.rows; ++row) {
-            if (mine) {
-                const u32 group_at = ring.wait();
-                Sums fresh = {};
-                Sums& into = kExperts == kExpertColumns ? fresh : sums;
-                const u32 last = row == 0 && !p.ups(segment)
-                                     ? multiply<true>(into, decode, act, group_at, lane)
-                                     : multiply<false>(into, decode, act, group_at, lane);
-                ring.refill(p, last, zero);
-                if constexpr (kExperts == kExpertColumns) {
+        const auto add_group = [&](Sums& sums, auto new_x) {
+            const u32 group_at = ring.wait();
+            Sums fresh = {};
+            Sums& into = kExperts == kExpertColumns ? fresh : sums;
+            const u32 last = multiply<new_x.value>(into, decode, act, group_at, lane);
+            ring.refill(p, last, zero);
+            if constexpr (kExperts == kExpertColumns) {
 #pragma unroll
-                    for (int i = 0; i < kSums; ++i) {
-                        sum_at(sums, i) += sum_at(fresh, i) * factor;
-                    }
+                for (int i = 0; i < kSums; ++i) {
+                    sum_at(sums, i) += sum_at(fresh, i) * factor;
                 }
             }
-            if (!hands_over) {
-                continue;
-            }
-            barrier_wait(parts_empty + 8 * out.slot, out.phase ^ 1);
-            parts.hand_over(out.slot, worker, sums);
-            warp_arrive(parts_full + 8 * out.slot, lane);
+        };
+        const auto hand_over = [&](Sums& sums) {
+            const u32 slot = out.slot();
+            barrier_wait(parts_empty + 8 * slot, out.phase() ^ 1);
+            parts.hand_over(slot, worker, sums);
+            warp_arrive(parts_full + 8 * slot, lane);
             out.next();
+        };
+        int row = 0;
+        if (mine) {
+            if (!p.ups(segment)) {
+                add_group(sums, Index<1>());
+                if (hands_over) {
+                    hand_over(sums);
+                }
+                row = 1;
+            }
+            for (; row < p.rows; ++row) {
+                add_group(sums, Index<0>());
+                hand_over(sums);
+            }
+        } else if (hands_over) {
+            for (; row < p.rows; ++row) {
+                hand_over(sums);
+            }
         }
     }
 }

@@ -8,11 +8,13 @@ using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
 using S = Scales<kUe4m3, Config::bf16>;
 
-constexpr int kGroupTiles = 4;
+constexpr int kGroupTiles = Config::group_tiles, kGroupColumns = 64 * kGroupTiles;
 constexpr int kGroupBytes = kGroupTiles * D::kTileBytes;
 constexpr int kStages = Config::stages;
 constexpr int kColumns = Config::tokens == 16 ? 2 : 1;  // MMA columns / 8
 constexpr bool kOne = Config::tokens == 1;
+// Tiles of a group are taken so many at a time; M = 1 keeps products of 4 and would spill with more.
+constexpr int kStepTiles = kOne ? 4 : kGroupTiles;
 // Columns of B: up to 8 tokens; of fewer, several k-blocks beside each other.
 constexpr int kWide = Config::tokens < 8 ? Config::tokens : 8, kBeside = 8 / kWide;
 constexpr int kSums = kOne ? 2 : 4 * kColumns;  // of a lane and row tile
@@ -31,6 +33,7 @@ enum : int { kDense, kExpertRows, kExpertColumns };
 constexpr int kExperts = Config::experts;
 static_assert(kExperts == kDense || (kOne && !kUe4m3));
 static_assert(!kUe4m3 || kOne || kBeside == 1);
+static_assert(kGroupTiles == 4 || (kGroupTiles == 8 && !kUe4m3));
 // x comes as NVFP4, too.
 constexpr bool kCoded = Config::coded;
 static_assert(!kCoded || (kUe4m3 && !kExperts));
@@ -102,16 +105,15 @@ struct Choice {
     DEVICE float factor_of(int slot) const { return __shfl_sync(~0u, factor, slot); }
 };
 
+// Goes around SIZE slots, a power of two.
 template <int SIZE>
 struct Cursor {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == SIZE) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
+    static_assert((SIZE & (SIZE - 1)) == 0);
+    u32 taken = 0;
+
+    DEVICE u32 slot() const { return taken % SIZE; }
+    DEVICE u32 phase() const { return taken / SIZE % 2; }
+    DEVICE void next() { ++taken; }
 };
 
 // A worker's groups, in the order it needs them, kStages ahead.
@@ -164,7 +166,7 @@ struct Ring {
     DEVICE void fetch(const Problem& p, int slot, u32 shift) {
         if (left > 0) {
             const u64 offset = kExperts == kExpertRows ? row_offset(p, p.first + p.rows - left) : 0;
-            copy(base + slot * kGroupBytes + shift, from + offset, bytes, barriers + 8 * slot, lane);
+            copy<1>({base + slot * kGroupBytes + shift}, {from + offset}, bytes, barriers + 8 * slot, lane);
             from += kExperts == kExpertRows ? 0 : stride;
             if (--left == 0) {
                 next_segment(p);
@@ -173,12 +175,12 @@ struct Ring {
     }
     // Address of the next group, when it is there.
     DEVICE u32 wait() const {
-        barrier_wait(barriers + 8 * at.slot, at.phase);
-        return base + at.slot * kGroupBytes;
+        barrier_wait(barriers + 8 * at.slot(), at.phase());
+        return base + at.slot() * kGroupBytes;
     }
     // The next group into the slot that all lanes have read; see after_loads.
     DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        fetch(p, at.slot, after_loads(last, zero));
+        fetch(p, at.slot(), after_loads(last, zero));
         at.next();
     }
 };
@@ -187,15 +189,15 @@ struct Ring {
 // are needed. `scales` are those of tile q, or, M = 1, scales[0] those of tile t. Returns a word that was
 // loaded last.
 template <int AHEAD, class F>
-DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kGroupTiles], F f) {
+DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kStepTiles], F f) {
     const u32 scales_at = group + D::kScalesAt + S::kBytes * (lane >> 2);
-    u32 w[kGroupTiles][Config::bits];
+    u32 w[kStepTiles][Config::bits];
     if constexpr (kOne) {
         scales[0] = S::load(scales_at + (lane & 3) * D::kTileBytes);
     }
 #pragma unroll
-    for (int i = 0; i < kGroupTiles + AHEAD; ++i) {
-        if (i < kGroupTiles) {
+    for (int i = 0; i < kStepTiles + AHEAD; ++i) {
+        if (i < kStepTiles) {
             if constexpr (!kOne) {
                 scales[i] = S::load(scales_at + i * D::kTileBytes);
             }
@@ -205,5 +207,5 @@ DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kGroupTiles], F f) 
             f(i - AHEAD, w[i - AHEAD]);
         }
     }
-    return w[kGroupTiles - 1][Config::bits - 1];
+    return w[kStepTiles - 1][Config::bits - 1];
 }

@@ -4,7 +4,7 @@
 #include "stream_sums.cuh"
 #include "stream_x.cuh"
 
-// sums += the group of 4 tiles at a shared address; as multiply_group.
+// sums += the group of 4 tiles at a shared address; as multiply_group in stream.cu.
 //
 // M = 1: the columns of B are halves of tiles. A step's MMA meets the x of its half alone, zeros elsewhere,
 // and so adds to the sum of its block alone: even steps in one set of accumulators, odd ones in the other. (A
@@ -15,7 +15,7 @@
 template <bool NEW>
 DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    S::Words scales[kGroupTiles];
+    S::Words scales[kStepTiles];
     Sums odd = {}, even = {};  // M = 1: [half] of tile t's in row g, [2 + half] in row g + 8
     const u32 last = for_tiles<kColumns == 2 ? 0 : 1>(group, lane, scales, [&](int q, const auto& w) {
         static_for<4>([&](auto step) {

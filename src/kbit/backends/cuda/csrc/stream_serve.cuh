@@ -166,10 +166,11 @@ DEVICE void serve(const Problem& p, const Parts& parts, u32 parts_full, Output o
         const bool adds = p.pass(segment) > 0 && (p.rows > 1 || p.gated), ups = p.ups(segment);
         const bool complete = p.last(segment), writes = complete && (ups || !p.gated);
         for (int row = 0; row < p.rows; ++row) {
-            barrier_wait(parts_full + 8 * in.slot, in.phase);
+            const u32 slot = in.slot();
+            barrier_wait(parts_full + 8 * slot, in.phase());
             float sums[kSums] = {}, gates[kSums] = {};
-            add_workers(sums, parts, in.slot);
-            warp_arrive(parts_empty + 8 * in.slot, lane);
+            add_workers(sums, parts, slot);
+            warp_arrive(parts_empty + 8 * slot, lane);
             in.next();
             if (adds) {
                 add_stored<128>(sums, kept_at(row, ups));
