@@ -23,7 +23,7 @@ from kbit.backends.cuda.compiler import CSRC, KernelSpec
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
-TOGETHER = ("stream", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_row_scale", "nvfp4_quantize_few")
+TOGETHER = ("stream", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few")
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
 

@@ -63,17 +63,27 @@ def compare_quantize(
     device: str,
     x: torch.Tensor,
     global_scale: float = 1.0,
-    row_scale: torch.Tensor | None = None,
     modes: tuple[tuple[bool, bool], ...] = tuple(itertools.product((True, False), BOTH)),
 ) -> None:
     for search, ties_even in modes:
-        x_there, rows_there = to(device, x, row_scale)
-        want = reference.quantize(x, search, ties_even, global_scale, row_scale)
-        for few in few_or_many() if row_scale is None else (False,):
-            have = cuda.quantize(x_there, search, ties_even, global_scale, rows_there)
-            context = (x.dtype, tuple(x.shape), search, ties_even, global_scale, row_scale is not None)
-            assert_same("scales", have[1], want[1], *context, few)
-            assert_same("codes", have[0], want[0], *context, few)
+        how = (search, ties_even, global_scale)
+        want = reference.quantize(x, *how)
+        for few in few_or_many():
+            have = cuda.quantize(x.to(device), *how)
+            for name, *pair in zip(("codes", "scales"), have, want, strict=True):
+                assert_same(name, *pair, x.dtype, tuple(x.shape), *how, few)
+    compare_quantize_rows(device, x, *modes[0], global_scale)
+
+
+def compare_quantize_rows(
+    device: str, x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
+) -> None:
+    how = (search, ties_even, global_scale)
+    want = reference.quantize_rows(x, *how)
+    for few in few_or_many():
+        have = cuda.quantize_rows(x.to(device), *how)
+        for name, *pair in zip(("codes", "scales", "row_scale"), have, want, strict=True):
+            assert_same(f"{name} of rows", *pair, x.dtype, tuple(x.shape), *how, few)
 
 
 def few_or_many() -> Iterator[bool]:
@@ -94,9 +104,7 @@ def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]
             compare_quantize(device, x, 0.37)
             x[1, k // 2] = float("nan")
             x[2, -1] = float("-inf")
-            row_scale = torch.rand(m, generator=generator()) + 0.5
-            compare_quantize(device, x, 3.0, row_scale)
-            compare_quantize(device, x, 1.0, row_scale)
+            compare_quantize(device, x, 3.0)
 
 
 def check_thresholds(device: str) -> None:
@@ -122,15 +130,15 @@ def check_scales(device: str) -> None:
     made = generator(1)
     bits = torch.randint(-(2**31), 2**31 - 1, (20, 1600), generator=made).int()
     compare_quantize(device, bits.view(F32))
-    row_scale = 2.0 ** torch.linspace(-126, 116, 20) * (1 + torch.rand(20, generator=made))
-    row_scale[3] *= -1
     for dtype in DTYPES[1:]:
         compare_quantize(device, bits.short().view(dtype))
-        compare_quantize(device, bits.short().view(dtype), 1.0, row_scale)
 
 
 def check_row_scale(device: str, shapes: list[tuple[int, int]]) -> None:
-    """Rows of zeros, of numbers so small or large that their factor is 1, NaN and Inf; any columns."""
+    """Rows of zeros, of numbers so small or large that their factor is 1, NaN and Inf; any columns.
+
+    Largest values from 2^-130 to 2^120 beside such that are a millionth of them, and less.
+    """
     for (m, k), dtype in itertools.product(shapes, DTYPES):
         x = normal(m, k, dtype=dtype, seed=m + k)
         special = (0.0, 1e-37, float("nan"), float("-inf"), torch.finfo(dtype).max)
@@ -138,13 +146,11 @@ def check_row_scale(device: str, shapes: list[tuple[int, int]]) -> None:
             x[row, k * row // m] = value
         x[-1] *= 0
         for global_scale in (1.0, 0.37, 1e-30):
-            have = cuda.row_scale(x.to(device), global_scale)
-            assert_same("row_scale", have, reference.row_scale(x, global_scale), (m, k), dtype, global_scale)
-            want = reference.quantize_rows(x, True, False, global_scale)
-            for few in few_or_many():
-                all_three = cuda.quantize_rows(x.to(device), True, False, global_scale)
-                for name, *pair in zip(("codes", "scales", "row_scale"), all_three, want, strict=True):
-                    assert_same(name, *pair, (m, k), dtype, global_scale, few)
+            compare_quantize_rows(device, x, True, False, global_scale)
+    exponents = torch.linspace(-130, 120, 26)[:, None] - 24 * torch.rand(26, 80, generator=generator()) ** 2
+    x = normal(26, 80) * 2.0**exponents
+    for dtype, ties_even in itertools.product(DTYPES, BOTH):
+        compare_quantize_rows(device, x.to(dtype), False, ties_even, 1.0)
 
 
 def check_dequantize(device: str) -> None:

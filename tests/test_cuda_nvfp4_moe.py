@@ -90,7 +90,7 @@ def test_a_layer_records_in_a_graph() -> None:
 
     def layer() -> torch.Tensor:
         source, _, bounds, inverse = cuda.align(ids, 16)
-        a = cuda.quantize(x, True, False, 1.0, None)
+        a = cuda.quantize(x, True, False, 1.0)
         factors = (gate_up.global_scale, down.global_scale)
         hidden = cuda.moe_gemm(*a, source, bounds, *gate_up.nv(), factors[0], None, "exact", torch.bfloat16)
         b = cuda.silu_mul_quantize(hidden, True, False, 1.0)
@@ -112,7 +112,7 @@ def test_nothing_depends_on_the_rows_beside() -> None:
     """A token's bytes are the same alone and in a batch, under the defined contracts."""
     w = quantize_nvfp4(cases.normal(512, 1024, dtype=torch.bfloat16).to(DEVICE))
     x = cases.normal(130, 1024, dtype=torch.bfloat16).to(DEVICE)
-    codes, scales = cuda.quantize(x, True, False, 1.0, None)
+    codes, scales = cuda.quantize(x, True, False, 1.0)
     for accum in ("exact", "seq16"):
         whole = cuda.gemm(codes, scales, *w.nv(), 1.0, None, accum, torch.bfloat16)
         for row in (0, 77, 129):

@@ -30,27 +30,13 @@ Tensor = torch.Tensor
 class Kernels(Protocol):
     """Functions of `kbit.nvfp4.reference` and `kbit.backends.cuda.nvfp4`."""
 
-    def row_scale(self, x: Tensor, global_scale: float) -> Tensor:
-        """Factors of rows, for `quantize`: (amax / float32(global_scale)) / 2688, two correct roundings.
-
-        1 where that is zero, subnormal, infinite or NaN.
-
-        Args:
-            x: float16, bfloat16 or float32 [M, K].
-            global_scale: rounded to float32 before use.
-
-        Returns:
-            float32 [M].
-        """
-        ...
-
     def quantize(
-        self, x: Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: Tensor | None
+        self, x: Tensor, search: bool, ties_even: bool, global_scale: float
     ) -> tuple[Tensor, Tensor]:
         """Quantize rows.
 
-        What is quantized is v = (float32(x) / float32(global_scale)) / row_scale[m]: two correctly rounded
-        divisions, the second only where row_scale is given. Per 16 elements of v, those beyond K being +0:
+        What is quantized is v = float32(x) / float32(global_scale), correctly rounded. Per 16 elements of v,
+        those beyond K being +0:
           a block with a NaN or infinite v: scale byte 0, codes 0.
           amax = max|v|; c0 = ue4m3(amax / 6), nearest even, at most 0x7E.
           candidates c0, c0 - 1, c0 + 1, c0 - 2, c0 + 2 within 0..0x7E (only c0 without search).
@@ -65,7 +51,6 @@ class Kernels(Protocol):
             search: try the neighbouring scales.
             ties_even: ties of magnitudes to the even code, else toward zero.
             global_scale: rounded to float32 before use.
-            row_scale: float32 [M] or None.
 
         Returns:
             codes [M, K16 / 2], scales [M, K16 / 16].
@@ -75,7 +60,11 @@ class Kernels(Protocol):
     def quantize_rows(
         self, x: Tensor, search: bool, ties_even: bool, global_scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`row_scale`, and `quantize` with that.
+        """Quantize rows, each by a factor of its own.
+
+        row_scale[m] = (amax / float32(global_scale)) / 2688, amax the row's largest magnitude, or 1 where
+        that is zero, subnormal, infinite or NaN. What is quantized as by `quantize` is
+        v = (float32(x) / float32(global_scale)) / row_scale[m]. All divisions are correctly rounded.
 
         Returns:
             codes [M, K16 / 2], scales [M, K16 / 16], row_scale float32 [M].

@@ -62,7 +62,7 @@ def quantize_nvfp4(
     if row_scale:
         codes, scales, row_factor = kernels.quantize_rows(rows, *how)
     else:
-        codes, scales = kernels.quantize(rows, *how, None)
+        codes, scales = kernels.quantize(rows, *how)
     if check:
         _count_non_finite(rows, factor, row_factor, where)
     lead = x.shape[:-1]

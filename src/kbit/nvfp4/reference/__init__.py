@@ -11,7 +11,7 @@ import torch
 from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
 from kbit.nvfp4.reference.gemm import gemm, linear, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
-from kbit.nvfp4.reference.quantize import dequantize, quantize, quantize_rows, repack, row_scale
+from kbit.nvfp4.reference.quantize import dequantize, quantize, quantize_rows, repack
 from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "repack",
     "rmsnorm",
     "rmsnorm_quantize",
-    "row_scale",
     "silu_mul",
     "silu_mul_quantize",
     "tiles",

@@ -64,7 +64,7 @@ def rmsnorm_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """See `Kernels.rmsnorm_quantize`."""
     norm, h = rmsnorm(x, weight, eps, residual)
-    codes, scales = quantize(norm, search, ties_even, global_scale, None)
+    codes, scales = quantize(norm, search, ties_even, global_scale)
     return codes, scales, norm if write_norm else None, h
 
 
@@ -79,4 +79,4 @@ def silu_mul_quantize(
     gate_up: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.silu_mul_quantize`."""
-    return quantize(silu_mul(gate_up), search, ties_even, global_scale, None)
+    return quantize(silu_mul(gate_up), search, ties_even, global_scale)

@@ -31,7 +31,7 @@ def quantize_scatter(
     x: torch.Tensor, slots: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.quantize_scatter`."""
-    codes, scales = quantize(x, search, ties_even, global_scale, None)
+    codes, scales = quantize(x, search, ties_even, global_scale)
     all_codes = codes.new_empty(slots.numel(), codes.shape[1])
     all_scales = scales.new_empty(slots.numel(), scales.shape[1])
     for column in slots.long().unbind(1):

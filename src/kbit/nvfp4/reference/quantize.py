@@ -18,8 +18,7 @@ _CHUNK = 1 << 13
 _DECODED = 1 << 18
 
 
-def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """See `Kernels.row_scale`."""
+def _row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
     largest = torch.tensor(ue4m3.MAX * e2m1.MAX, dtype=torch.float32)
     scale = x.abs().amax(dim=-1).float() / torch.tensor(global_scale, dtype=torch.float32) / largest
     limits = torch.finfo(torch.float32)
@@ -27,35 +26,37 @@ def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
 
 
 def quantize(
-    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.quantize`."""
-    rows, columns = x.shape
-    values = scaled(x, global_scale, row_scale)
-    groups = layouts.round_up(columns) // layouts.SUB_BLOCK
-    blocks = F.pad(values, (0, groups * layouts.SUB_BLOCK - columns)).reshape(-1, layouts.SUB_BLOCK)
-    codes = torch.empty(blocks.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(len(blocks), dtype=torch.uint8, device=x.device)
-    for start in range(0, len(blocks), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        codes[part], scales[part] = _quantize_blocks(blocks[part], search, ties_even)
-    packed = e2m1.pack(codes).view(rows, groups * layouts.SUB_BLOCK // 2)
-    return packed, scales.view(rows, groups)
+    return _quantize(_scaled(x, global_scale), search, ties_even)
 
 
 def quantize_rows(
     x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `Kernels.quantize_rows`."""
-    factors = row_scale(x, global_scale)
-    return *quantize(x, search, ties_even, global_scale, factors), factors
+    factors = _row_scale(x, global_scale)
+    return *_quantize(_scaled(x, global_scale) / factors[:, None], search, ties_even), factors
 
 
-def scaled(x: torch.Tensor, global_scale: float, row_scale: torch.Tensor | None) -> torch.Tensor:
-    """The float32 values that are quantized, [M, K]."""
-    # A tensor, not a number: CUDA divides by a number through its reciprocal.
-    values = x.float() / torch.tensor(global_scale, dtype=torch.float32, device=x.device)
-    return values if row_scale is None else values / row_scale[:, None]
+def _scaled(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    # By a tensor, not a number: CUDA divides by a number through its reciprocal.
+    return x.float() / torch.tensor(global_scale, dtype=torch.float32, device=x.device)
+
+
+def _quantize(values: torch.Tensor, search: bool, ties_even: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [M, K] -> packed codes and scales, as `Kernels.quantize`."""
+    rows, columns = values.shape
+    groups = layouts.round_up(columns) // layouts.SUB_BLOCK
+    blocks = F.pad(values, (0, groups * layouts.SUB_BLOCK - columns)).reshape(-1, layouts.SUB_BLOCK)
+    codes = torch.empty(blocks.shape, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(len(blocks), dtype=torch.uint8, device=values.device)
+    for start in range(0, len(blocks), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        codes[part], scales[part] = _quantize_blocks(blocks[part], search, ties_even)
+    packed = e2m1.pack(codes).view(rows, groups * layouts.SUB_BLOCK // 2)
+    return packed, scales.view(rows, groups)
 
 
 def _quantize_blocks(

@@ -92,6 +92,17 @@ DEVICE bool divide_short(float (&v)[N], float by) {
     return true;
 }
 
+// v[i] /= by, correctly rounded.
+template <int N>
+DEVICE void divide_all(float (&v)[N], float by) {
+    if (by != 1.0f) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            v[i] = __fdiv_rn(v[i], by);
+        }
+    }
+}
+
 // error + the squared error of a magnitude under a scale; one step of their sum, in order.
 template <bool TIES_EVEN>
 DEVICE float add_error(float error, float magnitude, float scale, float inverse) {
@@ -120,6 +131,16 @@ DEVICE u32 code_of(float v, float inverse) {
     return v < 0.0f ? index | 8u : index;
 }
 
+template <int N>
+DEVICE float largest_of(const float (&v)[N]) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        amax = larger(amax, fabsf(v[i]));
+    }
+    return amax;
+}
+
 struct Coded {
     u32 low, high;  // element i in nibble i
     u32 scale;
@@ -127,11 +148,7 @@ struct Coded {
 
 template <bool TIES_EVEN>
 DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSub; ++i) {
-        amax = larger(amax, fabsf(v[i]));
-    }
+    const float amax = largest_of(v);
     if (!(amax < __uint_as_float(0x7f800000u))) {
         return {0, 0, 0};
     }
@@ -196,6 +213,25 @@ DEVICE void load_sub_block(float (&v)[kSub], const u8* row, int first, int colum
     for (int i = 0; i < kSub; ++i) {
         v[i] = D::get(raw, i);
     }
+}
+
+// The largest of a block's threads, in all of them, or NaN. `of_warp`: shared, for as many as there are
+// warps; a barrier must come before it is written again.
+DEVICE float largest_of_block(float amax, float* of_warp) {
+    const auto of_lanes = [](float v) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            v = larger(v, __shfl_xor_sync(kAll, v, step));
+        }
+        return v;
+    };
+    const int lane = int(threadIdx.x) % 32;
+    amax = of_lanes(amax);
+    if (lane == 0) {
+        of_warp[threadIdx.x / 32] = amax;
+    }
+    __syncthreads();
+    return of_lanes(lane < int(blockDim.x) / 32 ? of_warp[lane] : 0.0f);
 }
 
 // A row's factor, from the largest magnitude in it.

@@ -1,7 +1,6 @@
 // codes, scales = NVFP4 of the rows of x; see `quantize` and `quantize_scatter` in kbit/nvfp4/kernels.py.
 //
 //   x          Config::dtype [rows, columns]; 16-byte aligned where `wide`: columns is then a multiple of 16
-//   row_scale  float32 [rows] or null
 //   slots      int32 [rows, copies] or null: row r is stored at each of slots[r, 0 .. copies - 1]
 //   codes      uint8 [rows out, 8 * groups], 8-byte aligned; scales uint8 [rows out, groups]
 //   groups     ceil(columns / 16); rows * groups < 2^31
@@ -14,34 +13,15 @@
 using D = Dense<Config::dtype>;
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-    nvfp4_quantize(const u8* x, const float* row_scale, const int* slots, u8* codes, u8* scales, int rows,
-                   int columns, int groups, int copies, float global_scale, int search, int wide) {
-    follow_previous(x, row_scale, slots);
+    nvfp4_quantize(const u8* x, const int* slots, u8* codes, u8* scales, int rows, int columns, int groups,
+                   int copies, float global_scale, int search, int wide) {
+    follow_previous(x, slots);
     const u32 total = u32(rows) * u32(groups);
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const u32 row = i / u32(groups), group = i - row * u32(groups);
         float v[kSub];
         load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
-        if (global_scale != 1.0f) {
-#pragma unroll
-            for (int j = 0; j < kSub; ++j) {
-                v[j] = __fdiv_rn(v[j], global_scale);
-            }
-        }
-        if (row_scale != nullptr) {
-            const float own = row_scale[row];
-            const bool is_short = D::kBytes == 2 && global_scale == 1.0f;
-            if (!(is_short && divide_short(v, own))) {
-#pragma unroll
-                for (int j = 0; j < kSub; ++j) {
-                    v[j] = __fdiv_rn(v[j], own);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kSub; ++j) {  // elements beyond the row are +0, whatever its scale
-                v[j] = int(group) * kSub + j < columns ? v[j] : 0.0f;
-            }
-        }
+        divide_all(v, global_scale);
         const Coded coded = quantize_sub_block<Config::ties_even>(v, search != 0);
         if (slots == nullptr) {
             store_coded(codes, scales, i, coded);

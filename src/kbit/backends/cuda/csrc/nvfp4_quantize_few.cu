@@ -1,4 +1,4 @@
-// Few rows of x as NVFP4, their factors found in the same launch. The bits are those of nvfp4_row_scale.cu
+// Few rows of x as NVFP4, with factors of their own or without. The bits are those of nvfp4_quantize_rows.cu
 // and nvfp4_quantize.cu, which with many rows are faster: a thread of theirs quantizes 16 elements alone.
 //
 //   x          Config::dtype [rows, columns]; where `wide` all rows start at, and are, multiples of 16 bytes
@@ -116,35 +116,16 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
     if (row_scale != nullptr) {
         float amax =
             wide ? largest_of_pieces(from, columns / D::kPerPiece) : largest_of_elements(from, columns);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-            amax = larger(amax, __shfl_xor_sync(kAll, amax, step));
-        }
-        if (thread % 32 == 0) {
-            of_warp[thread / 32] = amax;
-        }
-        __syncthreads();
-        amax = thread % 32 < threads / 32 ? of_warp[thread % 32] : 0.0f;
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-            amax = larger(amax, __shfl_xor_sync(kAll, amax, step));
-        }
-        own = row_scale_of(amax, global_scale);
+        own = row_scale_of(largest_of_block(amax, of_warp), global_scale);
         if (thread == 0 && blockIdx.x == 0) {
             row_scale[row] = own;
         }
     }
-    if (global_scale != 1.0f) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            mine[i] = __fdiv_rn(mine[i], global_scale);
-        }
-    }
-    const bool is_short = D::kBytes == 2 && global_scale == 1.0f;
-    if (row_scale != nullptr && !(is_short && divide_short(mine, own))) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            mine[i] = __fdiv_rn(mine[i], own);
+    for (int i = 0; i < 2; ++i) {
+        if (2 * pair + i < columns) {  // others are +0, whatever the row's factor
+            mine[i] = global_scale == 1.0f ? mine[i] : __fdiv_rn(mine[i], global_scale);
+            mine[i] = row_scale == nullptr ? mine[i] : __fdiv_rn(mine[i], own);
         }
     }
     const float magnitudes[2] = {fabsf(mine[0]), fabsf(mine[1])};

@@ -14,7 +14,6 @@ from kbit.backends.cuda.nvfp4.rows import (
     quantize_rows,
     quantize_scatter,
     repack,
-    row_scale,
 )
 from kbit.backends.cuda.nvfp4.tiled import gemm_tiled, linear, linear_tiled
 
@@ -34,7 +33,6 @@ __all__ = [
     "repack",
     "rmsnorm",
     "rmsnorm_quantize",
-    "row_scale",
     "silu_mul",
     "silu_mul_quantize",
     "tiles",

@@ -12,7 +12,7 @@ SUB_BLOCK = nvfp4_layout.BLOCK
 THREADS = 256  # of a block, at most
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
 _PER_SM = 32
-_WARP = 32
+WARP = 32
 _MAX_ITEMS = 2**31 - 1  # numbers of work items are 32 bits in the kernels
 
 
@@ -40,8 +40,9 @@ def run_items(
     items: int,
     args: tuple[int | float, ...],
     per_block: int = THREADS,
+    threads: int = THREADS,
 ) -> None:
-    """Launch a kernel whose blocks deal `items` among them, `per_block` at a time.
+    """Launch a kernel whose blocks, of `threads`, deal `items` among them, `per_block` at a time.
 
     If that is THREADS, an item is a thread's, and few of them are dealt to all multiprocessors, in smaller
     blocks. The kernel starts while the one in front still runs, and must wait before it reads what that may
@@ -57,9 +58,8 @@ def run_items(
     if items == 0:
         return
     multiprocessors = driver.device_limits(device.index).multiprocessors
-    threads = THREADS
     if per_block == THREADS:
-        threads = per_block = min(THREADS, -(-items // (multiprocessors * _WARP)) * _WARP)
+        threads = per_block = min(THREADS, -(-items // (multiprocessors * WARP)) * WARP)
     most = multiprocessors * _PER_SM * (THREADS // threads)
     kernel = launcher.load(spec, device.index, format)
     grid = (min(-(-items // per_block), most), 1, 1)

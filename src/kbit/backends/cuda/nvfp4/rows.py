@@ -1,4 +1,4 @@
-"""Kernels over rows: factors, quantize, scatter, dequantize, repack, gather. Bits: `kbit.nvfp4.kernels`."""
+"""Kernels over rows: quantize, scatter, dequantize, repack, gather. Bits: `kbit.nvfp4.kernels`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, empty_coded, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import (
+    SUB_BLOCK,
+    THREADS,
+    WARP,
+    address,
+    empty_coded,
+    groups_of,
+    run_items,
+)
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
-# Sub-blocks up to which nvfp4_quantize_few.cu is faster: than nvfp4_quantize.cu, and than that behind
-# nvfp4_row_scale.cu. Then the lanes that share one there.
+# Sub-blocks up to which nvfp4_quantize_few.cu is faster: than nvfp4_quantize.cu, and nvfp4_quantize_rows.cu.
+# Then the lanes that share one there.
 _FEW, _FEW_WITH_FACTORS = 1024, 32768
 _FEW_LANES = SUB_BLOCK // 2
 _FEW_THREADS = (128, 256, 512)  # of a block
@@ -36,9 +44,9 @@ def quantize_few_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
 
 
 @functools.cache
-def row_scale_spec(dtype: torch.dtype) -> KernelSpec:
-    """The kernel that finds the factors of rows of a dtype."""
-    return KernelSpec.make("nvfp4_row_scale.cu", dtype=DTYPES[dtype])
+def quantize_rows_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
+    """The kernel that quantizes rows of a dtype with factors of their own."""
+    return KernelSpec.make("nvfp4_quantize_rows.cu", dtype=DTYPES[dtype], ties_even=ties_even)
 
 
 @functools.cache
@@ -59,35 +67,26 @@ GATHER = KernelSpec("nvfp4_gather.cu")
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     kinds = [(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
-    quantizers = [spec(*kind) for spec in (quantize_spec, quantize_few_spec) for kind in kinds]
-    by_dtype = [spec(dtype) for spec in (row_scale_spec, dequantize_spec) for dtype in DTYPES]
-    return [*quantizers, *by_dtype, *(repack_spec(layout) for layout in _SUB_BLOCKS), GATHER]
-
-
-def row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """See `kbit.nvfp4.kernels.Kernels.row_scale`.
-
-    Raises:
-        ValueError: x has 2^31 rows or more.
-    """
-    rows, columns = x.shape
-    scale = x.new_empty(rows, dtype=torch.float32)
-    args = (x.data_ptr(), scale.data_ptr(), rows, columns, global_scale, int(_is_wide(x)))
-    run_items(row_scale_spec(x.dtype), "QQiifi", x.device, rows, args, per_block=1)
-    return scale
+    quantizers = (quantize_spec, quantize_rows_spec, quantize_few_spec)
+    return [
+        *(spec(*kind) for spec in quantizers for kind in kinds),
+        *(dequantize_spec(dtype) for dtype in DTYPES),
+        *(repack_spec(layout) for layout in _SUB_BLOCKS),
+        GATHER,
+    ]
 
 
 def quantize(
-    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
+    x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kbit.nvfp4.kernels.Kernels.quantize`.
 
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    if row_scale is None and _are_few(x, _FEW):
+    if _are_few(x, _FEW):
         return _quantize_few(x, search, ties_even, global_scale, None)
-    return _quantize(x, None, search, ties_even, global_scale, row_scale)
+    return _quantize(x, None, search, ties_even, global_scale)
 
 
 def quantize_rows(
@@ -98,11 +97,18 @@ def quantize_rows(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
+    rows, columns = x.shape
+    row_scale = x.new_empty(rows, dtype=torch.float32)
     if _are_few(x, _FEW_WITH_FACTORS):
-        scale = x.new_empty(x.shape[0], dtype=torch.float32)
-        return *_quantize_few(x, search, ties_even, global_scale, scale), scale
-    scale = row_scale(x, global_scale)
-    return *_quantize(x, None, search, ties_even, global_scale, scale), scale
+        return *_quantize_few(x, search, ties_even, global_scale, row_scale), row_scale
+    codes, scales = empty_coded(x, rows, columns)
+    groups = scales.shape[1]
+    tensors = tuple(address(t) for t in (x, row_scale, codes, scales))
+    args = (*tensors, rows, columns, groups, global_scale, int(search), int(_is_wide(x)))
+    # Threads that all have as much to do, in as few passes over a row as THREADS need.
+    threads = -(-groups // (-(-groups // THREADS) * WARP)) * WARP
+    run_items(quantize_rows_spec(x.dtype, ties_even), "QQQQiiifii", x.device, rows, args, 1, threads)
+    return codes, scales, row_scale
 
 
 def quantize_scatter(
@@ -113,7 +119,7 @@ def quantize_scatter(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    return _quantize(x, slots, search, ties_even, global_scale, None)
+    return _quantize(x, slots, search, ties_even, global_scale)
 
 
 def _quantize_few(
@@ -154,17 +160,16 @@ def _quantize(
     search: bool,
     ties_even: bool,
     global_scale: float,
-    row_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
     codes, scales = empty_coded(x, out_rows, columns)
     groups = scales.shape[1]
-    args = tuple(address(t) for t in (x, row_scale, slots, codes, scales))
+    args = tuple(address(t) for t in (x, slots, codes, scales))
     args += (rows, columns, groups, copies)
     numbers = (global_scale, int(search), int(_is_wide(x)))
     spec = quantize_spec(x.dtype, ties_even)
-    run_items(spec, "QQQQQiiiifii", x.device, rows * groups, (*args, *numbers))
+    run_items(spec, "QQQQiiiifii", x.device, rows * groups, (*args, *numbers))
     return codes, scales
 
 
