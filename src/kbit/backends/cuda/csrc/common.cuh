@@ -274,10 +274,13 @@ DEVICE void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 b
 // not ordered behind loads that are still queued (a __syncwarp alone was a race), so the address depends on
 // `last`, a word that each lane loaded last. `zero`: a zero that the compiler does not know.
 DEVICE u32 after_loads(u32 last, u32 zero) {
-#if __CUDA_ARCH__ >= 900
-    return __reduce_or_sync(~0u, last & zero);  // in a uniform register, which the copy engine takes
-#else
+#if __CUDA_ARCH__ < 900 || defined(KBIT_ALL_LANES_ARRIVE)
     __syncwarp();
+#endif
+#if __CUDA_ARCH__ >= 900
+    // Waits for all lanes (racecheck does not know); in a uniform register, which the copy engine takes.
+    return __reduce_or_sync(~0u, last & zero);
+#else
     return last & zero;
 #endif
 }
