@@ -276,7 +276,7 @@ def test_another_device_than_the_current_one():
 @pytest.mark.parametrize(
     ("m", "n", "k", "blocks"),
     [
-        (1, 2024, 2309, 2),
+        (1, 1400, 2309, 2),
         (2, 40, 8224, 2),
         (3, 4104, 8224, 2),
         (4, 4104, 14400, 2),
@@ -291,17 +291,43 @@ def test_clusters_that_split_columns(m, n, k, blocks):
         rows = 2 * (n // 16 * 16) if gated else n
         if limits.arch == "90a":
             assert stream.plan(m, WeightShape(rows, k, bits, gated, limits)).cluster == blocks
-        q = weight(rows, k, bits)
-        x = torch.randn(m, k, device=DEVICE).to(dtype) / k**0.5
-        y = kbit.linear(x, q, activation="silu_and_mul" if gated else None)
-        exact, bound = product_and_bound(x, q)
-        if gated:
-            assert_within(y, *gated_and_bound(exact, bound, dtype), bits, dtype)
-            continue
-        assert_within(y, exact, bound, bits, dtype)
-        chosen = torch.randint(k, (m,), device=DEVICE)
-        y = kbit.linear(F.one_hot(chosen, k).to(dtype), q)
-        assert torch.equal(y, kbit.dequantize(q, dtype).T[chosen]), (bits, dtype)
+        check_stream(m, rows, k, bits, dtype, gated)
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "n", "k"),
+    [
+        (2, 1, 2024, 2309),
+        (2, 4, 4500, 4128),
+        (3, 1, 8600, 5309),
+        (3, 2, 4500, 2309),
+        (4, 1, 40, 8224),
+        (4, 2, 8600, 2309),
+        (5, 1, 4500, 4128),
+    ],
+)
+def test_groups_of_512_columns(bits, m, n, k):
+    limits = driver.device_limits(torch.cuda.current_device())
+    for dtype, gated in itertools.product(HALF, (False, True)):
+        rows = 2 * (n // 16 * 16) if gated else n
+        if limits.arch == "90a" and limits.multiprocessors == 132:
+            assert stream.plan(m, WeightShape(rows, k, bits, gated, limits)).config.wide
+        check_stream(m, rows, k, bits, dtype, gated)
+
+
+def check_stream(m, rows, k, bits, dtype, gated):
+    """Within bounds, and exact with one-hot activations."""
+    q = weight(rows, k, bits)
+    x = torch.randn(m, k, device=DEVICE).to(dtype) / k**0.5
+    y = kbit.linear(x, q, activation="silu_and_mul" if gated else None)
+    exact, bound = product_and_bound(x, q)
+    if gated:
+        assert_within(y, *gated_and_bound(exact, bound, dtype), bits, dtype)
+        return
+    assert_within(y, exact, bound, bits, dtype)
+    chosen = torch.randint(k, (m,), device=DEVICE)
+    y = kbit.linear(F.one_hot(chosen, k).to(dtype), q)
+    assert torch.equal(y, kbit.dequantize(q, dtype).T[chosen]), (bits, dtype)
 
 
 # -- order of execution --------------------------------------------------------------------------------------

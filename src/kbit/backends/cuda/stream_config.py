@@ -27,7 +27,7 @@ class Config:
 
     Attributes:
         workers: most warps that split K, which bounds their registers; a launch may have fewer.
-        stages: groups of four tiles that a worker has in flight.
+        stages: groups of tiles that a worker has in flight.
         table_bytes: size of the look-up table, see decode.cuh.
         split: whether blocks of a cluster split K.
         wide: whether a worker takes 8 column tiles at a time, instead of 4.
@@ -110,16 +110,16 @@ def configs(
     if tokens > 8:
         return [Config(8, 2), Config(16, 2)]
     # On others one stage spills, and so do 21 warps of 80 registers each.
-    split = [Config(16, 2, split=True)] if dense else []
+    more = [Config(16, 2, split=True)] if dense else []
     if dense and tokens <= 4:
-        split.append(Config(16, 2, wide=True))
+        more.append(Config(16, 2, wide=True))
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
             return [Config(16, 2)] if tokens <= 4 else [Config(12, 2), Config(16, 2)]
-        return [Config(16, 1), Config(16, 2), Config(20, 1) if tokens <= 4 else Config(12, 2), *split]
+        return [Config(16, 1), Config(16, 2), Config(20, 1) if tokens <= 4 else Config(12, 2), *more]
     if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
         return [Config(16, 1)]
-    return [Config(16, 2), Config(20, 1), *split] if measured and not experts else [Config(16, 2)]
+    return [Config(16, 2), Config(20, 1), *more] if measured and not experts else [Config(16, 2)]
 
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
