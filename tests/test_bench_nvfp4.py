@@ -32,8 +32,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quantize_and_gemm_rows() -> None:
     rows = list(nvfp4.quantize_rows([3], 7, call_each))
-    assert [row.arm for row in rows] == ["search", "plain"]
-    assert rows[0].nbytes == 3 * 2048 * (2 * 16 + 9) // 16
+    assert [row.arm for row in rows] == ["search", "plain", "search, row scales", "plain, row scales"]
+    assert rows[0].nbytes == rows[2].nbytes - 3 * 4 == 3 * 2048 * (2 * 16 + 9) // 16
     rows = list(nvfp4.gemm_rows(LayerShape("tiny", "none", 128, 48, 1, "test"), [2], 7, call_each))
     assert [row.arm for row in rows][:5] == [nvfp4.CUBLAS, nvfp4.DEQUANTIZE, *nvfp4.ACCUMULATIONS]
     items = json.loads(json.dumps(nvfp4.as_json(rows)))

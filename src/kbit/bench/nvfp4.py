@@ -6,6 +6,7 @@ The layer of experts, with the four ways to quantize for it, is in `kbit.bench.n
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,16 +89,20 @@ def rows_of(
 def quantize_rows(
     counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
 ) -> Iterator[NVFP4Row]:
-    """The activation quantizer, bfloat16 to nv, with and without searching scales."""
+    """The activation quantizer, bfloat16 to nv, with and without searching scales and factors of rows."""
     columns = QUANTIZE_COLUMNS
     for count in counts:
         x = torch.randn(count, columns, device=DEVICE).bfloat16()
         copies = [x.clone() for _ in range(gpu_timing.cold_copies(x.nbytes))]
         nbytes = x.nbytes + count * columns * 9 // 16
         arms = {}
-        for name, search in (("search", True), ("plain", False)):
-            calls = [functools.partial(quantize_nvfp4, each, search=search) for each in copies]
-            arms[name] = Measured(Arm(calls), nbytes, count)
+        for row_scale, (name, search) in itertools.product(
+            (False, True), (("search", True), ("plain", False))
+        ):
+            quantize = functools.partial(quantize_nvfp4, search=search, row_scale=row_scale)
+            arm = Arm([functools.partial(quantize, each) for each in copies])
+            of_factors = 4 * count if row_scale else 0
+            arms[f"{name}, row scales" if row_scale else name] = Measured(arm, nbytes + of_factors, count)
         yield from rows_of("quantize", f"{columns} columns", count, arms, repeats, timer)
 
 
