@@ -167,7 +167,7 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[
             while (job := ready(waiting, running, len(free))) is not None:
                 mine, free = free[: job.gpus], free[job.gpus :]
                 # Jobs that each take all cores spin in wait for one another.
-                threads = max(1, (os.cpu_count() or 1) * job.gpus // len(gpus))
+                threads = max(1, (os.cpu_count() or 1) * job.gpus // max(1, len(gpus)))
                 environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
                 with (logs / f"{job.name}.log").open("wb") as log:
@@ -202,6 +202,11 @@ def chosen(names: Sequence[str], most_gpus: int) -> list[Job]:
     return [job for job in JOBS if (not names or job.name in names) and job.gpus <= most_gpus]
 
 
+def gpu_name(full: str) -> str:
+    """Such as "h200", in names of files."""
+    return full.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
 def main() -> int:
     """Exit code 1 if a job failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -217,14 +222,14 @@ def main() -> int:
     import torch
 
     count = torch.cuda.device_count()
-    if not count:
-        parser.error("there is no GPU that torch can use")
-    gpus = given.gpus.split(",") if given.gpus else [str(index) for index in range(count)]
-    name = given.name or torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    gpus = (given.gpus or ",".join(map(str, range(count)))).split(",") if count else []
     try:
         jobs = chosen(given.only, len(gpus))
     except ValueError as error:
         parser.error(str(error))
+    if not count and (not given.only or len(jobs) < len(set(given.only))):
+        parser.error("there is no GPU that torch can use")
+    name = given.name or (gpu_name(torch.cuda.get_device_name()) if count else "none")
     SHIPPED_TABLES.mkdir(exist_ok=True)
     done = run(jobs, gpus, name, LOGS)
     return int(any(code for code, _ in done.values()))

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kbit.format.safetensors_header import TensorInfo, parse_json, read_header
+from kbit.format.safetensors_header import TensorInfo, read_header
+from kbit.format.strict_json import parse_json
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"

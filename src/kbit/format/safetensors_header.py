@@ -6,13 +6,14 @@ maps each tensor's name to its dtype, shape and byte range in the buffer. Nothin
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kbit.format.strict_json import parse_json
 
 # The cap of the safetensors library. A larger length is a mistake or an attack.
 MAX_HEADER_BYTES = 100_000_000
@@ -117,33 +118,6 @@ def _header_length(path: Path, size: int, start: bytes) -> int:
             f"headers end at {MAX_HEADER_BYTES}. The file is truncated or not safetensors; fetch it again."
         )
     return length
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return names
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_json(raw: bytes) -> Any:
-    """Parse JSON strictly: UTF-8, no repeated keys, no NaN, no half of a surrogate pair.
-
-    Raises:
-        ValueError: it is not that.
-    """
-    try:
-        text = raw.decode("utf-8")
-        content = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(content, ensure_ascii=False).encode("utf-8")  # raises where half of a pair is escaped
-        return content
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:

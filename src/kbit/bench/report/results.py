@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kbit.format.safetensors_header import parse_json
+from kbit.format.strict_json import parse_json
 
 # What a file is, and the keys that tell it; the first that fits.
 KINDS: Mapping[str, Iterable[str]] = {
