@@ -108,14 +108,14 @@ def configs(
         wide = [Config(8, 2, table_bytes, wide=True)] if dense and tokens == 1 else []
         return [*narrow, *wide, Config(16, 1, table_bytes)]
     if tokens > 8:
-        return [Config(8, 2), Config(16, 2)]
-    # On others one stage spills, and so do 21 warps of 80 registers each.
+        return [Config(8, 2), Config(16 if measured else 12, 2)]
+    # On others one stage spills, and so do 16 workers of many tokens, and 21 warps of 80 registers each.
     more = [Config(16, 2, split=True)] if dense else []
     if dense and tokens <= 4:
         more.append(Config(16, 2, wide=True))
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
-            return [Config(16, 2)] if tokens <= 4 else [Config(12, 2), Config(16, 2)]
+            return [Config(16 if tokens <= 4 else 12, 2)]
         return [Config(16, 1), Config(16, 2), Config(20, 1) if tokens <= 4 else Config(12, 2), *more]
     if experts == EXPERT_COLUMNS:  # of few row tiles, as the rows of a small layer
         return [Config(16, 1)]
