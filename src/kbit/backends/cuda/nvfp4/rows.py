@@ -95,7 +95,7 @@ def quantize_rows(
     """See `kbit.nvfp4.kernels.Kernels.quantize_rows`.
 
     Raises:
-        ValueError: x has 2^31 blocks of 16 or more.
+        ValueError: x has 2^31 rows or more.
     """
     rows, columns = x.shape
     row_scale = x.new_empty(rows, dtype=torch.float32)
