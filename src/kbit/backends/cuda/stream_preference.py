@@ -50,7 +50,8 @@ def _by_shape(m: int, groups: int, share: float, bits: int) -> Wanted:
     row tiles: weights that are fetched early come before the activations, which are waited for.
     """
     if m == 1:
-        if groups <= 16 and (1 if groups > 8 else 2) < share <= (2 if groups > 8 else 4) and bits > 2:
+        least = 2 if groups <= 8 else 1
+        if groups <= 16 and least < share <= 2 * least and bits > 2:
             return Wanted(8, 1, blocks=2, compiled_for=20)
         if groups <= 8:
             return Wanted(8, 2)
