@@ -70,12 +70,19 @@ def run_cases(bits: int) -> None:
     torch.cuda.synchronize()
 
 
-def sort_many() -> None:
-    """Enough ids that sorting them takes several launches."""
+def route_and_sort() -> None:
+    """Experts chosen from logits, and enough ids that sorting them takes several launches."""
     import torch
 
     import kbit  # noqa: F401
 
+    sizes = ((24, torch.float32), (128, torch.float16), (300, torch.bfloat16), (1000, torch.bfloat16))
+    for experts, dtype in sizes:
+        logits, bias = torch.randn(5, experts, device="cuda").to(dtype), torch.randn(experts, device="cuda")
+        for how in (("softmax", True), ("sigmoid", True, bias, 1.5)):
+            ids, weights = torch.ops.kbit.moe_route(logits, 10, *how)
+            assert int(ids.max()) < experts
+            assert torch.isfinite(weights).all()
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)
@@ -206,7 +213,7 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
 
 
 PARTS = {f"{bits} bits": partial(run_cases, bits) for bits in (2, 3, 4, 5)} | {
-    "sort": sort_many,
+    "sort": route_and_sort,
     "nvfp4": run_nvfp4,
 }
 

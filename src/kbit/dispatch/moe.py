@@ -15,6 +15,17 @@ def _module(op, device):
     return backend_for(op, device, torch.uint8).module if device.type == "cuda" else reference
 
 
+@implement("moe_route")
+def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0):
+    moe_checks.moe_route(logits, top_k, scoring, bias)
+    choices = moe_schemas.empty_choices(logits, top_k)
+    if choices[0].numel():
+        run = _module("moe_route", logits.device).moe_route
+        bias = None if bias is None else bias.contiguous()
+        run(logits.contiguous(), scoring, normalize, bias, factor, *choices)
+    return choices
+
+
 @implement("moe_align")
 def _moe_align(ids, num_experts):
     moe_checks.moe_align(ids, num_experts)

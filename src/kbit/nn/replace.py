@@ -16,6 +16,7 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.router import fuse_routers
 from kbit.nn.second_call import other_bits, refuse_other_format
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 
@@ -64,7 +65,8 @@ def quantize_model(
     """Replace linear layers, embeddings and fused experts by quantized ones, in place.
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
-    Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay.
+    Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay. Routers
+    beside experts stay 16-bit, and on a GPU choose with one kernel (`kbit.nn.router`).
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
@@ -113,6 +115,7 @@ def quantize_model(
         _replace_group(model, members, bits, policy, fused)
         if progress is not None:
             progress(done, len(groups), members[0])
+    fuse_routers(model)
     _warn_about_leftovers(model, policy, names)
     if not has_quantized(model):
         warnings.warn(NOTHING_QUANTIZED, stacklevel=2)

@@ -41,7 +41,7 @@ def unsupported(module: nn.Module) -> str | None:
     Subclasses of nn.Linear and nn.Embedding may compute something else, so only the classes themselves are
     replaced; and so may a module with a forward of its own, unless it is accelerate's.
     """
-    if _has_own_forward(module):
+    if has_own_forward(module):
         return "its forward is not that of its class"
     if isinstance(module, nn.Linear | nn.Embedding) and type(module) in (nn.Linear, nn.Embedding):
         if "weight" not in module._parameters:
@@ -74,7 +74,7 @@ def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
             raise ValueError(f"{module}: its tensors would get {each}. Change overrides to treat them alike.")
 
 
-def _has_own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     """Whether a module computes something else than its class does, which one of another class would not."""
     own = vars(module).get("forward")
     # accelerate wraps the class's, and leaves that there where it takes its hook away.

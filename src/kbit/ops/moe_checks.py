@@ -9,6 +9,34 @@ from kbit.ops import checks, type_checks
 
 # Slots are int32, and so are the sums that lead to them.
 MAX_CHOICES = 2**30
+SCORINGS = ("softmax", "sigmoid")
+
+
+def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None) -> None:
+    """Check the arguments of `kbit::moe_route`.
+
+    Raises:
+        TypeError: logits are not float, or bias is not float32.
+        ValueError: another scoring, a number of choices that the experts do not have, or shapes or devices
+            that do not belong together.
+    """
+    checks.float_dtype("moe_route", "logits", logits.dtype)
+    if scoring not in SCORINGS:
+        raise ValueError(f"moe_route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}.")
+    if logits.dim() != 2:
+        raise ValueError(f"moe_route: logits must be [T, E], got {tuple(logits.shape)}. Flatten tokens.")
+    experts = logits.shape[1]
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"moe_route: top_k must be in 1..{experts}, the number of experts, got {top_k}.")
+    if bias is None:
+        return
+    if bias.dtype != torch.float32:
+        raise TypeError(f"moe_route: bias must be float32, got {bias.dtype}. Use bias.float().")
+    if bias.shape != (experts,) or bias.device != logits.device:
+        raise ValueError(
+            f"moe_route: bias must be [{experts}] on {logits.device}, got {tuple(bias.shape)} on "
+            f"{bias.device}."
+        )
 
 
 def moe_align(ids: torch.Tensor, num_experts: int, where: str = "") -> None:

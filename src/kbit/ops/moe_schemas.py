@@ -1,10 +1,15 @@
-"""The ops around a mixture of experts: rows sorted by expert, and results summed per token again.
+"""The ops around a mixture of experts: which a token takes, rows sorted by expert, and results summed again.
 
+    ids, weights = torch.ops.kbit.moe_route(logits, top_k, "softmax", True)
     source, bounds, inverse = torch.ops.kbit.moe_align(ids, num_experts)
     rows = x[source]                                  # [T * U, K], rows bounds[e] to bounds[e + 1] are e's
     ...                                               # grouped products with bounds as offsets
     y = torch.ops.kbit.moe_combine(rows, inverse, weights, bounds)
 
+* moe_route(logits [T, E], top_k, scoring, normalize, bias?, factor): ids int64 [T, top_k] of the experts with
+  the largest scores, softmax or sigmoid of the logits in float32, by falling score and of equal ones the
+  smallest id first, NaN being the largest; weights of the logits' dtype, those scores, divided by their sum
+  if `normalize`, times factor, rounded once. A bias float32 [E] is added to scores for the choice alone.
 * moe_align(ids int [T, U], num_experts): source int32 [T * U], the token of each sorted slot; bounds int32
   [num_experts + 1]; inverse int32 [T, U], the slot of each choice. The order is stable: within an expert,
   choices stay in the order of ids. Ids outside 0..num_experts - 1, experts of other devices, come last, in
@@ -23,6 +28,11 @@ from kbit.ops import moe_checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
+    "moe_route(Tensor logits, SymInt top_k, str scoring, bool normalize, Tensor? bias=None, "
+    "float factor=1.0) -> (Tensor ids, Tensor weights)",
+    tags=TAGS,
+)
+LIBRARY.define(
     "moe_align(Tensor ids, SymInt num_experts) -> (Tensor source, Tensor bounds, Tensor inverse)", tags=TAGS
 )
 LIBRARY.define(
@@ -30,11 +40,23 @@ LIBRARY.define(
 )
 
 
+def empty_choices(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `kbit::moe_route` returns, unfilled."""
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+
+
 def empty_routing(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kbit::moe_align` returns, unfilled."""
     source = ids.new_empty((ids.shape[0] * ids.shape[1],), dtype=torch.int32)
     bounds = ids.new_empty((num_experts + 1,), dtype=torch.int32)
     return source, bounds, ids.new_empty(ids.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("kbit::moe_route", lib=LIBRARY)
+def moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0):  # noqa: D103
+    moe_checks.moe_route(logits, top_k, scoring, bias)
+    return empty_choices(logits, top_k)
 
 
 @torch.library.register_fake("kbit::moe_align", lib=LIBRARY)

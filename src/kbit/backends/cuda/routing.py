@@ -1,4 +1,4 @@
-"""The kernels around grouped products, csrc/moe_align.cu and csrc/moe_combine.cu, and their launches.
+"""The kernels around grouped products, csrc/moe_{route,align,combine}.cu, and their launches.
 
 Tensors are contiguous, on one CUDA device, and checked by the op layer. Work goes to the current stream of
 that device and nothing waits; sizes follow from the inputs' shapes, so CUDA graphs record it.
@@ -16,7 +16,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.reference import moe as reference
 
-_ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
+_ROUTE_FORMAT, _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQiiiiif", "QQQQQiiiiii", "QQQQQiiii"
 _WARP, _MAX_THREADS = 32, 1024
 # Up to so many ids one block sorts them all, in one launch.
 MAX_ALONE = 4096
@@ -26,7 +26,16 @@ _TABLE_WORDS = 48 * 1024 // 4 - 32  # what a block has without asking for more, 
 MAX_EXPERTS = _TABLE_WORDS - 1
 _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
+# moe_route.cu: experts that a lane takes, choices of a token and tokens of a block.
+_PER_LANE = (1, 4, 16, 32)
+_MAX_ROUTED, _MOST_CHOICES, _ROUTE_TOKENS = _WARP * _PER_LANE[-1], _WARP, 4
 _MAX_GRID_Y = 65535
+
+
+@functools.cache
+def route_spec(dtype: torch.dtype, per_lane: int) -> KernelSpec:
+    """The kernel that chooses among 32 * per_lane experts, by logits of a dtype."""
+    return KernelSpec.make("moe_route.cu", dtype=DTYPES[dtype], per_lane=per_lane)
 
 
 @functools.cache
@@ -44,7 +53,39 @@ def combine_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
-    return [align_spec(torch.int32), align_spec(torch.int64), *combine]
+    route = [route_spec(dtype, per_lane) for dtype in DTYPES for per_lane in _PER_LANE]
+    return [*route, align_spec(torch.int32), align_spec(torch.int64), *combine]
+
+
+def moe_route(
+    logits: torch.Tensor,
+    scoring: str,
+    normalize: bool,
+    bias: torch.Tensor | None,
+    factor: float,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    """Choose every token's experts; see `kbit.ops.moe_schemas`.
+
+    Args:
+        logits: [T, E], float32, float16 or bfloat16.
+        scoring, normalize, factor: the op's.
+        bias: None, or float32 [E].
+        ids: int64 [T, U], written; not empty.
+        weights: [T, U] of the logits' dtype, written.
+    """
+    (tokens, experts), index = logits.shape, logits.device.index
+    if experts > _MAX_ROUTED or ids.shape[1] > _MOST_CHOICES:
+        reference.moe_route(logits, scoring, normalize, bias, factor, ids, weights)
+        return
+    per_lane = next(each for each in _PER_LANE if experts <= _WARP * each)
+    kernel = launcher.load(route_spec(logits.dtype, per_lane), index, _ROUTE_FORMAT)
+    pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+    sizes = (tokens, experts, ids.shape[1], int(scoring == "sigmoid"), int(normalize))
+    per_block = min(tokens, _ROUTE_TOKENS)
+    grid = (-(-tokens // per_block), 1, 1)
+    launcher.launch_on(index, kernel, grid, per_block * _WARP, (*pointers, *sizes, factor), pdl=True)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,29 @@ from __future__ import annotations
 import torch
 
 
+def moe_route(
+    logits: torch.Tensor,
+    scoring: str,
+    normalize: bool,
+    bias: torch.Tensor | None,
+    factor: float,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    """`kbit::moe_route` into ids [T, U] and weights [T, U]."""
+    logits = logits.float()
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    order = torch.sort(
+        scores if bias is None else scores + bias, dim=-1, descending=True, stable=True
+    ).indices
+    ids.copy_(order[:, : ids.shape[1]])
+    chosen = scores.gather(1, ids)
+    if normalize:
+        # Sigmoids may all be 0.
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0.0))
+    weights.copy_(chosen * factor)
+
+
 def moe_align(ids: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor, inverse: torch.Tensor) -> None:
     """`kbit::moe_align` into source [T * U], bounds [E + 1] and inverse [T, U], all int32."""
     experts, choices = bounds.shape[0] - 1, ids.shape[1]

@@ -1,0 +1,199 @@
+"""Routers beside quantized experts: on a GPU one kernel chooses a token's experts (`kbit::moe_route`).
+
+transformers' routers are a product and then 4 to 20 small kernels of PyTorch, which in decoding take longer
+than the experts. A router stays what it is: its class becomes the base of one that differs in `forward`
+alone, so that whatever looks for the module, its class, its weight or its hooks still finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kbit.nn.experts import KbitExperts
+from kbit.nn.support import has_own_forward
+from kbit.ops import forms
+
+_PROBE_TOKENS = 64
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(index: int) -> bool:
+    return forms.tiles_pay("grouped_linear", torch.device("cuda", index), torch.uint8)
+
+
+class FusedRouter(nn.Module):
+    """What a router's class is mixed with. Subclasses say which router it is: `_route`."""
+
+    own: type[nn.Module]
+    weight: nn.Parameter
+    top_k: int
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """(logits [T, E], weights [T, top_k], ids int64 [T, top_k]), as the router's own class gives them.
+
+        By its own forward on a CPU, without kernels, and where gradients are wanted.
+        """
+        if self._takes(hidden_states):
+            return self._route(hidden_states)
+        return super().forward(hidden_states)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+            return False
+        plain = type(self.weight) is nn.Parameter  # and no DTensor, nor what a parametrization computes
+        return plain and x.is_cuda and _has_kernels(x.device.index)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _again, (self.own, *type(self).__bases__[:1]), self.__dict__
+
+
+class _Softmax(FusedRouter):
+    """The largest of a softmax, divided by their sum if the router says so."""
+
+    norm_topk_prob: bool
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        ids, weights = torch.ops.kbit.moe_route(logits, self.top_k, "softmax", self.norm_topk_prob)
+        return logits, weights, ids
+
+
+class _Float32Softmax(FusedRouter):
+    """The same, always divided, with weights in float32."""
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        ids, weights = torch.ops.kbit.moe_route(logits.float(), self.top_k, "softmax", True)
+        return logits, weights, ids
+
+
+class _Sigmoid(FusedRouter):
+    """The largest sigmoids plus a bias, in float32, not limited to groups of experts."""
+
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    e_score_correction_bias: torch.Tensor
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]).float(), self.weight.float())
+        how = (self.top_k, "sigmoid", self.norm_topk_prob)
+        bias, factor = self.e_score_correction_bias.float(), float(self.routed_scaling_factor)
+        ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor)
+        return logits, weights, ids
+
+
+# By the name of the router's class in transformers. That it computes this is tried, too: `_computes`.
+_KINDS: dict[str, type[FusedRouter]] = {
+    "Qwen2MoeTopKRouter": _Softmax,
+    "Qwen3MoeTopKRouter": _Softmax,
+    "Qwen3NextTopKRouter": _Softmax,
+    "OlmoeTopKRouter": _Softmax,
+    "MixtralTopKRouter": _Float32Softmax,
+    "DeepseekV3TopkRouter": _Sigmoid,
+    "Glm4MoeTopkRouter": _Sigmoid,
+    "Glm4MoeLiteTopkRouter": _Sigmoid,
+}
+
+
+def fuse_routers(model: nn.Module) -> None:
+    """Have routers beside `KbitExperts` choose with one kernel, in place, where it gives what they give."""
+    tried: dict[Any, bool] = {}
+    for router in _beside_experts(model):
+        kind = _KINDS.get(type(router).__name__)
+        if kind is None or has_own_forward(router):
+            continue
+        key = (type(router), repr(sorted(_plain_attributes(router).items())), _shapes(router))
+        if key not in tried:
+            tried[key] = _computes(kind, router)
+        if tried[key]:
+            router.__class__ = _class(type(router), kind)
+
+
+def part_routers(model: nn.Module) -> None:
+    """Undo `fuse_routers`."""
+    for module in model.modules():
+        if isinstance(module, FusedRouter):
+            module.__class__ = module.own  # type: ignore[assignment]
+
+
+def _beside_experts(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        children = list(module.children())
+        if any(isinstance(child, KbitExperts) for child in children):
+            yield from children
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    tensors = {**module._parameters, **module._buffers}
+    return tuple((name, tensor.shape) for name, tensor in tensors.items() if tensor is not None)
+
+
+@torch.no_grad()
+def _computes(kind: type[FusedRouter], router: nn.Module) -> bool:
+    """Whether a router's class, with its attributes, does what a kind does: on random weights and tokens.
+
+    A release of transformers may change a class, and attributes may limit the choice to groups of experts.
+    """
+    own, generator = type(router), torch.Generator().manual_seed(0)
+    random = {
+        name: torch.randn(shape, generator=generator, device="cpu") / 8 for name, shape in _shapes(router)
+    }
+    hidden = random["weight"].shape[1]
+    x = torch.randn(_PROBE_TOKENS, hidden, generator=generator, device="cpu") * (16 / hidden**0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = own.__new__(own)
+        vars(made).update(vars(router))
+        made._parameters = {
+            name: nn.Parameter(random[name].to(dtype), False) if name in random else None
+            for name in router._parameters
+        }
+        made._buffers = {name: random.get(name) for name in router._buffers}
+        try:
+            want = own.forward(made, x.to(dtype))
+        except Exception:  # a class of that name that wants something else stays as it is
+            return False
+        made.__class__ = _class(own, kind)
+        assert isinstance(made, FusedRouter)
+        have = made._route(x.to(dtype))
+        if [tensor.dtype for tensor in want] != [tensor.dtype for tensor in have]:
+            return False
+        # In 16 bits logits are equal now and then, and then another order is right, too.
+        if dtype == torch.float32 and not _equal(want, have):
+            return False
+    return True
+
+
+def _equal(want: tuple[torch.Tensor, ...], have: tuple[torch.Tensor, ...]) -> bool:
+    """Whether two routers' results are the same but for rounding and the order of choices."""
+    ids, orders = zip(*(found[2].sort(-1) for found in (want, have)), strict=True)
+    weights = [found[1].gather(-1, order) for found, order in zip((want, have), orders, strict=True)]
+    near = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in (weights, (want[0], have[0])))
+    return near and torch.equal(*ids)
+
+
+_classes: dict[tuple[Any, Any], type[FusedRouter]] = {}
+
+
+def _class(own: type[nn.Module], kind: type[FusedRouter]) -> type[FusedRouter]:
+    """A router's class mixed with a kind; one for each pair."""
+    if (own, kind) not in _classes:
+        _classes[own, kind] = type(f"Kbit{own.__name__}", (kind, own), {"__module__": __name__, "own": own})
+    return _classes[own, kind]
+
+
+def _again(own: type[nn.Module], kind: type[FusedRouter]) -> nn.Module:
+    """A router without anything, for pickle and copies."""
+    made = _class(own, kind)
+    return made.__new__(made)
