@@ -220,6 +220,16 @@ def test_whatever_decides_the_code_changes_the_key(csrc, folder, monkeypatch):
     assert compiled() == 7
 
 
+def test_kernels_wait_first_where_those_of_torch_compile_start_early(csrc, folder, monkeypatch):
+    import torch._inductor.config as inductor
+
+    (csrc / "scale.cu").write_text("#ifdef KBIT_WAIT_FIRST\n#error waits first\n#endif\n" + SOURCE)
+    compile_kernel(SPEC, "90a", csrc=csrc)
+    monkeypatch.setattr(inductor.triton, "enable_pdl", True)
+    with pytest.raises(KbitCompileError, match="waits first"):
+        compile_kernel(SPEC, "90a", csrc=csrc)
+
+
 @pytest.mark.parametrize("damage", ["cut", "grown", "flipped", "empty", "another key"])
 def test_a_damaged_entry_is_compiled_anew(csrc, folder, damage):
     whole = compile_kernel(SPEC, "80", csrc=csrc)

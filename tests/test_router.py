@@ -14,6 +14,7 @@ from torch import nn
 
 import kbit
 from kbit.backends import cuda, reference
+from kbit.backends.cuda import routing
 from kbit.nn import router
 from tiny_models import build
 
@@ -50,7 +51,7 @@ def distinct(tokens, experts, seed=0):
     return orders * (12 / experts) - 6
 
 
-# -- the op --------------------------------------------------------------------------------------------------
+# -- the ops -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -108,7 +109,35 @@ def test_bad_arguments_are_refused(change, message):
         ops.moe_route(*list(arguments.values())[:3], True, arguments["bias"])
 
 
-def test_the_op_passes_pytorch_s_checks():
+def test_logits_are_a_product():
+    x, weight = torch.randn(3, 40).bfloat16(), torch.randn(9, 40).bfloat16()
+    assert torch.equal(ops.moe_logits(x, weight), nn.functional.linear(x, weight))
+    wide = ops.moe_logits(x, weight, torch.float32)
+    assert torch.equal(wide, nn.functional.linear(x.float(), weight.float()))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "dtype", "message"),
+    [
+        (torch.zeros(2, 8), torch.zeros(3, 8).half(), None, "weight must be torch.float32 like x"),
+        (
+            torch.zeros(2, 8).half(),
+            torch.zeros(3, 8).half(),
+            torch.bfloat16,
+            "dtype must be torch.float16 or",
+        ),
+        (torch.zeros(2, 8), torch.zeros(3, 7), None, r"got \(2, 8\) on cpu and \(3, 7\) on cpu"),
+        (torch.zeros(8), torch.zeros(3, 8), None, r"x must be \[T, K\]"),
+        (torch.zeros(2, 8).int(), torch.zeros(3, 8).int(), None, "moe_logits: x must be"),
+    ],
+)
+def test_bad_operands_are_refused(x, weight, dtype, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.moe_logits(x, weight, dtype)
+
+
+def test_the_ops_pass_pytorch_s_checks():
+    torch.library.opcheck(ops.moe_logits.default, (torch.randn(3, 8), torch.randn(5, 8)))
     torch.library.opcheck(ops.moe_route.default, (torch.randn(3, 9), 4, "softmax", True))
     torch.library.opcheck(ops.moe_route.default, (torch.randn(3, 9), 4, "sigmoid", True, torch.randn(9), 2.0))
 
@@ -128,6 +157,42 @@ def test_choices_are_distinct_and_by_falling_score(tokens, experts, data):
 
 SIZES = [(1, 1), (8, 2), (31, 31), (32, 8), (33, 32), (64, 6), (128, 8), (160, 6), (256, 8), (512, 10)]
 SIZES += [(513, 22), (1000, 32), (1024, 1), (1025, 4), (128, 33)]  # the last two: torch's sort
+
+
+LOGITS = [(1, 8), (8, 64), (64, 576), (128, 2048), (512, 2048), (5, 2040), (513, 2056), (160, 5120)]
+LOGITS += [(9, 36)]  # cuBLAS: rows of no whole pieces
+
+
+@gpu
+@pytest.mark.parametrize("out", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "columns"), LOGITS)
+def test_logits_are_right_and_repeat(experts, columns, dtype, out):
+    weight = torch.randn(experts, columns, device="cuda").to(dtype)
+    for tokens in (0, 1, 2, 4, 8, 9, 33):
+        x = torch.randn(tokens, columns, device="cuda").to(dtype)
+        logits = ops.moe_logits(x, weight, out)
+        assert logits.dtype == (out or dtype)
+        if tokens > routing._MOST_TOKENS or columns % 8:
+            kind = out or dtype
+            assert torch.equal(logits, nn.functional.linear(x.to(kind), weight.to(kind)))
+            continue
+        assert all(torch.equal(ops.moe_logits(x, weight, out), logits) for _ in range(20))
+        exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[logits.dtype]
+        bound = sizes * columns * 2.0**-24 + exact.abs() * rounding + 1e-30
+        assert bool(((logits.double() - exact).abs() <= bound).all()), tokens
+    one_hot = torch.eye(columns, device="cuda", dtype=dtype)[:4]
+    assert torch.equal(ops.moe_logits(one_hot, weight), weight[:, :4].T)
+
+
+@gpu
+def test_a_weight_written_just_before_is_read():
+    x = torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(512, 2048, device="cuda", dtype=torch.bfloat16)
+    for turn in range(200):
+        weight.fill_(turn % 7)
+        assert bool((ops.moe_logits(x, weight) == turn % 7 * 2048).all())
 
 
 @gpu
@@ -283,7 +348,7 @@ def test_a_class_that_computes_something_else_stays():
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_on_a_gpu_it_is_one_kernel(name, dtype):
+def test_on_a_gpu_kernels_choose(name, dtype):
     for module in routers(quantized(name, torch.float32)):
         module.to("cuda", dtype)
         x = torch.randn(6, module.weight.shape[1], device="cuda", dtype=dtype)
@@ -293,7 +358,7 @@ def test_on_a_gpu_it_is_one_kernel(name, dtype):
                 module(x)
         assert any("moe_route" in event.name for event in profile.events())
         assert [a.dtype for a in have] == [a.dtype for a in want]
-        assert torch.equal(have[0], want[0])
+        torch.testing.assert_close(have[0], want[0])
         if dtype == torch.float32:
             assert router._equal(want, have)
             compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x)

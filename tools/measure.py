@@ -77,6 +77,12 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "coder-next-compiled",
+        "bench model qwen3-coder-next --compile --batch 1 --prefill 0 --profile "
+        "--json {results}/{gpu}-qwen3-coder-next-compiled.json",
+        after=("tune",),
+    ),
+    Job(
         "30b",
         "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json",
         after=("tune",),

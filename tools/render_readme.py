@@ -231,8 +231,7 @@ def models() -> str:
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
             read = arm["prefill_tokens_s"]
             prefill = _speed(arm["name"], read, arm["prefill_vs_bf16"]) if read else ""
-            compiled = ", torch.compile" if result["plan"]["compiled"] else ""
-            name = f"{result['model']}, {arm['name'].removeprefix('kbit ')}{compiled}"
+            name = f"{_run_name(result)}, {arm['name'].removeprefix('kbit ')}"
             body.append([name, *sizes, *decoded, prefill])
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
@@ -243,14 +242,21 @@ def models() -> str:
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
 
+def _run_name(result: dict[str, Any]) -> str:
+    """A model, and what ran it beside kbit."""
+    plan = result["plan"]
+    library = plan.get("linear_attention") or "PyTorch"
+    with_library = "" if library == "PyTorch" else f" + {library.split()[0]}"
+    return result["model"] + with_library + (" + torch.compile" if plan["compiled"] else "")
+
+
 def _runs(results: list[dict[str, Any]]) -> str:
     """What was left out with torch.compile, and which commits ran."""
     commits: dict[str, list[str]] = {}
     left_out = ""
     for result in results:
-        plan, name = result["plan"], result["model"]
+        plan, name = result["plan"], _run_name(result)
         if plan["compiled"]:
-            name += " with torch.compile"
             batches = " and ".join(str(batch) for batch in plan["batches"])
             left_out = (
                 f"With torch.compile: batch {batches} only{'' if plan['prefill'] else ', no prefill'}. "

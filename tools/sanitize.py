@@ -83,6 +83,8 @@ def route_and_sort() -> None:
             ids, weights = torch.ops.kbit.moe_route(logits, 10, *how)
             assert int(ids.max()) < experts
             assert torch.isfinite(weights).all()
+    x, weight = torch.randn(4, 2056, device="cuda").half(), torch.randn(9, 2056, device="cuda").half()
+    assert torch.isfinite(torch.ops.kbit.moe_logits(x, weight)).all()
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)

@@ -8,6 +8,7 @@ record; the faster one is what quantized arms are compared with.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,7 +39,7 @@ class Plan:
         prompt, steps: tokens of each sequence before, and per repetition while the clock runs.
         prefill: tokens of the prompt that is timed; 0 leaves that out.
         repeats: of both.
-        compiled: torch.compile every block of the model, in every arm.
+        compiled: torch.compile every block of the model, in every arm, with kernels that overlap.
         profiled: list the kernels of a step.
     """
 
@@ -192,6 +193,18 @@ def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> Deco
             replays = min(plan.steps, model_profile.REPLAYS)
             row.profile = model_profile.as_json(model_profile.profile(run, replays))
     return row
+
+
+def overlap_kernels() -> None:
+    """Have torch.compile's kernels start while those in front of them end, from now on, in either arm.
+
+    To be called before any kernel of kbit is loaded, which then lets them.
+    """
+    import torch._inductor.config as config
+
+    os.environ["TORCHINDUCTOR_ENABLE_PDL"] = "1"  # of ranks that are started
+    if hasattr(config.triton, "enable_pdl"):
+        config.triton.enable_pdl = True
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,6 +111,8 @@ def model(
     from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
 
+    if compiled:
+        bench.overlap_kernels()
     one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench model", or_cpu=True)
@@ -119,6 +122,7 @@ def model(
     policies = _policies(bits, embedding_bits, search, baseline)
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
+    settings |= {"linear_attention": _linear_attention(config)}
     about = gpu_timing.describe(device)
     found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
     results: list[ArmResult] = []
@@ -139,6 +143,17 @@ def model(
     finally:
         if results:
             _show(results)
+
+
+def _linear_attention(config: Any) -> str | None:
+    """What runs linear attention, for a model that has it: a library's name and version, or PyTorch."""
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    name = "flash-linear-attention"
+    try:
+        return f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return "PyTorch"
 
 
 def _policies(

@@ -15,6 +15,12 @@ def _module(op, device):
     return backend_for(op, device, torch.uint8).module if device.type == "cuda" else reference
 
 
+@implement("moe_logits")
+def _moe_logits(x, weight, dtype=None):
+    moe_checks.moe_logits(x, weight, dtype)
+    return _module("moe_logits", x.device).moe_logits(x.contiguous(), weight.contiguous(), dtype or x.dtype)
+
+
 @implement("moe_route")
 def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0):
     moe_checks.moe_route(logits, top_k, scoring, bias)

@@ -1,8 +1,9 @@
-"""Routers beside quantized experts: on a GPU one kernel chooses a token's experts (`kbit::moe_route`).
+"""Routers beside quantized experts: on a GPU two kernels, for the logits and for the choice by them.
 
 transformers' routers are a product and then 4 to 20 small kernels of PyTorch, which in decoding take longer
-than the experts. A router stays what it is: its class becomes the base of one that differs in `forward`
-alone, so that whatever looks for the module, its class, its weight or its hooks still finds them.
+than the experts. Here they are `kbit::moe_logits` and `kbit::moe_route`. A router stays what it is: its class
+becomes the base of one that differs in `forward` alone, so that whatever looks for the module, its class, its
+weight or its hooks still finds them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kbit.nn.experts import KbitExperts
@@ -46,7 +46,9 @@ class FusedRouter(nn.Module):
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
             return False
         plain = type(self.weight) is nn.Parameter  # and no DTensor, nor what a parametrization computes
-        return plain and x.is_cuda and _has_kernels(x.device.index)
+        if not plain or x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return False
+        return x.is_cuda and _has_kernels(x.device.index)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         raise NotImplementedError
@@ -61,7 +63,7 @@ class _Softmax(FusedRouter):
     norm_topk_prob: bool
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight)
         ids, weights = torch.ops.kbit.moe_route(logits, self.top_k, "softmax", self.norm_topk_prob)
         return logits, weights, ids
 
@@ -70,7 +72,7 @@ class _Float32Softmax(FusedRouter):
     """The same, always divided, with weights in float32."""
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight)
         ids, weights = torch.ops.kbit.moe_route(logits.float(), self.top_k, "softmax", True)
         return logits, weights, ids
 
@@ -83,7 +85,7 @@ class _Sigmoid(FusedRouter):
     e_score_correction_bias: torch.Tensor
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = F.linear(x.reshape(-1, x.shape[-1]).float(), self.weight.float())
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, torch.float32)
         how = (self.top_k, "sigmoid", self.norm_topk_prob)
         bias, factor = self.e_score_correction_bias.float(), float(self.routed_scaling_factor)
         ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor)

@@ -12,6 +12,25 @@ MAX_CHOICES = 2**30
 SCORINGS = ("softmax", "sigmoid")
 
 
+def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Check the arguments of `kbit::moe_logits`.
+
+    Raises:
+        TypeError: x is not float, weight is of another dtype, or dtype is neither theirs nor float32.
+        ValueError: shapes or devices do not belong together.
+    """
+    checks.float_dtype("moe_logits", "x", x.dtype)
+    if weight.dtype != x.dtype:
+        raise TypeError(f"moe_logits: weight must be {x.dtype} like x, got {weight.dtype}. Cast one of them.")
+    if dtype not in (None, x.dtype, torch.float32):
+        raise TypeError(f"moe_logits: dtype must be {x.dtype} or torch.float32, got {dtype}.")
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.device != weight.device:
+        raise ValueError(
+            f"moe_logits: x must be [T, K] and weight [E, K] on one device, got {tuple(x.shape)} on "
+            f"{x.device} and {tuple(weight.shape)} on {weight.device}."
+        )
+
+
 def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None) -> None:
     """Check the arguments of `kbit::moe_route`.
 

@@ -1,11 +1,13 @@
 """The ops around a mixture of experts: which a token takes, rows sorted by expert, and results summed again.
 
+    logits = torch.ops.kbit.moe_logits(x, router_weight)
     ids, weights = torch.ops.kbit.moe_route(logits, top_k, "softmax", True)
     source, bounds, inverse = torch.ops.kbit.moe_align(ids, num_experts)
     rows = x[source]                                  # [T * U, K], rows bounds[e] to bounds[e + 1] are e's
     ...                                               # grouped products with bounds as offsets
     y = torch.ops.kbit.moe_combine(rows, inverse, weights, bounds)
 
+* moe_logits(x [T, K], weight [E, K], dtype?): x @ weight^T [T, E] in `dtype`, which is theirs or float32.
 * moe_route(logits [T, E], top_k, scoring, normalize, bias?, factor): ids int64 [T, top_k] of the experts with
   the largest scores, softmax or sigmoid of the logits in float32, by falling score and of equal ones the
   smallest id first, NaN being the largest; weights of the logits' dtype, those scores, divided by their sum
@@ -27,6 +29,7 @@ import torch
 from kbit.ops import moe_checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
+LIBRARY.define("moe_logits(Tensor x, Tensor weight, ScalarType? dtype=None) -> Tensor", tags=TAGS)
 LIBRARY.define(
     "moe_route(Tensor logits, SymInt top_k, str scoring, bool normalize, Tensor? bias=None, "
     "float factor=1.0) -> (Tensor ids, Tensor weights)",
@@ -51,6 +54,12 @@ def empty_routing(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     source = ids.new_empty((ids.shape[0] * ids.shape[1],), dtype=torch.int32)
     bounds = ids.new_empty((num_experts + 1,), dtype=torch.int32)
     return source, bounds, ids.new_empty(ids.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("kbit::moe_logits", lib=LIBRARY)
+def moe_logits(x, weight, dtype=None):  # noqa: D103
+    moe_checks.moe_logits(x, weight, dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype)
 
 
 @torch.library.register_fake("kbit::moe_route", lib=LIBRARY)

@@ -14,7 +14,7 @@ import torch
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
-from kbit.backends.cuda.routing import moe_align, moe_combine, moe_route
+from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
     dequantize,
     dequantize_tiled,
@@ -37,6 +37,7 @@ __all__ = [
     "linear_tiled",
     "moe_align",
     "moe_combine",
+    "moe_logits",
     "moe_route",
     "quantize",
     "to_tiled",

@@ -1,4 +1,4 @@
-"""The kernels around grouped products, csrc/moe_{route,align,combine}.cu, and their launches.
+"""The kernels around grouped products, csrc/moe_*.cu, and their launches.
 
 Tensors are contiguous, on one CUDA device, and checked by the op layer. Work goes to the current stream of
 that device and nothing waits; sizes follow from the inputs' shapes, so CUDA graphs record it.
@@ -16,7 +16,13 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.reference import moe as reference
 
-_ROUTE_FORMAT, _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQiiiiif", "QQQQQiiiiii", "QQQQQiiii"
+_LOGITS_FORMAT, _ROUTE_FORMAT, _ALIGN_FORMAT, _COMBINE_FORMAT = (
+    "QQQii",
+    "QQQQiiiiif",
+    "QQQQQiiiiii",
+    "QQQQQiiii",
+)
+_HALVES = (torch.float16, torch.bfloat16)
 _WARP, _MAX_THREADS = 32, 1024
 # Up to so many ids one block sorts them all, in one launch.
 MAX_ALONE = 4096
@@ -26,10 +32,18 @@ _TABLE_WORDS = 48 * 1024 // 4 - 32  # what a block has without asking for more, 
 MAX_EXPERTS = _TABLE_WORDS - 1
 _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
+# moe_logits.cu: experts of a block, and tokens up to which it is faster than cuBLAS.
+_LOGITS_EXPERTS, _MOST_TOKENS = 4, 8
 # moe_route.cu: experts that a lane takes, choices of a token and tokens of a block.
 _PER_LANE = (1, 4, 16, 32)
 _MAX_ROUTED, _MOST_CHOICES, _ROUTE_TOKENS = _WARP * _PER_LANE[-1], _WARP, 4
 _MAX_GRID_Y = 65535
+
+
+@functools.cache
+def logits_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
+    """The kernel that multiplies few tokens of a 16-bit dtype by a router's weight, to float32 if `wide`."""
+    return KernelSpec.make("moe_logits.cu", bf16=dtype == torch.bfloat16, wide=wide)
 
 
 @functools.cache
@@ -54,7 +68,31 @@ def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, per_lane) for dtype in DTYPES for per_lane in _PER_LANE]
-    return [*route, align_spec(torch.int32), align_spec(torch.int64), *combine]
+    logits = [logits_spec(dtype, wide) for dtype in _HALVES for wide in (False, True)]
+    return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
+
+
+def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ weight^T of a router; see `kbit.ops.moe_schemas`.
+
+    Args:
+        x: [T, K], float32, float16 or bfloat16.
+        weight: [E, K] of x's dtype.
+        dtype: of the result, x's or float32.
+
+    Returns:
+        [T, E].
+    """
+    (tokens, columns), experts = x.shape, weight.shape[0]
+    whole = columns % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if x.dtype not in _HALVES or not 1 <= tokens <= _MOST_TOKENS or not experts or not columns or not whole:
+        return reference.moe_logits(x, weight, dtype)
+    logits, index = x.new_empty((tokens, experts), dtype=dtype), x.device.index
+    kernel = launcher.load(logits_spec(x.dtype, dtype == torch.float32), index, _LOGITS_FORMAT)
+    args = (x.data_ptr(), weight.data_ptr(), logits.data_ptr(), experts, columns // 8)
+    grid = (-(-experts // _LOGITS_EXPERTS), tokens, 1)
+    launcher.launch_on(index, kernel, grid, _LOGITS_EXPERTS * _WARP, args, pdl=True)
+    return logits
 
 
 def moe_route(

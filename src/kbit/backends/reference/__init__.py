@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kbit import quantizers
-from kbit.backends.reference.moe import moe_align, moe_combine, moe_route
+from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.products import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
@@ -35,6 +35,7 @@ __all__ = [
     "linear_tiled",
     "moe_align",
     "moe_combine",
+    "moe_logits",
     "moe_route",
     "quantize",
     "to_tiled",

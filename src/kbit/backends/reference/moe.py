@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`kbit::moe_logits`: [T, E] of `dtype`."""
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+
+
 def moe_route(
     logits: torch.Tensor,
     scoring: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -91,7 +92,9 @@ def chosen_compiler() -> Compiler:
 def compile_kernel(spec: KernelSpec, arch: str, *, csrc: Path = CSRC) -> CompiledKernel:
     """Compile a kernel, or take it from the cache. Safe in any number of threads and processes.
 
-    KBIT_CUDA_FLAGS holds further options for the compiler, such as -lineinfo for a profiler.
+    KBIT_CUDA_FLAGS holds further options for the compiler, such as -lineinfo for a profiler. Where kernels of
+    torch.compile start before those in front of them are done (TORCHINDUCTOR_ENABLE_PDL=1), kbit's let the
+    next one start a little later, as those need it.
 
     Args:
         spec: what to compile.
@@ -106,7 +109,7 @@ def compile_kernel(spec: KernelSpec, arch: str, *, csrc: Path = CSRC) -> Compile
     arch = canonical_arch(arch)
     compiler = chosen_compiler()
     sources = read_sources(spec, csrc)
-    options = (*compiler.options(arch), *shlex.split(os.environ.get("KBIT_CUDA_FLAGS", "")))
+    options = (*compiler.options(arch), *_further_options())
     cache = CubinCache()
     stem = f"{spec.entry}-sm{arch}"
     key = content_key(sources, options, f"{compiler.kind} {compiler.identity}")
@@ -125,6 +128,20 @@ def compile_kernel(spec: KernelSpec, arch: str, *, csrc: Path = CSRC) -> Compile
     return CompiledKernel(
         spec, arch, entry.cubin, entry.log, **vars(report), seconds=entry.seconds, cached=cached
     )
+
+
+def _further_options() -> list[str]:
+    options = shlex.split(os.environ.get("KBIT_CUDA_FLAGS", ""))
+    if _compiled_kernels_start_early():
+        options.append("-DKBIT_WAIT_FIRST")  # see launch_early in csrc/common.cuh
+    return options
+
+
+def _compiled_kernels_start_early() -> bool:
+    config = sys.modules.get("torch._inductor.config")  # importing kbit need not import it
+    if config is None:
+        return os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1"
+    return bool(getattr(config.triton, "enable_pdl", False))
 
 
 Outcome = CompiledKernel | KbitCompileError | UnsupportedArchError

@@ -316,6 +316,19 @@ DEVICE void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// The same before wait_for_previous, for a next kernel that waits before it reads anything. Those of
+// torch.compile wait for this kernel's results alone and take all older ones for written: where they start
+// early (TORCHINDUCTOR_ENABLE_PDL), -DKBIT_WAIT_FIRST has launch_late let them, after wait_for_previous.
+DEVICE void launch_early() {
+#ifndef KBIT_WAIT_FIRST
+    launch_dependents();
+#endif
+}
+DEVICE void launch_late() {
+#ifdef KBIT_WAIT_FIRST
+    launch_dependents();
+#endif
+}
 // Returns when the previous kernel of the stream is done and what it wrote can be read.
 DEVICE void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
@@ -330,7 +343,8 @@ DEVICE void forget(T*&... pointers) {
 // Lets the next kernel start and waits for the previous one, for a kernel that reads nothing before.
 template <class... T>
 DEVICE void follow_previous(T*&... pointers) {
-    launch_dependents();
+    launch_early();
     wait_for_previous();
+    launch_late();
     forget(pointers...);
 }

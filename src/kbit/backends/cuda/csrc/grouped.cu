@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_room, int ring_at,
             int jobs_at, int parts_at) {
     extern __shared__ __align__(1024) u8 memory[];
-    launch_dependents();
+    launch_early();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
     const float level = D::level(codebook, lane);
     Problem p;
@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     __syncthreads();
     const Divider by_grid(gridDim.x), by_units(p.units);
     wait_for_previous();
+    launch_late();
 
     int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
     int count;

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const int keys = experts + 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u32* const sums = table + sorters * keys;
     u32* const row = table + warp * keys;
-    launch_dependents();
+    launch_early();
     for (int i = threadIdx.x; i < sorters * keys; i += blockDim.x) {
         table[i] = 0;
     }
@@ -104,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const int end = warp < sorters ? min(begin + span, block_end) : begin;
     __syncthreads();
     wait_for_previous();
+    launch_late();
     for (int first = begin; first < end; first += 32) {
         const u32 key = key_of(ids, first + lane, end, experts), equal = __match_any_sync(~0u, key);
         if (key != kNone && lane == __ffs(equal) - 1) {

@@ -42,12 +42,13 @@ DEVICE void store_piece(u8* to, const float (&sum)[WIDTH]) {
 extern "C" __global__ void __launch_bounds__(128)
     moe_combine(const u8* y, const u32* inverse, const void* weights, const int* end, u8* out, int rows,
                 int columns, int choices, int weights_dtype) {
-    launch_dependents();
+    launch_early();
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (column >= columns) {
         return;
     }
     wait_for_previous();
+    launch_late();
     const int owned = end == nullptr ? rows : min(rows, *end);
     const u64 token = u64(blockIdx.x) * choices;
     float sum[kWidth] = {};

@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
            int slots, int experts, int wide_ids, int wide_weights, int exchange_at, const u8* x_scales) {
     extern __shared__ __align__(1024) u8 memory[];
     if constexpr (kOne) {
-        launch_dependents();
+        launch_early();
     }
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
     const float level = D::level<kScaleWeights>(codebook, lane);
@@ -318,6 +318,9 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
         __syncthreads();
     }
     wait_for_previous();
+    if constexpr (kOne) {
+        launch_late();
+    }
     const Routing routing{ids, weights, scale, slots, experts, wide_ids != 0, wide_weights != 0};
     if constexpr (kExperts) {
         ring.choice.load(routing, lane);

@@ -89,6 +89,7 @@ DEVICE void produce(const Problem& p, Work work, Ring ring, const TensorMap* wei
     const bool weights = warp == 0, busy = warp < 2 && lane == 0;
     if (busy && !weights) {
         wait_for_previous();
+        launch_late();
     }
     for (bool first = true; work.more(); work.next(), first = false) {
         if (busy) {
@@ -262,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
           const __grid_constant__ TensorMap x_map, int n, int m, int experts, int steps, int row_tiles,
           int row_blocks, int token_blocks, int alone, int near, int gated) {
     extern __shared__ __align__(1024) u8 memory[];
-    launch_dependents();
+    launch_early();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
     Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};

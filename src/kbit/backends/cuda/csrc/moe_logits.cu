@@ -1,0 +1,74 @@
+// A router's logits for few tokens: logits[t, e] = sum over k of x[t, k] * weight[e, k], in float32, rounded
+// once at the end.
+//
+//   x, weight  float16, or bfloat16 with Config::bf16: [tokens, columns] and [experts, columns], rows of
+//              whole 16-byte pieces
+//   logits     [tokens, experts], of their dtype, or float32 with Config::wide
+//
+// A warp has an expert and a token, a lane every 32nd piece of their rows, kAtOnce of which it has copied to
+// shared memory at once: of loads to registers the compiler had two in flight. The weight is fetched to L2
+// before the kernel in front is done, and no further: a router's weight may be what that kernel writes. Order
+// of sums: a lane's by k, then lanes by halves.
+//
+// grid: x experts / kExperts, y tokens
+#include "config.h"
+#include "rows.cuh"
+
+using H = Half<Config::bf16>;
+constexpr int kExperts = 4;  // of a block
+constexpr int kAtOnce = 8;   // pieces in flight, of x and of the weight: 2048 columns
+constexpr int kLine = 8;     // pieces of a line of L2
+
+// sum + the products of eight pairs
+DEVICE float add_products(float sum, uint4 a, uint4 b) {
+    const u32 u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum = __fmaf_rn(H::widen(u16(u[i])), H::widen(u16(v[i])), sum);
+        sum = __fmaf_rn(H::widen(u16(u[i] >> 16)), H::widen(u16(v[i] >> 16)), sum);
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kExperts * 32)
+    moe_logits(const uint4* x, const uint4* weight, u8* logits, int experts, int pieces) {
+    __shared__ uint4 staged[kAtOnce][2][kExperts * 32];
+    launch_early();
+    const int lane = threadIdx.x & 31, expert = blockIdx.x * kExperts + (threadIdx.x >> 5);
+    const int token = blockIdx.y;
+    const uint4* row = weight + u64(min(expert, experts - 1)) * pieces;
+    for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line * kLine));
+    }
+    wait_for_previous();
+    launch_late();
+    forget(x, row);
+    x += u64(token) * pieces;
+    float sum = 0.0f;
+    for (int first = lane; first < pieces; first += kAtOnce * 32) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int piece = first + i * 32;
+            const bool there = piece < pieces;
+            stage16_if(shared_address(&staged[i][0][threadIdx.x]), x + (there ? piece : 0), there);
+            stage16_if(shared_address(&staged[i][1][threadIdx.x]), row + (there ? piece : 0), there);
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            sum = add_products(sum, staged[i][0][threadIdx.x], staged[i][1][threadIdx.x]);
+        }
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(kAll, sum, step);
+    }
+    if (lane == 0 && expert < experts) {
+        const u64 at = u64(token) * experts + expert;
+        if constexpr (Config::wide) {
+            store_global<4>(logits + at * 4, __float_as_uint(sum));
+        } else {
+            store_global<2>(logits + at * 2, H::narrow(sum));
+        }
+    }
+}
