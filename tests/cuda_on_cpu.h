@@ -300,6 +300,8 @@ inline void stage16(u32 to, const void* from) {
 }
 inline void end_stage() {}
 inline void launch_dependents() {}
+inline void launch_early() {}
+inline void launch_late() {}
 inline void wait_for_previous() {}
 template <class... T>
 inline void forget(T&...) {}

@@ -52,6 +52,9 @@ inline double __longlong_as_double(i64 bits) {
 inline float __double2float_rn(double value) {
     return float(value);
 }
+inline float __fdividef(float a, float b) {
+    return nextafterf(a / b, 0.0f);
+}
 inline float saturated_fma(float a, float b, float c) {
     const float value = fmaf(a, b, c);
     return value > 0.0f ? min(value, 1.0f) : 0.0f;  // 0 of NaN

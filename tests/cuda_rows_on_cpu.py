@@ -34,6 +34,7 @@ PTX = (
     ),
     (r'asm volatile\("stmatrix.*?"memory"\);', "store_squares(to, a);"),
     (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
+    (r'asm volatile\("(?:prefetch|cp\.async\.wait_all).*?\);\n', "\n"),
     (r"load_shared_element<", "shared_element<"),
     (r"extern __shared__ [^;]*? (\w+)\[\];", r"u8* const \1 = block_memory();"),
     (r"#pragma (once|unroll.*)", ""),

@@ -16,8 +16,9 @@
 
 using H = Half<Config::bf16>;
 constexpr int kExperts = 4;  // of a block
-constexpr int kAtOnce = 8;   // pieces in flight, of x and of the weight: 2048 columns
-constexpr int kLine = 8;     // pieces of a line of L2
+constexpr int kThreads = kExperts * 32;
+constexpr int kAtOnce = 8;  // pieces in flight, of x and of the weight: 2048 columns
+constexpr int kLine = 8;    // pieces of a line of L2
 
 // sum + the products of eight pairs
 DEVICE float add_products(float sum, uint4 a, uint4 b) {
@@ -30,12 +31,13 @@ DEVICE float add_products(float sum, uint4 a, uint4 b) {
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kExperts * 32)
+extern "C" __global__ void __launch_bounds__(kThreads)
     moe_logits(const uint4* x, const uint4* weight, u8* logits, int experts, int pieces) {
-    __shared__ uint4 staged[kAtOnce][2][kExperts * 32];
+    __shared__ uint4 staged[2 * kAtOnce * kThreads];
     launch_early();
     const int lane = threadIdx.x & 31, expert = blockIdx.x * kExperts + (threadIdx.x >> 5);
     const int token = blockIdx.y;
+    const u32 mine = shared_address(staged) + threadIdx.x * 16;
     const uint4* row = weight + u64(min(expert, experts - 1)) * pieces;
     for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line * kLine));
@@ -50,13 +52,14 @@ extern "C" __global__ void __launch_bounds__(kExperts * 32)
         for (int i = 0; i < kAtOnce; ++i) {
             const int piece = first + i * 32;
             const bool there = piece < pieces;
-            stage16_if(shared_address(&staged[i][0][threadIdx.x]), x + (there ? piece : 0), there);
-            stage16_if(shared_address(&staged[i][1][threadIdx.x]), row + (there ? piece : 0), there);
+            stage16_if(mine + 2 * i * kThreads * 16, x + (there ? piece : 0), there);
+            stage16_if(mine + (2 * i + 1) * kThreads * 16, row + (there ? piece : 0), there);
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            sum = add_products(sum, staged[i][0][threadIdx.x], staged[i][1][threadIdx.x]);
+            sum = add_products(sum, load_shared4(mine + 2 * i * kThreads * 16),
+                               load_shared4(mine + (2 * i + 1) * kThreads * 16));
         }
     }
 #pragma unroll

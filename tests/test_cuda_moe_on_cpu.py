@@ -1,0 +1,90 @@
+"""The kernels of a router, run on the CPU, give what the reference gives, and touch nothing beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import cuda_rows_on_cpu
+from kbit.backends import reference
+from kbit.backends.cuda import routing
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+GUARD = 64  # elements before and after
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_moe_on_cpu"), cuda_rows_on_cpu.host_source)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels)
+
+
+def guarded(value: torch.Tensor) -> torch.Tensor:
+    """The values amid NaN, or amid -1."""
+    nothing = float("nan") if value.is_floating_point() else -1
+    around = torch.full((value.numel() + 2 * GUARD,), nothing, dtype=value.dtype)
+    inside = around[GUARD:-GUARD].view(value.shape)
+    return inside.copy_(value)
+
+
+def untouched(inside: torch.Tensor) -> bool:
+    """Whether what stands around `guarded` values is as it was."""
+    around = torch.as_strided(inside, (inside.numel() + 2 * GUARD,), (1,), inside.storage_offset() - GUARD)
+    edges = torch.cat([around[:GUARD], around[-GUARD:]])
+    return bool(edges.isnan().all() if inside.is_floating_point() else (edges == -1).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (31, 31), (33, 4), (128, 8), (500, 10), (1024, 32)])
+def test_choices(experts, top_k, dtype):
+    for tokens, scoring, normalize, biased in itertools.product(
+        (1, 5), ("softmax", "sigmoid"), (False, True), (False, True)
+    ):
+        logits = guarded((torch.randn(tokens, experts) * 3).to(dtype))
+        bias = guarded(torch.arange(experts) % 3 * 0.25) if biased else None
+        ids = guarded(torch.zeros(tokens, top_k, dtype=torch.int64))
+        weights = guarded(torch.zeros(tokens, top_k, dtype=dtype))
+        routing.moe_route(logits, scoring, normalize, bias, 1.5, ids, weights)
+        want = torch.empty_like(ids), torch.empty_like(weights)
+        reference.moe_route(logits, scoring, normalize, bias, 1.5, *want)
+        assert untouched(ids)
+        assert untouched(weights)
+        scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
+        by = scores if bias is None else scores + bias
+        # Sums with the bias, and sigmoids near 1, may be equal but for rounding.
+        torch.testing.assert_close(by.gather(1, ids), by.gather(1, want[0]), rtol=0, atol=1e-6)
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        same = ids == want[0]
+        error = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        close = torch.isclose(weights.float(), want[1].float(), rtol=error, atol=1e-7)
+        assert bool((close | ~same).all())
+
+
+def test_nan_and_infinity_choose_experts_that_there_are():
+    logits = torch.randn(4, 40)
+    logits[0], logits[1, 7], logits[2], logits[3, 5] = float("nan"), float("nan"), float("-inf"), float("inf")
+    ids, weights = torch.empty(4, 6, dtype=torch.int64), torch.empty(4, 6)
+    routing.moe_route(logits, "softmax", True, None, 1.0, ids, weights)
+    assert all(len(set(row)) == 6 and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "columns"), [(1, 8), (5, 72), (9, 2048), (4, 2056), (6, 4104)])
+def test_logits(experts, columns, dtype):
+    for tokens, out in itertools.product((1, 3, 8), (dtype, torch.float32)):
+        x, weight = (guarded(torch.randn(rows, columns).to(dtype)) for rows in (tokens, experts))
+        logits = routing.moe_logits(x, weight, out)
+        exact = x.double() @ weight.double().T
+        bound = x.double().abs() @ weight.double().abs().T * columns * 2.0**-24
+        rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out]
+        assert bool(((logits.double() - exact).abs() <= bound + exact.abs() * rounding).all())
