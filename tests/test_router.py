@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.autograd import forward_ad
 
 import kbit
 from kbit.backends import cuda, reference
@@ -339,7 +340,11 @@ def test_a_class_that_computes_something_else_stays():
         def forward(self, x, mask):
             raise AssertionError
 
-    for kind, fused in ((MixtralTopKRouter, False), (OlmoeTopKRouter, True), (Qwen2MoeTopKRouter, False)):
+    class DeepseekV3TopkRouter(MixtralTopKRouter):
+        """Without a bias."""
+
+    known = {MixtralTopKRouter: False, OlmoeTopKRouter: True, Qwen2MoeTopKRouter: False}
+    for kind, fused in (known | {DeepseekV3TopkRouter: False}).items():
         block = Experts(kind())
         router.fuse_routers(block)
         assert isinstance(block.gate, router.FusedRouter) == fused, kind
@@ -363,6 +368,9 @@ def test_on_a_gpu_kernels_choose(name, dtype):
             assert router._equal(want, have)
             compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
             assert router._equal(compiled, have)
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.randn_like(x))
+            assert forward_ad.unpack_dual(module(dual)[0]).tangent is not None
         # Adapters may train on what stands before it.
         logits, weights, _ = module(x.requires_grad_())
         (logits.sum() + weights.sum()).backward()

@@ -13,7 +13,7 @@ from kbit.nn.experts import WEIGHTS, KbitExperts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import Progress
-from kbit.nn.router import part_routers
+from kbit.nn.router import restore_routers
 from kbit.nn.support import keep_device_hook, keep_hooks
 from kbit.nn.tiling import TileableModule
 
@@ -71,7 +71,7 @@ def dequantize_model(
             model.set_submodule(name, plain)
         if progress is not None:
             progress(done, len(names), members[0])
-    part_routers(model)
+    restore_routers(model)
     for tell in after_dequantizing:
         tell(model)
     return model

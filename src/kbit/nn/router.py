@@ -16,7 +16,7 @@ from torch import nn
 
 from kbit.nn.experts import KbitExperts
 from kbit.nn.support import has_own_forward
-from kbit.ops import forms
+from kbit.ops import forms, grad_checks
 
 _PROBE_TOKENS = 64
 
@@ -36,14 +36,15 @@ class FusedRouter(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> Any:
         """(logits [T, E], weights [T, top_k], ids int64 [T, top_k]), as the router's own class gives them.
 
-        By its own forward on a CPU, without kernels, and where gradients are wanted.
+        By its own forward on a CPU, without kernels, under autocast, and where anything is differentiated.
         """
         if self._takes(hidden_states):
             return self._route(hidden_states)
         return super().forward(hidden_states)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if needs_grad or grad_checks.in_transform():
             return False
         plain = type(self.weight) is nn.Parameter  # and no DTensor, nor what a parametrization computes
         if not plain or x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type):
@@ -119,10 +120,11 @@ def fuse_routers(model: nn.Module) -> None:
             router.__class__ = _class(type(router), kind)
 
 
-def part_routers(model: nn.Module) -> None:
+def restore_routers(model: nn.Module) -> None:
     """Undo `fuse_routers`."""
     for module in model.modules():
-        if isinstance(module, FusedRouter):
+        if type(module) in _classes.values():
+            assert isinstance(module, FusedRouter)
             module.__class__ = module.own  # type: ignore[assignment]
 
 
@@ -142,39 +144,43 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in tensors.items() if tensor is not None)
 
 
-@torch.no_grad()
 def _computes(kind: type[FusedRouter], router: nn.Module) -> bool:
-    """Whether a router's class, with its attributes, does what a kind does: on random weights and tokens.
+    """Whether a router's class, with its attributes, does what a kind does.
 
     A release of transformers may change a class, and attributes may limit the choice to groups of experts.
     """
+    try:
+        return all(_agree(kind, router, dtype) for dtype in (torch.float32, torch.bfloat16))
+    except Exception:  # a class of that name that wants something else stays as it is
+        return False
+
+
+@torch.no_grad()
+def _agree(kind: type[FusedRouter], router: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether both give the same in a dtype, on random weights and tokens."""
     own, generator = type(router), torch.Generator().manual_seed(0)
-    random = {
-        name: torch.randn(shape, generator=generator, device="cpu") / 8 for name, shape in _shapes(router)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    tensors = {name: random(*shape) / 8 for name, shape in _shapes(router)}
+    made = own.__new__(own)
+    vars(made).update(vars(router))
+    made._parameters = {
+        name: nn.Parameter(tensors[name].to(dtype), False) if name in tensors else None
+        for name in router._parameters
     }
-    hidden = random["weight"].shape[1]
-    x = torch.randn(_PROBE_TOKENS, hidden, generator=generator, device="cpu") * (16 / hidden**0.5)
-    for dtype in (torch.float32, torch.bfloat16):
-        made = own.__new__(own)
-        vars(made).update(vars(router))
-        made._parameters = {
-            name: nn.Parameter(random[name].to(dtype), False) if name in random else None
-            for name in router._parameters
-        }
-        made._buffers = {name: random.get(name) for name in router._buffers}
-        try:
-            want = own.forward(made, x.to(dtype))
-        except Exception:  # a class of that name that wants something else stays as it is
-            return False
-        made.__class__ = _class(own, kind)
-        assert isinstance(made, FusedRouter)
-        have = made._route(x.to(dtype))
-        if [tensor.dtype for tensor in want] != [tensor.dtype for tensor in have]:
-            return False
-        # In 16 bits logits are equal now and then, and then another order is right, too.
-        if dtype == torch.float32 and not _equal(want, have):
-            return False
-    return True
+    made._buffers = {name: tensors.get(name) for name in router._buffers}
+    hidden = tensors["weight"].shape[1]
+    x = (random(_PROBE_TOKENS, hidden) * (16 / hidden**0.5)).to(dtype)
+    want = own.forward(made, x)
+    made.__class__ = _class(own, kind)
+    assert isinstance(made, FusedRouter)
+    have = made._route(x)
+    if [tensor.dtype for tensor in want] != [tensor.dtype for tensor in have]:
+        return False
+    # In 16 bits logits are equal now and then, and then another order is right, too.
+    return dtype != torch.float32 or _equal(want, have)
 
 
 def _equal(want: tuple[torch.Tensor, ...], have: tuple[torch.Tensor, ...]) -> bool:

@@ -35,6 +35,16 @@ def no_transform(op: str, where: str) -> None:
         )
 
 
+def in_transform() -> bool:
+    """Whether forward-mode differentiation or a transform of torch.func is under way; no while traced.
+
+    Ops have no formulas for them: what can do without one asks this first.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def canonical(
     grad: torch.Tensor,
     packed: torch.Tensor,
