@@ -9,12 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kbit.bench import moe, moe_layer
+from kbit.bench import moe, moe_layer, moe_router
 from kbit.bench.gpu_timing import GpuTiming
 from kbit.bench.kernel_rows import BASELINE, OURS
 from kbit.bench.moe import MoeRow
 from kbit.bench.routings import ROUTINGS
 from kbit.cli import app
+from kbit.nn.router import FusedRouter
 
 CPU = torch.device("cpu")
 SIZE = moe_layer.LayerSize(experts=16, chosen=4, hidden=64, width=32)
@@ -65,6 +66,18 @@ def test_every_layer_arm_computes_the_layer(tokens, routing):
     (dense, *_, ours) = (label[3] for label in arms)
     assert dense == used * 3 * SIZE.hidden * SIZE.width * 2
     assert 0.25 < ours / dense < 0.32
+
+
+@pytest.mark.parametrize("size", moe_router.SIZES)
+def test_every_router_arm_chooses_the_same(size):
+    routers = moe_router.make_routers(*size, CPU, hidden=64)
+    assert [isinstance(copies[0], FusedRouter) for copies in routers.values()] == [False, True]
+    x = torch.randn(5, 64).to(torch.bfloat16)
+    arms = moe_router.router_arms(routers, x)
+    assert [(kernel, kind) for kernel, _, kind, _ in arms] == [("transformers", BASELINE), ("kbit", OURS)]
+    results = [call() for arm in arms.values() for call in arm.calls]
+    assert results[0][2].shape == (5, size[1])
+    assert all(torch.equal(a, b) for found in results for a, b in zip(found, results[0], strict=True))
 
 
 def test_zipf_is_skewed_and_choices_differ():
@@ -135,5 +148,7 @@ def test_the_command_on_a_gpu(tmp_path, monkeypatch):
         "dn, 8 experts",
         "layer, uniform",
         "layer, zipf",
+        "router, 8 of 128",
+        "router, 10 of 512",
     }
     assert all(row["us"] > 0 and row["copies"] >= 2 for row in rows)

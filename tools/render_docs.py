@@ -155,7 +155,7 @@ def experts() -> str:
     if not ours:
         return "Not measured yet: `kbit bench moe` does."
     tokens = sorted({row["rows"] for row in ours})
-    cells = {(f"{r['problem']}, k={r['bits']}", r["rows"]): r for r in ours}
+    cells = {(r["problem"] + (f", k={r['bits']}" if r["bits"] else ""), r["rows"]): r for r in ours}
     body = []
     for name in dict.fromkeys(name for name, _ in cells):
         here = [cells.get((name, count)) for count in tokens]
@@ -164,7 +164,7 @@ def experts() -> str:
         )
     text = (
         "Microseconds (in brackets: times as fast as the fastest 16-bit path in the same run); M rows of "
-        "each expert, or M tokens of a whole layer. "
+        "each expert, or M tokens of a whole layer or a router. "
     )
     return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
 

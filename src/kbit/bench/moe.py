@@ -1,7 +1,7 @@
 """`kbit bench moe`: products with many experts, against cuBLAS's bmm and torch's grouped matrix product.
 
 E experts have M rows each, for bmm wants equal groups. Weights are cold, see `copies_of`. The whole layer
-around the products is in `kbit.bench.moe_layer`.
+around the products is in `kbit.bench.moe_layer`, the router in `kbit.bench.moe_router`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FREE = 0.3  # of the free memory, for the copies of one arm
 class MoeRow:
     """One measurement.
 
-    `problem` is such as "gu, 128 experts" or "layer, zipf"; `rows` are those of each expert, or the tokens of
-    a layer; `read_bytes` the weights of the experts that have any. `us` is a median, `spread` (max - min) /
-    median.
+    `problem` is such as "gu, 128 experts", "layer, zipf" or "router, 8 of 128"; `rows` are those of each
+    expert, or the tokens of a layer or router; `read_bytes` the weights of the experts that have any, or the
+    router's. `us` is a median, `spread` (max - min) / median.
     """
 
     problem: str

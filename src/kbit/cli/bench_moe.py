@@ -1,4 +1,4 @@
-"""`kbit bench moe`: products with many experts, and the whole layer around them."""
+"""`kbit bench moe`: products with many experts, the whole layer around them, and the router before it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Part(str, Enum):
 
     grouped = "grouped"
     layer = "layer"
-    both = "both"
+    router = "router"
+    all = "all"
 
 
 def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
@@ -34,7 +35,7 @@ def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
     from kbit.bench.moe import baselines
 
     best = baselines(rows)
-    unit = "tokens" if problem.startswith("layer") else "M each"
+    unit = "tokens" if problem.startswith(("layer", "router")) else "M each"
     headers = (unit, "kernel", "k", "us", "spread", "GB/s", "% read", "vs best 16-bit")
     table = text_table(problem, headers, left=("kernel",))
     for row in in_sections(table, rows, lambda row: row.rows):
@@ -52,20 +53,20 @@ def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
 
 
 def moe(
-    part: Annotated[Part, typer.Option(help="Products, the whole layer, or both.")] = Part.both,
+    part: Annotated[Part, typer.Option(help="Products, the whole layer, the router, or all.")] = Part.all,
     shape: Annotated[str, typer.Option(help="Products: gu (2048x512), dn (512x2048).")] = "gu,dn",
     experts: Annotated[str, typer.Option(help="Products: numbers of experts.")] = "8,128",
     rows: Annotated[str, typer.Option("--rows", "-m", help="Products: rows M of each expert.")] = (
         "1,2,4,8,16,64,512"
     ),
-    batch: Annotated[str, typer.Option(help="Layer: numbers of tokens.")] = "1,4,32,256,2048",
+    batch: Annotated[str, typer.Option(help="Layer and router: numbers of tokens.")] = "1,4,32,256,2048",
     routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
     bits: Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")] = "4",
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:
-    """Products and layers of many experts against 16-bit paths. Cold weights, CUDA-graph replays."""
-    from kbit.bench import gpu_timing, moe_layer
+    """Products, layers and routers of experts against 16-bit paths. Cold weights, CUDA-graph replays."""
+    from kbit.bench import gpu_timing, moe_layer, moe_router
     from kbit.bench import moe as bench
     from kbit.bench.routings import ROUTINGS
 
@@ -77,11 +78,13 @@ def moe(
     result = gpu_timing.result_header(repeats) | {"dtype": "bf16"}
     measured: list[MoeRow] = []
     runs = []
-    if part is not Part.layer:
+    if part in (Part.grouped, Part.all):
         settings = (counts, bit_widths, repeats, gpu_timing.measure)
         runs += [bench.grouped_rows(name, count, *settings) for count in sizes for name in shapes]
-    if part is not Part.grouped:
+    if part in (Part.layer, Part.all):
         runs.append(moe_layer.layer_rows(batches, routings, bit_widths, repeats, gpu_timing.measure))
+    if part in (Part.router, Part.all):
+        runs.append(moe_router.router_rows(batches, repeats, gpu_timing.measure))
     for run in runs:
         for row in run:
             measured.append(row)

@@ -1,4 +1,4 @@
-"""Experts: grouped products and whole layers."""
+"""Experts: grouped products, whole layers and routers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _experts(results: Sequence[Result]) -> str:
 
 
 def _problems(items: Sequence[Mapping[str, Any]], bandwidth: float) -> Iterator[str]:
-    """A table per problem: a number of experts of one shape, or a layer under one routing."""
+    """A table per problem: a number of experts of one shape, a layer under one routing, or a router."""
     headers = ["kernel", "k", "us", "spread", "GB/s", "% of read", "vs best 16-bit"]
     for problem in dict.fromkeys(item["problem"] for item in items):
-        unit = "tokens" if problem.startswith("layer") else "tokens each"
+        unit = "tokens" if problem.startswith(("layer", "router")) else "tokens each"
         here = [item for item in items if item["problem"] == problem]
         yield markup.table([unit, *headers], _measured(here, bandwidth), problem, left=2)
 
@@ -51,8 +51,8 @@ SECTIONS = (
     Section(
         "moe",
         "Experts",
-        "All experts of a layer in one launch, and the whole layer around them, beside the faster of the "
-        "16-bit ways.",
+        "All experts of a layer in one launch, the whole layer around them, and the router before it, beside "
+        "the faster of the 16-bit ways.",
         ("moe",),
         "kbit bench moe --json {folder}/moe.json",
         _experts,
