@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import pickle
 
@@ -291,6 +292,29 @@ def test_a_fused_router_gives_what_its_class_gives(name):
             assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(want, have, strict=True))
             assert router._equal(want, have)
             assert all(torch.equal(a, b) for a, b in zip(module(x), want, strict=True))  # on a CPU its own
+
+
+# Without a tiny model of their own here: (its module, its config, the router, what the config is given).
+OTHERS = [
+    ("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeTopKRouter", {"num_experts": 8, "num_experts_per_tok": 3}),
+    ("olmoe", "OlmoeConfig", "OlmoeTopKRouter", {"num_experts": 8, "num_experts_per_tok": 3}),
+    ("glm4_moe", "Glm4MoeConfig", "Glm4MoeTopkRouter", {"n_routed_experts": 8, "num_experts_per_tok": 3}),
+    (
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3TopkRouter",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "config", "name", "sizes"), OTHERS, ids=lambda value: str(value)[:12])
+def test_other_models_routers_are_known(model, config, name, sizes):
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    made = getattr(module, name)(getattr(module, config)(hidden_size=64, **sizes))
+    block = Experts(made)
+    router.fuse_routers(block)
+    assert isinstance(block.gate, router.FusedRouter)
 
 
 def test_copies_and_pickles_are_fused():
