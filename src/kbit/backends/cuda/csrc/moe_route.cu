@@ -63,7 +63,7 @@ DEVICE float score(float logit, float largest, bool sigmoid) {
     return sigmoid ? __fdividef(1.0f, 1.0f + expf(-logit)) : expf(logit - largest);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 4)
     moe_route(const u8* logits, const float* bias, i64* ids, u8* weights, int tokens, int experts,
               int choices, int sigmoid, int normalize, float factor) {
     follow_previous(logits, bias);
@@ -116,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(128)
     const bool has = lane < choices;
     float weight = 0.0f;
     if (has) {
-        weight = __fdiv_rn(score(load_logit(mine + chosen * D::kBytes), largest, sigmoid), sum);
+        weight = __fdividef(score(load_logit(mine + chosen * D::kBytes), largest, sigmoid), sum);
     }
     if (normalize) {
         const float total = warp_sum(weight);
-        weight = __fdiv_rn(weight, sigmoid ? total + 1e-20f : total);
+        weight = __fdividef(weight, sigmoid ? total + 1e-20f : total);
     }
     if (has) {
         const u64 at = u64(token) * choices + lane;
