@@ -1,4 +1,4 @@
-// CUDA as far as stream.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a thread,
+// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a thread,
 // blocks of a cluster run at once, clusters in turn.
 //
 // Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
@@ -82,6 +82,24 @@ inline void __syncthreads() {
     pthread_barrier_wait(&block_barriers[block_rank]);
 }
 
+// Some threads of a block wait for each other, by a number; always as many by the same one in a launch.
+struct Named {
+    pthread_barrier_t barrier;
+    int threads;
+};
+inline Named named[16];
+inline std::mutex named_lock;
+inline void sync_some(int number, int threads) {
+    {
+        const std::lock_guard<std::mutex> guard(named_lock);
+        if (named[number].threads != threads) {
+            pthread_barrier_init(&named[number].barrier, nullptr, threads);
+            named[number].threads = threads;
+        }
+    }
+    pthread_barrier_wait(&named[number].barrier);
+}
+
 template <class T>
 T exchange(T value, int source) {
     std::memcpy(&warp().values[lane_id()], &value, sizeof(T));
@@ -157,6 +175,10 @@ inline float __frcp_rn(float a) {
 }
 inline float __fsqrt_rn(float a) {
     return sqrtf(a);
+}
+// One unit in the last place off, as a GPU may be.
+inline float __fdividef(float a, float b) {
+    return nextafterf(a / b, 0.0f);
 }
 inline float __fmaf_rn(float a, float b, float c) {
     return fmaf(a, b, c);

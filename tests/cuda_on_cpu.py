@@ -1,4 +1,6 @@
-"""Run stream.cu and the CUDA sources of NVFP4 on the CPU: compiled by g++ with cuda_on_cpu.h instead of PTX.
+"""Run stream.cu, grouped.cu and the CUDA sources of NVFP4 on the CPU.
+
+They are compiled by g++ with cuda_on_cpu.h instead of PTX.
 
 The modules that launch are the real ones; `launcher.load` and `launcher.launch_on` are replaced, so that
 indices, sizes and argument lists are tested as well.
@@ -23,7 +25,7 @@ from kbit.backends.cuda.compiler import CSRC, KernelSpec
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
-TOGETHER = ("stream", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few")
+TOGETHER = ("stream", "grouped", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few")
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
 
@@ -34,6 +36,10 @@ PTX = (
     (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "a = max_or_nan(a, b);"),
     (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
+    (
+        r'asm volatile\("bar\.sync %0, %1;"[^;]*?"r"\(1 \+ team\), "r"\(threads\)[^;]*;',
+        "sync_some(team, threads);",
+    ),
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
     (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),
     (r"__shared__", "static"),

@@ -34,6 +34,16 @@ inline void atomicMin(u32* to, u32 value) {
     *to = min(*to, value);
     pthread_mutex_unlock(&atomic_lock);
 }
+inline u32 __match_any_sync(u32, u32 value) {
+    u32 mask = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        mask |= u32(exchange(value, lane) == value) << lane;
+    }
+    return mask;
+}
+inline int __popc(u32 value) {
+    return __builtin_popcount(value);
+}
 [[noreturn]] inline void __trap() {
     std::abort();
 }
@@ -51,9 +61,6 @@ inline double __longlong_as_double(i64 bits) {
 }
 inline float __double2float_rn(double value) {
     return float(value);
-}
-inline float __fdividef(float a, float b) {
-    return nextafterf(a / b, 0.0f);
 }
 inline float saturated_fma(float a, float b, float c) {
     const float value = fmaf(a, b, c);

@@ -36,7 +36,10 @@ PTX = (
     (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
     (r'asm volatile\("(?:prefetch|cp\.async\.wait_all).*?\);\n', "\n"),
     (r"load_shared_element<", "shared_element<"),
-    (r"extern __shared__ [^;]*? (\w+)\[\];", r"u8* const \1 = block_memory();"),
+    (
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"\1* const \2 = reinterpret_cast<\1*>(block_memory());",
+    ),
     (r"#pragma (once|unroll.*)", ""),
 )
 

@@ -1,4 +1,4 @@
-"""The kernels of a router, run on the CPU, give what the reference gives, and touch nothing beside it."""
+"""The kernels around experts, run on the CPU, give what the reference gives, and touch nothing beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from kbit.backends import reference
 from kbit.backends.cuda import routing
+from moe_routings import ROUTINGS, not_all_mine, routed
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -88,3 +89,32 @@ def test_logits(experts, columns, dtype):
         bound = x.double().abs() @ weight.double().abs().T * columns * 2.0**-24
         rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out]
         assert bool(((logits.double() - exact).abs() <= bound + exact.abs() * rounding).all())
+
+
+# One block; several warps that sort; several blocks, in two launches.
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 3, 5), (40, 4, 300), (2100, 2, 9)])
+@pytest.mark.parametrize("make", ROUTINGS, ids=lambda make: make.__name__)
+def test_sorting(make, tokens, choices, experts):
+    for dtype in (torch.int32, torch.int64):
+        ids = routed(make, tokens, choices, experts).to(dtype)
+        shapes = ((ids.numel(),), (experts + 1,), ids.shape)
+        have, want = ([guarded(torch.zeros(s, dtype=torch.int32)) for s in shapes] for _ in range(2))
+        routing.moe_align(guarded(ids), *have)
+        reference.moe_align(ids, *want)
+        assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+        assert all(untouched(each) for each in have)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "choices", "columns"), [(1, 10, 64), (3, 23, 7), (9, 2, 1032)])
+def test_sums(tokens, choices, columns, dtype):
+    ids = routed(not_all_mine, tokens, choices, 12)
+    _, bounds, inverse = torch.ops.kbit.moe_align(ids, 12)
+    for weights_dtype, end in itertools.product(DTYPES, (bounds, None)):
+        y = guarded(torch.randn(ids.numel(), columns).to(dtype))
+        weights = guarded(torch.rand(ids.shape).to(weights_dtype))
+        have, want = (guarded(torch.zeros(tokens, columns, dtype=dtype)) for _ in range(2))
+        routing.moe_combine(y, inverse, weights, end, have)
+        reference.moe_combine(y, inverse, weights, end, want)
+        assert torch.equal(have, want)
+        assert untouched(have)

@@ -1,0 +1,133 @@
+"""csrc/grouped.cu run on the CPU: any dealing of rows to experts, teams that split K, gates, ragged sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import kbit
+from kbit.backends.cuda import driver, grouped
+from kbit.backends.cuda.weight_shape import WeightShape
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+# A machine so small that blocks have several experts.
+LIMITS = driver.DeviceLimits(multiprocessors=2, shared_bytes=227 * 1024, arch="90a")
+DEALINGS = [(2, 0, 1, 5), (0, 0, 3), (9, 1, 0), (1, 1, 1, 1, 1, 1, 1), (0, 17)]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("grouped_on_cpu"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels)
+    monkeypatch.setattr(driver, "device_limits", lambda index: LIMITS)
+
+
+def offsets_of(dealing: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *dealing]).cumsum(0).int()
+
+
+def check(
+    dealing: Sequence[int],
+    n: int,
+    k: int,
+    bits: int = 4,
+    dtype: torch.dtype = torch.float16,
+    gated: bool = False,
+    gathered: bool = False,
+) -> None:
+    made = torch.Generator().manual_seed(n + k + bits + sum(dealing))
+    experts, rows = len(dealing), sum(dealing)
+    q = kbit.quantize(torch.randn(experts, n, k, generator=made), bits=bits, search=False)
+    w = kbit.dequantize(q, torch.float32).double()
+    tiled = q.tile().tiled
+    x = torch.randn(rows, k, generator=made).to(dtype)
+    source = torch.randperm(rows, generator=made).int() if gathered else None
+    offsets = offsets_of(dealing)
+    y = torch.full((rows, n // 2 if gated else n), float("nan"), dtype=dtype)
+    parts = (tiled, q.codebook.float(), q.scale.float(), offsets, source, n, k, gated)
+    grouped.linear(x, *parts, y)
+    x = x if source is None else x[source.long()]
+    of = torch.repeat_interleave(torch.arange(experts), torch.tensor(dealing))
+    want = torch.einsum("rk,rnk->rn", x.double(), w[of])
+    eps = torch.finfo(dtype).eps
+    sizes = torch.einsum("rk,rnk->rn", x.double().abs(), w[of].abs())
+    bound = sizes * (eps + k**0.5 * 2.0**-23) + want.abs() * eps
+    if gated:
+        (gate, up), (of_gate, of_up) = want.chunk(2, dim=1), bound.chunk(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        bound = 1.2 * of_gate * up.abs() + gate.abs() * of_up + 4 * eps * want.abs() + eps
+    wrong = ~((y.double() - want).abs() <= bound)
+    assert not bool(wrong.any()), (wrong.nonzero()[:4].tolist(), int(wrong.sum()), y.numel())
+
+
+@pytest.mark.parametrize("dealing", DEALINGS, ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_any_dealing(dealing: Sequence[int], gathered: bool) -> None:
+    for n, k in ((72, 200), (9, 333)):
+        check(dealing, n, k, gathered=gathered)
+
+
+@pytest.mark.parametrize("dealing", [(40, 3), (16, 16), (12, 0, 20)], ids=str)
+def test_sixteen_rows_at_a_time(dealing: Sequence[int]) -> None:
+    weight = WeightShape(72, 200, 4, False, LIMITS)
+    chosen = grouped.plan(sum(dealing), len(dealing), weight)
+    assert chosen is not None
+    assert chosen.tokens == 16
+    check(dealing, 72, 200)
+    check(dealing, 64, 200, gated=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_every_width(bits: int, dtype: torch.dtype) -> None:
+    check((2, 0, 1, 5), 72, 200, bits, dtype)
+    check((3, 1), 64, 320, bits, dtype, gated=True)
+
+
+@pytest.mark.parametrize(("n", "k", "dealing"), [(16, 2048, (1, 2)), (32, 1100, (3,)), (64, 3000, (0, 9))])
+@pytest.mark.parametrize("gated", [False, True])
+def test_teams_that_split_k(n: int, k: int, dealing: Sequence[int], gated: bool) -> None:
+    rows = 2 * n if gated else n
+    chosen = grouped.plan(sum(dealing), len(dealing), WeightShape(rows, k, 4, gated, LIMITS))
+    assert chosen is not None
+    assert chosen.span > 1
+    check(dealing, rows, k, gated=gated)
+
+
+@pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])
+@pytest.mark.parametrize("bits", [2, 4, 5])
+def test_other_machines(arch: str, kilobytes: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = driver.DeviceLimits(multiprocessors=2, shared_bytes=kilobytes * 1024, arch=arch)
+    monkeypatch.setattr(driver, "device_limits", lambda index: limits)
+    check((2, 0, 1, 5), 72, 200, bits)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 3, 8], [0, -4, 2, 6], [3, 5, 90, 400], [2, 2, 2, 6], [8, 0, 0, 0]], ids=str
+)
+def test_offsets_that_say_nonsense_do_no_harm(offsets: list[int]) -> None:
+    q = kbit.quantize(torch.randn(3, 40, 64), bits=4, search=False)
+    around = torch.full((8 + 2, 40), 7.0, dtype=torch.float16)
+    tiled, x = q.tile().tiled, torch.randn(8, 64).half()
+    parts = (tiled, q.codebook.float(), q.scale.float(), torch.tensor(offsets).int(), None, 40, 64, False)
+    grouped.linear(x, *parts, around[1:-1])
+    assert bool((around[[0, -1]] == 7).all())
+
+
+def test_rows_of_no_expert_are_zero() -> None:
+    q = kbit.quantize(torch.randn(2, 40, 64), bits=4, search=False)
+    x, y = torch.randn(9, 64).half(), torch.full((9, 40), float("nan"), dtype=torch.float16)
+    offsets = torch.tensor([2, 4, 6]).int()
+    parts = (q.tile().tiled, q.codebook.float(), q.scale.float(), offsets, None, 40, 64, False)
+    grouped.linear(x, *parts, y)
+    assert bool((y[[0, 1, 6, 7, 8]] == 0).all())
+    assert bool((y[2:6] != 0).any())
