@@ -51,7 +51,7 @@ struct Index3 {
 inline thread_local Index3 threadIdx, blockIdx;
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
-constexpr int kMostBlocks = 4, kWindowBytes = 1 << 20;
+constexpr int kMostBlocks = 8, kWindowBytes = 1 << 18;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline thread_local int block_rank;
 inline int cluster_blocks;
@@ -87,17 +87,18 @@ struct Named {
     pthread_barrier_t barrier;
     int threads;
 };
-inline Named named[16];
+inline Named named[kMostBlocks][16];
 inline std::mutex named_lock;
 inline void sync_some(int number, int threads) {
+    Named& one = named[block_rank][number];
     {
         const std::lock_guard<std::mutex> guard(named_lock);
-        if (named[number].threads != threads) {
-            pthread_barrier_init(&named[number].barrier, nullptr, threads);
-            named[number].threads = threads;
+        if (one.threads != threads) {
+            pthread_barrier_init(&one.barrier, nullptr, threads);
+            one.threads = threads;
         }
     }
-    pthread_barrier_wait(&named[number].barrier);
+    pthread_barrier_wait(&one.barrier);
 }
 
 template <class T>
@@ -385,7 +386,8 @@ inline void barrier_expect(u32 address, u32 bytes) {
 }
 inline void barrier_wait(u32 address, u32 parity) {
     Barrier& b = barrier_at(address);
-    while (true) {
+    const auto start = std::chrono::steady_clock::now();
+    while (std::chrono::steady_clock::now() - start < std::chrono::minutes(5)) {
         {
             const std::lock_guard<std::mutex> guard(b.lock);
             if (b.phase != parity) {
@@ -394,6 +396,7 @@ inline void barrier_wait(u32 address, u32 parity) {
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
+    std::abort();  // nobody will come: bytes or arrivals are counted wrongly
 }
 constexpr int kWarpArrivals = 1, kCopyArrivals = 1;
 inline void warp_arrive(u32 address, int lane) {

@@ -26,7 +26,9 @@ HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
 TOGETHER = ("stream", "grouped", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few")
-ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float}
+ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
+# Headers that cuda_on_cpu.h, or a header on top of it, stands for.
+KNOWN = ("common.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
 
 # PTX statements and what stands for them.
@@ -38,8 +40,9 @@ PTX = (
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),
     (
         r'asm volatile\("bar\.sync %0, %1;"[^;]*?"r"\(1 \+ team\), "r"\(threads\)[^;]*;',
-        "sync_some(team, threads);",
+        "sync_some(1 + team, threads);",
     ),
+    (r'asm volatile\("" : "\+[^;]*;', ""),  # what hides values from the compiler
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
     (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),
     (r"__shared__", "static"),
@@ -59,7 +62,7 @@ def unavailable_reason() -> str | None:
 
 def translated(name: str, seen: set[str]) -> str:
     """A source and what it includes, without PTX."""
-    if name in seen or name in ("common.cuh", "hopper.cuh", "config.h"):
+    if name in seen or name in KNOWN:
         return ""
     seen.add(name)
     text = (CSRC / name).read_text()
