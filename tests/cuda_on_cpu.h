@@ -1,5 +1,5 @@
-// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a thread,
-// blocks of a cluster run at once, clusters in turn.
+// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a
+// thread, blocks of a cluster run at once, clusters in turn.
 //
 // Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
 // included, go through memory between two barriers; misaligned accesses abort, as they fault on a GPU.
