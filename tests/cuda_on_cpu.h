@@ -51,7 +51,7 @@ struct Index3 {
 inline thread_local Index3 threadIdx, blockIdx;
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
-constexpr int kMostBlocks = 8, kWindowBytes = 1 << 18;
+constexpr int kMostBlocks = 8, kWindowBytes = 1 << 19;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline thread_local int block_rank;
 inline int cluster_blocks;

@@ -175,9 +175,10 @@ def test_compiled_kernels_may_overlap(monkeypatch):
     import torch._inductor.config as inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
-    monkeypatch.setattr(inductor.triton, "enable_pdl", False)
-    bench.overlap_kernels()
-    assert inductor.triton.enable_pdl
+    with inductor.patch("triton.enable_pdl", False):
+        bench.overlap_kernels()
+        assert inductor.triton.enable_pdl
+    assert not inductor.triton.enable_pdl
     assert os.environ["TORCHINDUCTOR_ENABLE_PDL"] == "1"
 
 

@@ -220,13 +220,12 @@ def test_whatever_decides_the_code_changes_the_key(csrc, folder, monkeypatch):
     assert compiled() == 7
 
 
-def test_kernels_wait_first_where_those_of_torch_compile_start_early(csrc, folder, monkeypatch):
+def test_kernels_wait_first_where_those_of_torch_compile_start_early(csrc, folder):
     import torch._inductor.config as inductor
 
     (csrc / "scale.cu").write_text("#ifdef KBIT_WAIT_FIRST\n#error waits first\n#endif\n" + SOURCE)
     compile_kernel(SPEC, "90a", csrc=csrc)
-    monkeypatch.setattr(inductor.triton, "enable_pdl", True)
-    with pytest.raises(KbitCompileError, match="waits first"):
+    with inductor.patch("triton.enable_pdl", True), pytest.raises(KbitCompileError, match="waits first"):
         compile_kernel(SPEC, "90a", csrc=csrc)
 
 
