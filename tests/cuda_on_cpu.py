@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
@@ -145,9 +146,34 @@ class Kernels:
         self.function(spec)(*sizes, *packed)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
-    """Let kernels of `kbit.backends.cuda.nvfp4` take CPU tensors, as on a device with an H200's limits."""
-    limits = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
+H200 = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, limits: driver.DeviceLimits = H200) -> None:
+    """Let the modules that launch take CPU tensors, as on a device with such limits."""
     monkeypatch.setattr(launcher, "load", kernels.load)
     monkeypatch.setattr(launcher, "launch_on", kernels.launch_on)
     monkeypatch.setattr(driver, "device_limits", lambda index: limits)
+
+
+def require_product(
+    y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> None:
+    """Compare with float64, by the bound that rounding of weights, sums and the result gives.
+
+    Args:
+        y: [M, N] or, gated, [M, N / 2], 16-bit; poisoned before it was computed.
+        x: [M, K].
+        w: float64 [N, K], decoded; kernels round levels, or scaled levels, to 16 bits.
+        bias: [N], or None.
+        gated: y is silu(gate) * up.
+    """
+    want, eps = x.double() @ w.T, torch.finfo(y.dtype).eps
+    want = want if bias is None else want + bias.double()
+    bound = (x.double().abs() @ w.abs().T) * (eps + x.shape[1] ** 0.5 * 2.0**-23) + want.abs() * eps
+    if gated:
+        (gate, up), (of_gate, of_up) = want.chunk(2, dim=1), bound.chunk(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        bound = 1.2 * of_gate * up.abs() + gate.abs() * of_up + 4 * eps * want.abs() + eps
+    wrong = ~((y.double() - want).abs() <= bound)  # NaN is wrong, too
+    assert not bool(wrong.any()), (wrong.nonzero()[:4].tolist(), int(wrong.sum()), y.numel())

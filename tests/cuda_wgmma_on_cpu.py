@@ -8,7 +8,7 @@ import struct
 import pytest
 
 import cuda_on_cpu
-from kbit.backends.cuda import tensor_map
+from kbit.backends.cuda import driver, tensor_map
 from kbit.backends.cuda.compiler import KernelSpec
 
 PATTERNS = (
@@ -25,9 +25,11 @@ def host_source(spec: KernelSpec) -> str:
     return cuda_on_cpu.with_run(spec, source, "cuda_wgmma_on_cpu.h", True)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+def install(
+    monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels, limits: driver.DeviceLimits
+) -> None:
     """Let wgmma.py take CPU tensors; tensor maps are what cuda_wgmma_on_cpu.h reads."""
-    cuda_on_cpu.install(monkeypatch, kernels)
+    cuda_on_cpu.install(monkeypatch, kernels, limits)
     monkeypatch.setattr(tensor_map, "_encode", _encode)
 
 

@@ -13,6 +13,8 @@ from kbit.bench.result_files import no_result, read_result
 BASELINE, OURS, PEER = "baseline", "ours", "peer"
 # The path that kbit.linear takes by itself.
 DISPATCHED = "kbit"
+# Problems of `kbit bench moe` that begin so have tokens as their rows, others the rows of each expert.
+COUNTED_IN_TOKENS = ("layer", "router")
 COMMAND = "kbit bench kernels"  # whose results these are
 # What JSON makes of a row's fields.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {

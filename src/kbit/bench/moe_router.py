@@ -45,12 +45,12 @@ def make_routers(
     with torch.device(device):
         own = Qwen3NextTopKRouter(Qwen3NextConfig(**sizes)).to(torch.bfloat16).requires_grad_(False)
     nn.init.normal_(own.weight, std=0.02, generator=torch.Generator(device).manual_seed(0))
+    ours = copy.deepcopy(own)
+    fuse_routers(_Block(ours, experts, hidden))
     count = copies_of(own.weight.nbytes, own.weight.nbytes, device)
-    copies = [copy.deepcopy(own) for _ in range(count)]
-    ours = [copy.deepcopy(own) for _ in range(count)]
-    for router in ours:
-        fuse_routers(_Block(router, experts, hidden))
-    return {OWN: copies, DISPATCHED: ours}
+    return {
+        name: [copy.deepcopy(one) for _ in range(count)] for name, one in ((OWN, own), (DISPATCHED, ours))
+    }
 
 
 def router_arms(routers: dict[str, list[Any]], x: torch.Tensor) -> dict[Label, Arm]:
@@ -70,5 +70,4 @@ def router_rows(batches: Sequence[int], repeats: int, timer: Timer) -> Iterator[
         for tokens in batches:
             x = torch.randn(tokens, HIDDEN, device=device).to(torch.bfloat16)
             arms = router_arms(routers, x)
-            with torch.no_grad():
-                yield from measured(f"router, {choices} of {experts}", tokens, arms, repeats, timer)
+            yield from measured(f"router, {choices} of {experts}", tokens, arms, repeats, timer)

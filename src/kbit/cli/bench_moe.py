@@ -31,11 +31,11 @@ class Part(str, Enum):
 
 
 def _table(problem: str, rows: Sequence[MoeRow], bandwidth: float) -> Table:
-    from kbit.bench.kernel_rows import BASELINE
+    from kbit.bench.kernel_rows import BASELINE, COUNTED_IN_TOKENS
     from kbit.bench.moe import baselines
 
     best = baselines(rows)
-    unit = "tokens" if problem.startswith(("layer", "router")) else "M each"
+    unit = "tokens" if problem.startswith(COUNTED_IN_TOKENS) else "M each"
     headers = (unit, "kernel", "k", "us", "spread", "GB/s", "% read", "vs best 16-bit")
     table = text_table(problem, headers, left=("kernel",))
     for row in in_sections(table, rows, lambda row: row.rows):

@@ -66,7 +66,7 @@ def quantize_model(
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
     Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay. Routers
-    beside experts stay 16-bit, and on a GPU choose with one kernel (`kbit.nn.router`).
+    beside experts stay 16-bit, and on a GPU run by kernels of their own (`kbit.nn.router`).
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.

@@ -1,9 +1,9 @@
 """Routers beside quantized experts: on a GPU two kernels, for the logits and for the choice by them.
 
-transformers' routers are a product and then 4 to 20 small kernels of PyTorch, which in decoding take longer
-than the experts. Here they are `kbit::moe_logits` and `kbit::moe_route`. A router stays what it is: its class
-becomes the base of one that differs in `forward` alone, so that whatever looks for the module, its class, its
-weight or its hooks still finds them.
+transformers' routers are a product and then 4 to 20 small kernels of PyTorch. Here they are
+`kbit::moe_logits` and `kbit::moe_route`. A router stays what it is: its class becomes the base of one that
+differs in `forward` alone, so that whatever looks for the module, its class, its weight or its hooks still
+finds them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _KINDS: dict[str, type[FusedRouter]] = {
 
 
 def fuse_routers(model: nn.Module) -> None:
-    """Have routers beside `KbitExperts` choose with one kernel, in place, where it gives what they give."""
+    """Have routers beside `KbitExperts` run by our kernels, in place, where these give what they give."""
     tried: dict[Any, bool] = {}
     for router in _beside_experts(model):
         kind = _KINDS.get(type(router).__name__)

@@ -16,12 +16,8 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.reference import moe as reference
 
-_LOGITS_FORMAT, _ROUTE_FORMAT, _ALIGN_FORMAT, _COMBINE_FORMAT = (
-    "QQQii",
-    "QQQQiiiiif",
-    "QQQQQiiiiii",
-    "QQQQQiiii",
-)
+_LOGITS_FORMAT, _ROUTE_FORMAT = "QQQii", "QQQQiiiiif"
+_ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
 _HALVES = (torch.float16, torch.bfloat16)
 _WARP, _MAX_THREADS = 32, 1024
 # Up to so many ids one block sorts them all, in one launch.
@@ -32,24 +28,26 @@ _TABLE_WORDS = 48 * 1024 // 4 - 32  # what a block has without asking for more, 
 MAX_EXPERTS = _TABLE_WORDS - 1
 _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
-# moe_logits.cu: experts of a block, and tokens up to which it is faster than cuBLAS.
-_LOGITS_EXPERTS, _MOST_TOKENS = 4, 8
-# moe_route.cu: experts that a lane takes, choices of a token and tokens of a block.
+# Warps of a block of moe_logits.cu, each with an expert, and of moe_route.cu, each with a token.
+_ROUTER_WARPS = 4
+# moe_logits.cu: tokens up to which it is faster than cuBLAS.
+_MOST_TOKENS = 8
+# moe_route.cu: experts that a lane takes, and choices of a token.
 _PER_LANE = (1, 4, 16, 32)
-_MAX_ROUTED, _MOST_CHOICES, _ROUTE_TOKENS = _WARP * _PER_LANE[-1], _WARP, 4
+_MAX_ROUTED, _MOST_CHOICES = _WARP * _PER_LANE[-1], _WARP
 _MAX_GRID_Y = 65535
 
 
 @functools.cache
 def logits_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
     """The kernel that multiplies few tokens of a 16-bit dtype by a router's weight, to float32 if `wide`."""
-    return KernelSpec.make("moe_logits.cu", bf16=dtype == torch.bfloat16, wide=wide)
+    return KernelSpec.make("moe_logits.cu", bf16=dtype == torch.bfloat16, wide=wide, warps=_ROUTER_WARPS)
 
 
 @functools.cache
 def route_spec(dtype: torch.dtype, per_lane: int) -> KernelSpec:
     """The kernel that chooses among 32 * per_lane experts, by logits of a dtype."""
-    return KernelSpec.make("moe_route.cu", dtype=DTYPES[dtype], per_lane=per_lane)
+    return KernelSpec.make("moe_route.cu", dtype=DTYPES[dtype], per_lane=per_lane, warps=_ROUTER_WARPS)
 
 
 @functools.cache
@@ -90,8 +88,8 @@ def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
     logits, index = x.new_empty((tokens, experts), dtype=dtype), x.device.index
     kernel = launcher.load(logits_spec(x.dtype, dtype == torch.float32), index, _LOGITS_FORMAT)
     args = (x.data_ptr(), weight.data_ptr(), logits.data_ptr(), experts, columns // 8)
-    grid = (-(-experts // _LOGITS_EXPERTS), tokens, 1)
-    launcher.launch_on(index, kernel, grid, _LOGITS_EXPERTS * _WARP, args, pdl=True)
+    grid = (-(-experts // _ROUTER_WARPS), tokens, 1)
+    launcher.launch_on(index, kernel, grid, _ROUTER_WARPS * _WARP, args, pdl=True)
     return logits
 
 
@@ -121,7 +119,7 @@ def moe_route(
     kernel = launcher.load(route_spec(logits.dtype, per_lane), index, _ROUTE_FORMAT)
     pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
     sizes = (tokens, experts, ids.shape[1], int(scoring == "sigmoid"), int(normalize))
-    per_block = min(tokens, _ROUTE_TOKENS)
+    per_block = min(tokens, _ROUTER_WARPS)
     grid = (-(-tokens // per_block), 1, 1)
     launcher.launch_on(index, kernel, grid, per_block * _WARP, (*pointers, *sizes, factor), pdl=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kbit.bench.kernel_rows import BASELINE
+from kbit.bench.kernel_rows import BASELINE, COUNTED_IN_TOKENS
 from kbit.bench.report import markup
 from kbit.bench.report.markup import Row
 from kbit.bench.report.results import Result
@@ -24,7 +24,7 @@ def _problems(items: Sequence[Mapping[str, Any]], bandwidth: float) -> Iterator[
     """A table per problem: a number of experts of one shape, a layer under one routing, or a router."""
     headers = ["kernel", "k", "us", "spread", "GB/s", "% of read", "vs best 16-bit"]
     for problem in dict.fromkeys(item["problem"] for item in items):
-        unit = "tokens" if problem.startswith(("layer", "router")) else "tokens each"
+        unit = "tokens" if problem.startswith(COUNTED_IN_TOKENS) else "tokens each"
         here = [item for item in items if item["problem"] == problem]
         yield markup.table([unit, *headers], _measured(here, bandwidth), problem, left=2)
 

@@ -10,13 +10,12 @@
 // before the kernel in front is done, and no further: a router's weight may be what that kernel writes. Order
 // of sums: a lane's by k, then lanes by halves.
 //
-// grid: x experts / kExperts, y tokens
+// grid: x experts / Config::warps, y tokens
 #include "config.h"
 #include "rows.cuh"
 
 using H = Half<Config::bf16>;
-constexpr int kExperts = 4;  // of a block
-constexpr int kThreads = kExperts * 32;
+constexpr int kThreads = Config::warps * 32;
 constexpr int kAtOnce = 8;  // pieces in flight, of x and of the weight: 2048 columns
 constexpr int kLine = 8;    // pieces of a line of L2
 
@@ -35,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     moe_logits(const uint4* x, const uint4* weight, u8* logits, int experts, int pieces) {
     __shared__ uint4 staged[2 * kAtOnce * kThreads];
     launch_early();
-    const int lane = threadIdx.x & 31, expert = blockIdx.x * kExperts + (threadIdx.x >> 5);
+    const int lane = threadIdx.x & 31, expert = blockIdx.x * Config::warps + (threadIdx.x >> 5);
     const int token = blockIdx.y;
     const u32 mine = shared_address(staged) + threadIdx.x * 16;
     const uint4* row = weight + u64(min(expert, experts - 1)) * pieces;
@@ -62,10 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                load_shared4(mine + (2 * i + 1) * kThreads * 16));
         }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        sum += __shfl_xor_sync(kAll, sum, step);
-    }
+    sum = warp_sum(sum);
     if (lane == 0 && expert < experts) {
         const u64 at = u64(token) * experts + expert;
         if constexpr (Config::wide) {

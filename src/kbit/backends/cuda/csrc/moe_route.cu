@@ -11,7 +11,7 @@
 // order as integers is that of the scores. A round finds the largest key and the smallest id that has it, by
 // redux.sync, and takes it out.
 //
-// grid: x warps of tokens. choices <= 32: a lane each.
+// grid: x tokens, one for each warp of a block, at most Config::warps. choices <= 32: a lane each.
 #include "config.h"
 #include "rows.cuh"
 
@@ -40,13 +40,6 @@ DEVICE float warp_max(float value) {
     }
     return value;
 }
-DEVICE float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        value += __shfl_xor_sync(kAll, value, step);
-    }
-    return value;
-}
 
 // A lane's values from FROM on, by pairs: few of them wait for each other.
 template <int FROM = 0, int COUNT = kPer, class T, class F>
@@ -63,7 +56,7 @@ DEVICE float score(float logit, float largest, bool sigmoid) {
     return sigmoid ? __fdividef(1.0f, 1.0f + expf(-logit)) : expf(logit - largest);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(Config::warps * 32, 4)
     moe_route(const u8* logits, const float* bias, i64* ids, u8* weights, int tokens, int experts,
               int choices, int sigmoid, int normalize, float factor) {
     follow_previous(logits, bias);

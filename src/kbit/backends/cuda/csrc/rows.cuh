@@ -98,6 +98,15 @@ DEVICE u32 encode_e4m4(float t) {
     return byte > 255u ? 255u : byte;
 }
 
+// The sum of a warp's values, by halves; in every lane.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        value += __shfl_xor_sync(kAll, value, step);
+    }
+    return value;
+}
+
 // ---- bit-planes <-> fields
 //
 // Fields are kField bits wide (2, 4, 4, 8 at 2, 3, 4, 5 bits): word q of them holds in field n the code of
