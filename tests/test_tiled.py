@@ -72,6 +72,10 @@ def opcheck_cases():
             ops.linear_tiled_grad_input.default,
             (torch.randn(5, 48), *dense, 48, 72),
         ),
+        "merged_linear_tiled": (
+            ops.merged_linear_tiled.default,
+            (x, [dense[0], dense[0].clone()], *dense[1:], [48, 48], 72, True),
+        ),
         "grouped_linear_tiled": (ops.grouped_linear_tiled.default, (rows, *stack, offsets, 24, 40)),
         "grouped_linear_tiled.out": (
             ops.grouped_linear_tiled.out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
@@ -10,7 +11,9 @@ from kbit.backends.cuda import operands
 from kbit.backends.cuda.weights import ready
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
+from kbit.format.adjacent import as_one
 from kbit.format.codebook import bits_of
+from kbit.format.layout import TILE_ROWS
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 
@@ -85,12 +88,27 @@ def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu
     return out
 
 
-def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features):
-    out = x.new_empty((*x.shape[:-1], out_features))
-    return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, False, out)
+def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False):
+    out = x.new_empty((*x.shape[:-1], out_features // 2 if silu_and_mul else out_features))
+    return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
 
 direct.set_multiply("cuda", 3, operands.DTYPES, _linear_directly)
+
+
+@implement("merged_linear_tiled")
+def _merged_linear(x, tiled, codebook, scale, out_features, in_features, silu_and_mul=False):
+    arguments = (x, tiled, codebook, scale, out_features, in_features, silu_and_mul)
+    out = x.new_empty(tiled_checks.merged_linear_tiled(*arguments))
+    whole = as_one(tiled)
+    if whole is not None and not any(rows % TILE_ROWS for rows in out_features[:-1]):
+        rows = sum(out_features)
+        return _run_linear(x, whole, codebook, scale, None, rows, in_features, silu_and_mul, out)
+    parts = [
+        _linear(x, one, codebook, scale, None, rows, in_features)
+        for one, rows in zip(tiled, out_features, strict=True)
+    ]
+    return F.silu(parts[0]) * parts[1] if silu_and_mul else torch.cat(parts, dim=-1)
 
 
 @implement("experts_one_token")

@@ -11,9 +11,9 @@ from torch import nn
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import WEIGHTS, KbitExperts
 from kbit.nn.linear import KbitLinear
+from kbit.nn.mixins import take_out
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import Progress
-from kbit.nn.router import restore_routers
 from kbit.nn.support import keep_device_hook, keep_hooks
 from kbit.nn.tiling import TileableModule
 
@@ -71,7 +71,7 @@ def dequantize_model(
             model.set_submodule(name, plain)
         if progress is not None:
             progress(done, len(names), members[0])
-    restore_routers(model)
+    take_out(model)
     for tell in after_dequantizing:
         tell(model)
     return model

@@ -39,6 +39,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
     _op = "linear"
 
+    # While a module runs that has this layer among others with one input: see `kbit.nn.merged`.
+    merged_call: Any = None
+
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
@@ -127,6 +130,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
         """
         if not isinstance(x, torch.Tensor):
             type_checks.tensor("linear", "x", x, self.layer_name)
+        call = self.merged_call
+        if call is not None and (merged := call.result_of(self, x)) is not None:
+            return merged
         tiled = self._tiles_for_call("weight")
         bias: torch.Tensor | None = self.bias
         grad_checks.no_tangent("linear", self.layer_name, x, bias)

@@ -15,6 +15,7 @@ from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
+from kbit.nn.merged import merge_layers
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import fuse_routers
 from kbit.nn.second_call import other_bits, refuse_other_format
@@ -66,7 +67,8 @@ def quantize_model(
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
     Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay. Routers
-    beside experts stay 16-bit, and on a GPU run by kernels of their own (`kbit.nn.router`).
+    beside experts stay 16-bit, and on a GPU run by kernels of their own (`kbit.nn.router`); there layers of
+    one input, such as q, k and v, run as one (`kbit.nn.merged`).
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
@@ -116,6 +118,7 @@ def quantize_model(
         if progress is not None:
             progress(done, len(groups), members[0])
     fuse_routers(model)
+    merge_layers(model)
     _warn_about_leftovers(model, policy, names)
     if not has_quantized(model):
         warnings.warn(NOTHING_QUANTIZED, stacklevel=2)

@@ -1,9 +1,8 @@
 """Routers beside quantized experts: on a GPU two kernels, for the logits and for the choice by them.
 
 transformers' routers are a product and then 4 to 20 small kernels of PyTorch. Here they are
-`kbit::moe_logits` and `kbit::moe_route`. A router stays what it is: its class becomes the base of one that
-differs in `forward` alone, so that whatever looks for the module, its class, its weight or its hooks still
-finds them.
+`kbit::moe_logits` and `kbit::moe_route`. The gate of a shared expert, a linear layer with one output, is a
+router without a choice: cuBLAS takes twice as long for it as `kbit::moe_logits`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from kbit.nn.experts import KbitExperts
+from kbit.nn.mixins import MixedIn, mix_in, mixed
 from kbit.nn.support import has_own_forward
 from kbit.ops import forms, grad_checks
 
@@ -26,10 +26,9 @@ def _has_kernels(index: int) -> bool:
     return forms.tiles_pay("grouped_linear", torch.device("cuda", index), torch.uint8)
 
 
-class FusedRouter(nn.Module):
+class FusedRouter(MixedIn):
     """What a router's class is mixed with. Subclasses say which router it is: `_route`."""
 
-    own: type[nn.Module]
     weight: nn.Parameter
     top_k: int
 
@@ -51,11 +50,8 @@ class FusedRouter(nn.Module):
             return False
         return x.is_cuda and _has_kernels(x.device.index)
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _route(self, x: torch.Tensor) -> Any:
         raise NotImplementedError
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _again, (self.own, *type(self).__bases__[:1]), self.__dict__
 
 
 class _Softmax(FusedRouter):
@@ -93,6 +89,15 @@ class _Sigmoid(FusedRouter):
         return logits, weights, ids
 
 
+class _SharedGate(FusedRouter):
+    """A linear layer with one output, without bias: how much the shared expert counts."""
+
+    prefix = "Fused"
+
+    def _route(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], 1)
+
+
 # By the name of the router's class in transformers. That it computes this is tried, too: `_computes`.
 _KINDS: dict[str, type[FusedRouter]] = {
     "Qwen2MoeTopKRouter": _Softmax,
@@ -110,22 +115,18 @@ def fuse_routers(model: nn.Module) -> None:
     """Have routers beside `KbitExperts` run by our kernels, in place, where these give what they give."""
     tried: dict[Any, bool] = {}
     for router in _beside_experts(model):
+        if has_own_forward(router):
+            continue
+        if type(router) is nn.Linear and router.out_features == 1 and router.bias is None:
+            mix_in(router, _SharedGate)
         kind = _KINDS.get(type(router).__name__)
-        if kind is None or has_own_forward(router):
+        if kind is None:
             continue
         key = (type(router), repr(sorted(_plain_attributes(router).items())), _shapes(router))
         if key not in tried:
             tried[key] = _computes(kind, router)
         if tried[key]:
-            router.__class__ = _class(type(router), kind)
-
-
-def restore_routers(model: nn.Module) -> None:
-    """Undo `fuse_routers`."""
-    for module in model.modules():
-        if type(module) in _classes.values():
-            assert isinstance(module, FusedRouter)
-            module.__class__ = module.own  # type: ignore[assignment]
+            mix_in(router, kind)
 
 
 def _beside_experts(model: nn.Module) -> Iterator[nn.Module]:
@@ -174,7 +175,7 @@ def _agree(kind: type[FusedRouter], router: nn.Module, dtype: torch.dtype) -> bo
     hidden = tensors["weight"].shape[1]
     x = (random(_PROBE_TOKENS, hidden) * (16 / hidden**0.5)).to(dtype)
     want = own.forward(made, x)
-    made.__class__ = _class(own, kind)
+    made.__class__ = mixed(own, kind)
     assert isinstance(made, FusedRouter)
     have = made._route(x)
     if [tensor.dtype for tensor in want] != [tensor.dtype for tensor in have]:
@@ -189,19 +190,3 @@ def _equal(want: tuple[torch.Tensor, ...], have: tuple[torch.Tensor, ...]) -> bo
     weights = [found[1].gather(-1, order) for found, order in zip((want, have), orders, strict=True)]
     near = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in (weights, (want[0], have[0])))
     return near and torch.equal(*ids)
-
-
-_classes: dict[tuple[Any, Any], type[FusedRouter]] = {}
-
-
-def _class(own: type[nn.Module], kind: type[FusedRouter]) -> type[FusedRouter]:
-    """A router's class mixed with a kind; one for each pair."""
-    if (own, kind) not in _classes:
-        _classes[own, kind] = type(f"Kbit{own.__name__}", (kind, own), {"__module__": __name__, "own": own})
-    return _classes[own, kind]
-
-
-def _again(own: type[nn.Module], kind: type[FusedRouter]) -> nn.Module:
-    """A router without anything, for pickle and copies."""
-    made = _class(own, kind)
-    return made.__new__(made)

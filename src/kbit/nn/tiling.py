@@ -9,11 +9,13 @@ canonical form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from kbit.format.adjacent import adjoin
 
 # Suffix of the parameter that holds a weight's tiles.
 TILED = "_tiled"
@@ -26,6 +28,18 @@ def wait_for(tiles: torch.Tensor) -> None:
     """Wait until tiles are written: other streams, and kernels that start early, may read them next."""
     if tiles.is_cuda:
         torch.cuda.current_stream(tiles.device).synchronize()
+
+
+def make_neighbours(modules: Sequence[TileableModule], name: str = "weight") -> None:
+    """Have a weight's tiles, of several modules, be neighbours in memory, in this order; see `adjoin`."""
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        tiles = [module._held(name) for module in modules]
+        if any(type(one) is not nn.Parameter for one in tiles):
+            return  # replicas of DataParallel
+        together = adjoin([one for one in tiles if one is not None])
+        wait_for(together[0])
+        for one, moved in zip(tiles, together, strict=True):
+            one.data = moved
 
 
 def without_casts(

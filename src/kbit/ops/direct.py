@@ -17,7 +17,7 @@ import torch
 
 _OWN = (torch.Tensor, torch.nn.Parameter)  # these types exactly; no subclass such as DTensor
 
-# multiply(x [..., K], *parts, bias, N, K) -> [..., N]
+# multiply(x [..., K], *parts, bias, N, K) -> [..., N]; of tiles it may be asked for silu_and_mul, at the end.
 Multiply = Callable[..., torch.Tensor]
 
 
@@ -69,6 +69,7 @@ def linear(
     bias: torch.Tensor | None,
     out_features: int,
     in_features: int,
+    silu_and_mul: bool = False,
 ) -> torch.Tensor | None:
     """`kbit::linear` or `kbit::linear_tiled` of a layer's own parts, without gradient; None: call the op.
 
@@ -92,4 +93,5 @@ def linear(
         and bias.device == x.device
     ):
         return None
-    return way.multiply(x, *parts, bias, out_features, in_features)
+    gated = (True,) if silu_and_mul else ()
+    return way.multiply(x, *parts, bias, out_features, in_features, *gated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kbit.format.codebook import check_bits
@@ -94,6 +96,38 @@ def linear_tiled(
     shape = (*tiled.shape[:-3], out_features, in_features)
     checks.linear_inputs(x, shape, tiled.device, bias, silu_and_mul)
     return *x.shape[:-1], out_features // 2 if silu_and_mul else out_features
+
+
+def merged_linear_tiled(
+    x: torch.Tensor,
+    tiled: Sequence[torch.Tensor],
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: Sequence[int],
+    in_features: int,
+    silu_and_mul: bool = False,
+) -> tuple[int, ...]:
+    """Check the arguments of `kbit::merged_linear_tiled`.
+
+    Returns:
+        The result's shape.
+
+    Raises:
+        TypeError, ValueError: see `linear_tiled`; also as many sizes as there are no weights, no weight at
+            all, or, for silu_and_mul, others than two of one size.
+    """
+    if not tiled or len(tiled) != len(out_features):
+        raise ValueError(
+            f"linear: merged are one weight or more, each of so many rows, got {len(tiled)} and the sizes "
+            f"{list(out_features)}. Pass the out_features of each."
+        )
+    if silu_and_mul and (len(tiled) != 2 or out_features[0] != out_features[1]):
+        raise ValueError(
+            f"linear: silu_and_mul takes gate and up of one size, got {list(out_features)}. Merge only those."
+        )
+    for one, rows in zip(tiled, out_features, strict=True):
+        linear_tiled(x, one, codebook, scale, None, rows, in_features)
+    return *x.shape[:-1], out_features[0] if silu_and_mul else sum(out_features)
 
 
 def grouped_linear_tiled(

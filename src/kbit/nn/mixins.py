@@ -1,0 +1,55 @@
+"""Modules of a model that get another `forward`, and stay what they are.
+
+Such a module's class becomes the base of one made here, so that whatever looks for the module, its class, its
+weights or its hooks still finds them; copies and pickles keep it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class MixedIn(nn.Module):
+    """What classes are mixed with. A subclass has the `forward`, and calls that of `super()` as it needs.
+
+    Attributes:
+        own: the class that a module had.
+        prefix: of the name of the class that it gets.
+    """
+
+    own: type[nn.Module]
+    prefix = "Kbit"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _again, (self.own, *type(self).__bases__[:1]), self.__dict__
+
+
+_classes: dict[tuple[Any, Any], type[MixedIn]] = {}
+
+
+def mixed(own: type[nn.Module], kind: type[MixedIn]) -> type[MixedIn]:
+    """A class mixed with a kind; one for each pair."""
+    if (own, kind) not in _classes:
+        name = f"{kind.prefix}{own.__name__}"
+        _classes[own, kind] = type(name, (kind, own), {"__module__": __name__, "own": own})
+    return _classes[own, kind]
+
+
+def _again(own: type[nn.Module], kind: type[MixedIn]) -> nn.Module:
+    """A module without anything, for pickle and copies."""
+    made = mixed(own, kind)
+    return made.__new__(made)
+
+
+def mix_in(module: nn.Module, kind: type[MixedIn]) -> None:
+    """Give a module what a kind has."""
+    module.__class__ = mixed(type(module), kind)
+
+
+def take_out(model: nn.Module) -> None:
+    """Give all modules of a model the classes that they had."""
+    for module in model.modules():
+        if isinstance(module, MixedIn):
+            module.__class__ = module.own
