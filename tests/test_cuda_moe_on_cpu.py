@@ -55,9 +55,9 @@ def test_choices(experts, top_k, dtype):
         bias = guarded(torch.arange(experts) % 3 * 0.25) if biased else None
         ids = guarded(torch.zeros(tokens, top_k, dtype=torch.int64))
         weights = guarded(torch.zeros(tokens, top_k, dtype=dtype))
-        routing.moe_route(logits, scoring, normalize, bias, 1.5, ids, weights)
+        routing.moe_route(logits, scoring, normalize, bias, 1.5, "", ids, weights)
         want = torch.empty_like(ids), torch.empty_like(weights)
-        reference.moe_route(logits, scoring, normalize, bias, 1.5, *want)
+        reference.moe_route(logits, scoring, normalize, bias, 1.5, "", *want)
         assert untouched(ids)
         assert untouched(weights)
         scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
@@ -71,11 +71,35 @@ def test_choices(experts, top_k, dtype):
         assert bool((close | ~same).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (32, 31), (33, 4), (512, 10)])
+def test_a_choice_that_all_tokens_have(experts, top_k, dtype):
+    for tokens, shared in itertools.product((1, 5), ("sigmoid", "one")):
+        logits = guarded((torch.randn(tokens, experts + (shared == "sigmoid")) * 3).to(dtype))
+        have, want = (
+            (
+                guarded(torch.zeros(tokens, top_k + 1, dtype=torch.int64)),
+                guarded(torch.zeros(tokens, top_k + 1, dtype=dtype)),
+            )
+            for _ in range(2)
+        )
+        routing.moe_route(logits, "softmax", True, None, 1.5, shared, *have)
+        reference.moe_route(logits, "softmax", True, None, 1.5, shared, *want)
+        assert all(untouched(each) for each in have)
+        assert have[0][:, -1].tolist() == [experts] * tokens
+        error = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        torch.testing.assert_close(have[1][:, -1], want[1][:, -1], rtol=error, atol=1e-7)
+        plain = [torch.empty_like(each[:, :-1]) for each in have]
+        rest = logits[:, :experts].contiguous()
+        routing.moe_route(rest, "softmax", True, None, 1.5, "", *plain)
+        assert all(torch.equal(each[:, :-1], alone) for each, alone in zip(have, plain, strict=True))
+
+
 def test_nan_and_infinity_choose_experts_that_there_are():
     logits = torch.randn(4, 40)
     logits[0], logits[1, 7], logits[2], logits[3, 5] = float("nan"), float("nan"), float("-inf"), float("inf")
     ids, weights = torch.empty(4, 6, dtype=torch.int64), torch.empty(4, 6)
-    routing.moe_route(logits, "softmax", True, None, 1.0, ids, weights)
+    routing.moe_route(logits, "softmax", True, None, 1.0, "", ids, weights)
     assert all(len(set(row)) == 6 and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
 
 
@@ -89,6 +113,10 @@ def test_logits(experts, columns, dtype):
         bound = x.double().abs() @ weight.double().abs().T * columns * 2.0**-24
         rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out]
         assert bool(((logits.double() - exact).abs() <= bound + exact.abs() * rounding).all())
+        last = guarded(torch.randn(1, columns).to(dtype))
+        more = routing.moe_logits(x, weight, out, last)
+        assert torch.equal(more[:, :-1], logits)
+        assert torch.equal(more[:, -1:], routing.moe_logits(x, last, out))
 
 
 # One block; several warps that sort; several blocks, in two launches.

@@ -211,8 +211,10 @@ def test_the_kernel_equals_the_reference(experts, top_k, dtype):
         shape = (tokens, top_k)
         have = [torch.full(shape, -7, device="cuda"), torch.full(shape, -7.0, device="cuda", dtype=dtype)]
         want = [torch.empty_like(tensor, device="cpu") for tensor in have]
-        reference.moe_route(logits, scoring, normalize, bias, 2.5, *want)
-        cuda.moe_route(logits.cuda(), scoring, normalize, None if bias is None else bias.cuda(), 2.5, *have)
+        reference.moe_route(logits, scoring, normalize, bias, 2.5, "", *want)
+        cuda.moe_route(
+            logits.cuda(), scoring, normalize, None if bias is None else bias.cuda(), 2.5, "", *have
+        )
         ids, weights = (tensor.cpu() for tensor in have)
         same = ids == want[0]
         if biased:  # sums may be nearer to each other than the GPU's exponential is to the CPU's
@@ -288,7 +290,7 @@ def test_a_fused_router_gives_what_its_class_gives(name):
     for module in routers(quantized(name, torch.float32)):
         x = torch.randn(2, 5, module.weight.shape[1])
         with torch.no_grad():
-            want, have = module.own.forward(module, x), module._route(x)
+            want, have = module.own.forward(module, x), module.route(x)
             assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(want, have, strict=True))
             assert router._equal(want, have)
             assert all(torch.equal(a, b) for a, b in zip(module(x), want, strict=True))  # on a CPU its own

@@ -94,6 +94,15 @@ def opcheck_cases():
                 *(torch.tensor([[3, 4, 0]]), torch.rand(1, 3), 12),
             ),
         ),
+        "experts_with_shared": (
+            ops.experts_with_shared.default,
+            (
+                torch.randn(2, 40),
+                [stack[0], *(tiled_parts(weight(12, 40))[0] for _ in range(2))],
+                [tiled_parts(down)[0], tiled_parts(weight(40, 12))[0]],
+                *(stack[1], torch.ones(5), torch.tensor([[3, 1, 4], [0, 1, 4]]), torch.rand(2, 3), 12),
+            ),
+        ),
         "grouped_linear_tiled_grad_input": (
             ops.grouped_linear_tiled_grad_input.default,
             (torch.randn(9, 24), *stack, offsets, 24, 40),

@@ -83,8 +83,13 @@ def route_and_sort() -> None:
             ids, weights = torch.ops.kbit.moe_route(logits, 10, *how)
             assert int(ids.max()) < experts
             assert torch.isfinite(weights).all()
+        for shared, routed in (("sigmoid", experts - 1), ("one", experts)):
+            ids, weights = torch.ops.kbit.moe_route(logits, 10, "softmax", True, None, 1.0, shared)
+            assert bool((ids[:, -1] == routed).all())
+            assert torch.isfinite(weights).all()
     x, weight = torch.randn(4, 2056, device="cuda").half(), torch.randn(9, 2056, device="cuda").half()
-    assert torch.isfinite(torch.ops.kbit.moe_logits(x, weight)).all()
+    for last in (None, weight[:1].clone()):
+        assert torch.isfinite(torch.ops.kbit.moe_logits(x, weight, None, last)).all()
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)

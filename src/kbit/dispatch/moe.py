@@ -16,24 +16,27 @@ def _module(op, device):
 
 
 @implement("moe_logits")
-def _moe_logits(x, weight, dtype=None):
-    moe_checks.moe_logits(x, weight, dtype)
-    return _module("moe_logits", x.device).moe_logits(x.contiguous(), weight.contiguous(), dtype or x.dtype)
+def _moe_logits(x, weight, dtype=None, last=None):
+    moe_checks.moe_logits(x, weight, dtype, last)
+    last = None if last is None else last.contiguous()
+    run = _module("moe_logits", x.device).moe_logits
+    return run(x.contiguous(), weight.contiguous(), dtype or x.dtype, last)
 
 
 @implement("moe_route")
-def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0):
-    moe_checks.moe_route(logits, top_k, scoring, bias)
-    choices = moe_schemas.empty_choices(logits, top_k)
+def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=""):
+    moe_checks.moe_route(logits, top_k, scoring, bias, shared)
+    choices = moe_schemas.empty_choices(logits, top_k, shared)
     if choices[0].numel():
         run = _module("moe_route", logits.device).moe_route
         bias = None if bias is None else bias.contiguous()
-        run(logits.contiguous(), scoring, normalize, bias, factor, *choices)
+        run(logits.contiguous(), scoring, normalize, bias, factor, shared, *choices)
     return choices
 
 
 @implement("moe_align")
-def _moe_align(ids, num_experts):
+def align(ids, num_experts):
+    """`kbit::moe_align`."""
     moe_checks.moe_align(ids, num_experts)
     routing = moe_schemas.empty_routing(ids, num_experts)
     _module("moe_align", ids.device).moe_align(ids.contiguous(), *routing)
@@ -41,7 +44,8 @@ def _moe_align(ids, num_experts):
 
 
 @implement("moe_combine")
-def _moe_combine(y, inverse, weights, bounds=None):
+def combine(y, inverse, weights, bounds=None):
+    """`kbit::moe_combine`."""
     moe_checks.moe_combine(y, inverse, weights, bounds)
     out = y.new_empty((inverse.shape[0], y.shape[1]))
     if out.numel():

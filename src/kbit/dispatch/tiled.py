@@ -9,6 +9,7 @@ from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.backends.cuda import operands
 from kbit.backends.cuda.weights import ready
+from kbit.dispatch import moe
 from kbit.dispatch.backends import backend_for
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.format.adjacent import as_one
@@ -124,6 +125,36 @@ def _experts_one_token(x, gate_up, down, codebook, gate_up_scale, down_scale, id
     x, ids, weights = contiguous(x, ids, weights)
     run(x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate, out)
     return out
+
+
+@implement("experts_with_shared")
+def _experts_with_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate):
+    tiled_checks.experts_with_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate)
+    gates_ups, downs = as_one(gate_up), as_one(down)
+    if gates_ups is None or downs is None or intermediate % TILE_ROWS:
+        return _experts_beside_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate)
+    count, hidden = gate_up[0].shape[0] + 1, x.shape[1]
+    stacks = [one.view(count, -1, *one.shape[1:]) for one in (gates_ups, downs)]
+    if x.shape[0] == 1:
+        return _experts_one_token(x, *stacks, codebook, scale, scale, ids, weights, intermediate)
+    source, bounds, inverse = moe.align(ids, count)
+    constants = (codebook, scale, bounds)
+    rows = _grouped(x, stacks[0], *constants, 2 * intermediate, hidden, True, source)
+    results = _grouped(rows, stacks[1], *constants, hidden, intermediate)
+    return moe.combine(results, inverse, weights, bounds)
+
+
+def _experts_beside_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate):
+    """`experts_with_shared` where the tiles are no neighbours: the shared one apart."""
+    count, hidden = gate_up[0].shape[0], x.shape[1]
+    source, bounds, inverse = moe.align(ids, count)
+    constants, one = (codebook, scale[:count], bounds), scale[count]
+    rows = _grouped(x, gate_up[0], *constants, 2 * intermediate, hidden, True, source)
+    results = _grouped(rows, down[0], *constants, hidden, intermediate)
+    sizes = [intermediate, intermediate]
+    rows = _merged_linear(x, gate_up[1:], codebook, one, sizes, hidden, True)
+    shared = _linear(rows, down[1], codebook, one, None, hidden, intermediate)
+    return moe.combine(results, inverse, weights, bounds) + weights[:, -1:].to(x.dtype) * shared
 
 
 @implement("grouped_linear_tiled")

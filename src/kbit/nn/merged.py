@@ -47,7 +47,7 @@ class Call:
     def result_of(self, layer: KbitLinear, x: torch.Tensor) -> torch.Tensor | None:
         """A layer's product with x; None if it must compute that itself."""
         if self.x is None:
-            if not _takes(self.layers[0], x):
+            if not takes(self.layers[0], x):
                 return None
             sizes = [one.out_features for one in self.layers]
             self.x, self.results = x, _product(self.layers, x, silu_and_mul=False).split(sizes, dim=-1)
@@ -110,7 +110,7 @@ class MergedMLP(Merged):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As its own class."""
         for layers in self.siblings():
-            if are_joined(layers) and _takes(layers[0], x):
+            if are_joined(layers) and takes(layers[0], x):
                 return self.down_proj(_product(layers, x, silu_and_mul=True))
         return super().forward(x)
 
@@ -194,8 +194,7 @@ def join(module: nn.Module) -> None:
             for layer in layers
         )
         if alike and not any(layer.out_features % TILE_ROWS for layer in layers[:-1]):
-            if as_one([layer.weight for layer in layers]) is None:
-                make_neighbours(layers)
+            make_neighbours([layer.weight for layer in layers])
             for layer in layers[1:]:
                 layer.codebook, layer.weight_scale = first.codebook, first.weight_scale
 
@@ -209,7 +208,7 @@ def are_joined(layers: list[KbitLinear]) -> bool:
     return True
 
 
-def _takes(layer: KbitLinear, x: torch.Tensor) -> bool:
+def takes(layer: KbitLinear, x: torch.Tensor) -> bool:
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
     if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (layer.in_features,):
         return False

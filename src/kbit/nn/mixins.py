@@ -52,4 +52,4 @@ def take_out(model: nn.Module) -> None:
     """Give all modules of a model the classes that they had."""
     for module in model.modules():
         if isinstance(module, MixedIn):
-            module.__class__ = module.own
+            module.__class__ = module.own  # type: ignore[assignment]

@@ -15,11 +15,10 @@ from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
-from kbit.nn.merged import merge_layers
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.router import fuse_routers
 from kbit.nn.second_call import other_bits, refuse_other_format
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
+from kbit.nn.together import run_together
 
 Progress = Callable[[int, int, str], None]
 
@@ -117,8 +116,7 @@ def quantize_model(
         _replace_group(model, members, bits, policy, fused)
         if progress is not None:
             progress(done, len(groups), members[0])
-    fuse_routers(model)
-    merge_layers(model)
+    run_together(model)
     _warn_about_leftovers(model, policy, names)
     if not has_quantized(model):
         warnings.warn(NOTHING_QUANTIZED, stacklevel=2)

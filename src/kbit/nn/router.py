@@ -20,6 +20,9 @@ from kbit.ops import forms, grad_checks
 
 _PROBE_TOKENS = 64
 
+# (logits [T, E], weights [T, top_k], ids int64 [T, top_k]) of a router
+Choices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @torch.compiler.assume_constant_result
 def _has_kernels(index: int) -> bool:
@@ -33,15 +36,16 @@ class FusedRouter(MixedIn):
     top_k: int
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        """(logits [T, E], weights [T, top_k], ids int64 [T, top_k]), as the router's own class gives them.
+        """`Choices`, as the router's own class gives them.
 
         By its own forward on a CPU, without kernels, under autocast, and where anything is differentiated.
         """
-        if self._takes(hidden_states):
-            return self._route(hidden_states)
+        if self.takes(hidden_states):
+            return self.route(hidden_states)
         return super().forward(hidden_states)
 
-    def _takes(self, x: torch.Tensor) -> bool:
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether our kernels take an input."""
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if needs_grad or grad_checks.in_transform():
             return False
@@ -50,7 +54,8 @@ class FusedRouter(MixedIn):
             return False
         return x.is_cuda and _has_kernels(x.device.index)
 
-    def _route(self, x: torch.Tensor) -> Any:
+    def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Any:
+        """What `forward` gives; of a router also with a shared expert, as `kbit.ops.moe_schemas` has it."""
         raise NotImplementedError
 
 
@@ -59,18 +64,20 @@ class _Softmax(FusedRouter):
 
     norm_topk_prob: bool
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight)
-        ids, weights = torch.ops.kbit.moe_route(logits, self.top_k, "softmax", self.norm_topk_prob)
+    def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, None, last)
+        how = (self.top_k, "softmax", self.norm_topk_prob)
+        ids, weights = torch.ops.kbit.moe_route(logits, *how, None, 1.0, shared)
         return logits, weights, ids
 
 
 class _Float32Softmax(FusedRouter):
     """The same, always divided, with weights in float32."""
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight)
-        ids, weights = torch.ops.kbit.moe_route(logits.float(), self.top_k, "softmax", True)
+    def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, None, last)
+        how = (self.top_k, "softmax", True)
+        ids, weights = torch.ops.kbit.moe_route(logits.float(), *how, None, 1.0, shared)
         return logits, weights, ids
 
 
@@ -81,20 +88,21 @@ class _Sigmoid(FusedRouter):
     routed_scaling_factor: float
     e_score_correction_bias: torch.Tensor
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, torch.float32)
+    def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
+        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, torch.float32, last)
         how = (self.top_k, "sigmoid", self.norm_topk_prob)
         bias, factor = self.e_score_correction_bias.float(), float(self.routed_scaling_factor)
-        ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor)
+        ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor, shared)
         return logits, weights, ids
 
 
-class _SharedGate(FusedRouter):
+class SharedGate(FusedRouter):
     """A linear layer with one output, without bias: how much the shared expert counts."""
 
     prefix = "Fused"
 
-    def _route(self, x: torch.Tensor) -> torch.Tensor:
+    def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> torch.Tensor:
+        """[..., 1]."""
         return torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], 1)
 
 
@@ -118,7 +126,7 @@ def fuse_routers(model: nn.Module) -> None:
         if has_own_forward(router):
             continue
         if type(router) is nn.Linear and router.out_features == 1 and router.bias is None:
-            mix_in(router, _SharedGate)
+            mix_in(router, SharedGate)
         kind = _KINDS.get(type(router).__name__)
         if kind is None:
             continue
@@ -177,7 +185,7 @@ def _agree(kind: type[FusedRouter], router: nn.Module, dtype: torch.dtype) -> bo
     want = own.forward(made, x)
     made.__class__ = mixed(own, kind)
     assert isinstance(made, FusedRouter)
-    have = made._route(x)
+    have = made.route(x)
     if [tensor.dtype for tensor in want] != [tensor.dtype for tensor in have]:
         return False
     # In 16 bits logits are equal now and then, and then another order is right, too.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from kbit.format.adjacent import adjoin
+from kbit.format.adjacent import adjoin, as_one
 
 # Suffix of the parameter that holds a weight's tiles.
 TILED = "_tiled"
@@ -30,16 +30,20 @@ def wait_for(tiles: torch.Tensor) -> None:
         torch.cuda.current_stream(tiles.device).synchronize()
 
 
-def make_neighbours(modules: Sequence[TileableModule], name: str = "weight") -> None:
-    """Have a weight's tiles, of several modules, be neighbours in memory, in this order; see `adjoin`."""
+def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
+    """Have tiles of several layers be neighbours in memory, in this order; see `adjoin`.
+
+    Returns:
+        Whether they were not.
+    """
+    if as_one(tiles) is not None or any(type(one) is not nn.Parameter for one in tiles):
+        return False  # no parameters: replicas of DataParallel
     with _lock, torch.inference_mode(False), torch.no_grad():
-        tiles = [module._held(name) for module in modules]
-        if any(type(one) is not nn.Parameter for one in tiles):
-            return  # replicas of DataParallel
-        together = adjoin([one for one in tiles if one is not None])
+        together = adjoin(tiles)
         wait_for(together[0])
         for one, moved in zip(tiles, together, strict=True):
             one.data = moved
+    return True
 
 
 def without_casts(

@@ -10,13 +10,17 @@ from kbit.ops import checks, type_checks
 # Slots are int32, and so are the sums that lead to them.
 MAX_CHOICES = 2**30
 SCORINGS = ("softmax", "sigmoid")
+# What the weight of a shared expert is; "": there is none. A kernel takes the place in this list.
+SHARED = ("", "sigmoid", "one")
 
 
-def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None) -> None:
+def moe_logits(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None, last: torch.Tensor | None
+) -> None:
     """Check the arguments of `kbit::moe_logits`.
 
     Raises:
-        TypeError: x is not float, weight is of another dtype, or dtype is neither theirs nor float32.
+        TypeError: x is not float, a weight is of another dtype, or dtype is neither theirs nor float32.
         ValueError: shapes or devices do not belong together.
     """
     checks.float_dtype("moe_logits", "x", x.dtype)
@@ -29,22 +33,33 @@ def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None)
             f"moe_logits: x must be [T, K] and weight [E, K] on one device, got {tuple(x.shape)} on "
             f"{x.device} and {tuple(weight.shape)} on {weight.device}."
         )
+    if last is None:
+        return
+    if last.dtype != x.dtype:
+        raise TypeError(f"moe_logits: last must be {x.dtype} like x, got {last.dtype}. Cast one of them.")
+    if last.shape != (1, x.shape[1]) or last.device != x.device:
+        raise ValueError(
+            f"moe_logits: last must be [1, {x.shape[1]}] on {x.device}, got {tuple(last.shape)} on "
+            f"{last.device}. It is one row of a weight."
+        )
 
 
-def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None) -> None:
+def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, shared: str) -> None:
     """Check the arguments of `kbit::moe_route`.
 
     Raises:
         TypeError: logits are not float, or bias is not float32.
-        ValueError: another scoring, a number of choices that the experts do not have, or shapes or devices
-            that do not belong together.
+        ValueError: another scoring or weight of a shared expert, a number of choices that the experts do not
+            have, or shapes or devices that do not belong together.
     """
     checks.float_dtype("moe_route", "logits", logits.dtype)
     if scoring not in SCORINGS:
         raise ValueError(f"moe_route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}.")
+    if shared not in SHARED:
+        raise ValueError(f"moe_route: shared must be one of {SHARED}, got {shared!r}.")
     if logits.dim() != 2:
         raise ValueError(f"moe_route: logits must be [T, E], got {tuple(logits.shape)}. Flatten tokens.")
-    experts = logits.shape[1]
+    experts = logits.shape[1] - (shared == "sigmoid")
     if not 1 <= top_k <= experts:
         raise ValueError(f"moe_route: top_k must be in 1..{experts}, the number of experts, got {top_k}.")
     if bias is None:

@@ -7,11 +7,15 @@
     ...                                               # grouped products with bounds as offsets
     y = torch.ops.kbit.moe_combine(rows, inverse, weights, bounds)
 
-* moe_logits(x [T, K], weight [E, K], dtype?): x @ weight^T [T, E] in `dtype`, which is theirs or float32.
-* moe_route(logits [T, E], top_k, scoring, normalize, bias?, factor): ids int64 [T, top_k] of the experts with
-  the largest scores, softmax or sigmoid of the logits in float32, by falling score and of equal ones the
-  smallest id first, NaN being the largest; weights of the logits' dtype, those scores, divided by their sum
-  if `normalize`, times factor, rounded once. A bias float32 [E] is added to scores for the choice alone.
+* moe_logits(x [T, K], weight [E, K], dtype?, last?): x @ weight^T [T, E] in `dtype`, which is theirs or
+  float32. `last` [1, K] is one more row of the weight: the gate of a shared expert.
+* moe_route(logits [T, E], top_k, scoring, normalize, bias?, factor, shared): ids int64 [T, top_k] of the
+  experts with the largest scores, softmax or sigmoid of the logits in float32, by falling score and of equal
+  ones the smallest id first, NaN being the largest; weights of the logits' dtype, those scores, divided by
+  their sum if `normalize`, times factor, rounded once. A bias float32 [E] is added to scores for the choice
+  alone.
+  With `shared`, every token has one more choice, the last, of id E: "one", of weight 1, or "sigmoid", and
+  then logits are [T, E + 1] and its weight is the sigmoid of the last.
 * moe_align(ids int [T, U], num_experts): source int32 [T * U], the token of each sorted slot; bounds int32
   [num_experts + 1]; inverse int32 [T, U], the slot of each choice. The order is stable: within an expert,
   choices stay in the order of ids. Ids outside 0..num_experts - 1, experts of other devices, come last, in
@@ -29,10 +33,12 @@ import torch
 from kbit.ops import moe_checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
-LIBRARY.define("moe_logits(Tensor x, Tensor weight, ScalarType? dtype=None) -> Tensor", tags=TAGS)
+LIBRARY.define(
+    "moe_logits(Tensor x, Tensor weight, ScalarType? dtype=None, Tensor? last=None) -> Tensor", tags=TAGS
+)
 LIBRARY.define(
     "moe_route(Tensor logits, SymInt top_k, str scoring, bool normalize, Tensor? bias=None, "
-    "float factor=1.0) -> (Tensor ids, Tensor weights)",
+    "float factor=1.0, str shared='') -> (Tensor ids, Tensor weights)",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -43,9 +49,9 @@ LIBRARY.define(
 )
 
 
-def empty_choices(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_choices(logits: torch.Tensor, top_k: int, shared: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What `kbit::moe_route` returns, unfilled."""
-    shape = (logits.shape[0], top_k)
+    shape = (logits.shape[0], top_k + bool(shared))
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
@@ -57,15 +63,15 @@ def empty_routing(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
 
 
 @torch.library.register_fake("kbit::moe_logits", lib=LIBRARY)
-def moe_logits(x, weight, dtype=None):  # noqa: D103
-    moe_checks.moe_logits(x, weight, dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype)
+def moe_logits(x, weight, dtype=None, last=None):  # noqa: D103
+    moe_checks.moe_logits(x, weight, dtype, last)
+    return x.new_empty((x.shape[0], weight.shape[0] + (last is not None)), dtype=dtype or x.dtype)
 
 
 @torch.library.register_fake("kbit::moe_route", lib=LIBRARY)
-def moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0):  # noqa: D103
-    moe_checks.moe_route(logits, top_k, scoring, bias)
-    return empty_choices(logits, top_k)
+def moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=""):  # noqa: D103
+    moe_checks.moe_route(logits, top_k, scoring, bias, shared)
+    return empty_choices(logits, top_k, shared)
 
 
 @torch.library.register_fake("kbit::moe_align", lib=LIBRARY)

@@ -192,6 +192,13 @@ def experts_one_token(
         )
     check_tiles(gate_up, codebook, gate_up_scale, 2 * intermediate, x.shape[1])
     check_tiles(down, codebook, down_scale, x.shape[1], intermediate)
+    _routed(x, gate_up, down, ids, weights)
+
+
+def _routed(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """Check tokens and choices of experts whose tiles are legal."""
     moe_checks.moe_align(ids, gate_up.shape[0])
     moe_checks.routing(x, ids, weights)
     checks.float_dtype("experts", "x", x.dtype)
@@ -199,3 +206,39 @@ def experts_one_token(
     for name, tensor in (("gate_up", gate_up), ("down", down), ("ids", ids), ("weights", weights)):
         if tensor.device != x.device:
             raise ValueError(f"experts: {name} is on {tensor.device}, x on {x.device}. Move them together.")
+
+
+def experts_with_shared(
+    x: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    intermediate: int,
+) -> None:
+    """Check the arguments of `kbit::experts_with_shared`.
+
+    Raises:
+        TypeError, ValueError: see `check_tiles`, `kbit.ops.moe_checks.moe_align` and `routing`; or tiles are
+            not those of experts, gate and up, and of experts and one more.
+    """
+    if [one.dim() for one in gate_up] != [4, 3, 3] or [one.dim() for one in down] != [4, 3]:
+        shapes = [tuple(one.shape) for one in (*gate_up, *down)]
+        raise ValueError(
+            f"experts: gate_up must be the tiles of experts, a gate and an up, down those of experts and one "
+            f"more, got {shapes}. Are they of one layer?"
+        )
+    _routed(x, gate_up[0], down[0], ids, weights)
+    if scale.shape != (gate_up[0].shape[0] + 1,):
+        raise ValueError(
+            f"experts: scale must be [{gate_up[0].shape[0] + 1}], for the shared expert too, got "
+            f"{tuple(scale.shape)}."
+        )
+    of_experts, of_shared, hidden = scale[:-1], scale[-1], x.shape[1]
+    check_tiles(gate_up[0], codebook, of_experts, 2 * intermediate, hidden)
+    check_tiles(down[0], codebook, of_experts, hidden, intermediate)
+    for one in gate_up[1:]:
+        check_tiles(one, codebook, of_shared, intermediate, hidden)
+    check_tiles(down[1], codebook, of_shared, hidden, intermediate)

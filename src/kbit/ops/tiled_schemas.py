@@ -12,6 +12,11 @@ silu(first) * second. All have one codebook and one factor. Where tiles are neig
 experts_one_token(x [1, H], ..., ids [1, U], weights [1, U], I) is a whole layer of experts for one token: the
 sum over u of weights[u] * down(silu(gate(x)) * up(x)) of expert ids[u], without sorting. Ids outside 0..E - 1
 add nothing. Results of experts need not be rounded before they are added.
+
+experts_with_shared(x [T, H], ..., ids [T, U], weights [T, U], I) is the same for any number of tokens, of E
+experts and a shared one, which is expert E and the last choice of every token: gate_up are the tiles of the
+experts, of the shared one's gate and of its up, down those of the experts and of the shared one. All factors
+are scale float32 [E + 1].
 """
 
 from __future__ import annotations
@@ -44,6 +49,11 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     ),
     "grouped_linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
     "grouped_linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, Tensor expert_offsets, {_SIZES})", False),
+    "experts_with_shared": (
+        "(Tensor x, Tensor[] gate_up, Tensor[] down, Tensor codebook, Tensor scale, Tensor ids, "
+        "Tensor weights, SymInt intermediate)",
+        False,
+    ),
     "experts_one_token": (
         "(Tensor x, Tensor gate_up, Tensor down, Tensor codebook, Tensor gate_up_scale, Tensor down_scale, "
         "Tensor ids, Tensor weights, SymInt intermediate)",
@@ -108,6 +118,12 @@ def experts_one_token(  # noqa: D103
         x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate
     )
     return torch.empty_like(x)
+
+
+@torch.library.register_fake("kbit::experts_with_shared", lib=LIBRARY)
+def experts_with_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate):  # noqa: D103
+    tiled_checks.experts_with_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("kbit::linear_tiled_grad_input", lib=LIBRARY)

@@ -15,8 +15,9 @@ from kbit.backends.cuda import launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.reference import moe as reference
+from kbit.ops.moe_checks import SHARED
 
-_LOGITS_FORMAT, _ROUTE_FORMAT = "QQQii", "QQQQiiiiif"
+_LOGITS_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiiiiiif"
 _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
 _HALVES = (torch.float16, torch.bfloat16)
 _WARP, _MAX_THREADS = 32, 1024
@@ -70,24 +71,29 @@ def specs() -> list[KernelSpec]:
     return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
-def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def moe_logits(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, last: torch.Tensor | None = None
+) -> torch.Tensor:
     """x @ weight^T of a router; see `kbit.ops.moe_schemas`.
 
     Args:
         x: [T, K], float32, float16 or bfloat16.
         weight: [E, K] of x's dtype.
         dtype: of the result, x's or float32.
+        last: None, or one more row [1, K] of the weight.
 
     Returns:
-        [T, E].
+        [T, E], or [T, E + 1] with `last`.
     """
-    (tokens, columns), experts = x.shape, weight.shape[0]
-    whole = columns % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    (tokens, columns), experts = x.shape, weight.shape[0] + (last is not None)
+    operands = (x, weight) if last is None else (x, weight, last)
+    whole = columns % 8 == 0 and all(each.data_ptr() % 16 == 0 for each in operands)
     if x.dtype not in _HALVES or not 1 <= tokens <= _MOST_TOKENS or not experts or not columns or not whole:
-        return reference.moe_logits(x, weight, dtype)
+        return reference.moe_logits(x, weight, dtype, last)
     logits, index = x.new_empty((tokens, experts), dtype=dtype), x.device.index
     kernel = launcher.load(logits_spec(x.dtype, dtype == torch.float32), index, _LOGITS_FORMAT)
-    args = (x.data_ptr(), weight.data_ptr(), logits.data_ptr(), experts, columns // 8)
+    rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())
+    args = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
     grid = (-(-experts // _ROUTER_WARPS), tokens, 1)
     launcher.launch_on(index, kernel, grid, _ROUTER_WARPS * _WARP, args, pdl=True)
     return logits
@@ -99,26 +105,29 @@ def moe_route(
     normalize: bool,
     bias: torch.Tensor | None,
     factor: float,
+    shared: str,
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
     """Choose every token's experts; see `kbit.ops.moe_schemas`.
 
     Args:
-        logits: [T, E], float32, float16 or bfloat16.
-        scoring, normalize, factor: the op's.
+        logits: [T, E], float32, float16 or bfloat16; [T, E + 1] if a shared expert's weight is a sigmoid.
+        scoring, normalize, factor, shared: the op's.
         bias: None, or float32 [E].
         ids: int64 [T, U], written; not empty.
         weights: [T, U] of the logits' dtype, written.
     """
-    (tokens, experts), index = logits.shape, logits.device.index
+    tokens, index = logits.shape[0], logits.device.index
+    experts, choices = logits.shape[1] - (shared == "sigmoid"), ids.shape[1] - bool(shared)
     if experts > _MAX_ROUTED or ids.shape[1] > _MOST_CHOICES:
-        reference.moe_route(logits, scoring, normalize, bias, factor, ids, weights)
+        reference.moe_route(logits, scoring, normalize, bias, factor, shared, ids, weights)
         return
     per_lane = next(each for each in _PER_LANE if experts <= _WARP * each)
     kernel = launcher.load(route_spec(logits.dtype, per_lane), index, _ROUTE_FORMAT)
     pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
-    sizes = (tokens, experts, ids.shape[1], int(scoring == "sigmoid"), int(normalize))
+    how = (int(scoring == "sigmoid"), int(normalize), SHARED.index(shared))
+    sizes = (tokens, experts, choices, *how)
     per_block = min(tokens, _ROUTER_WARPS)
     grid = (-(-tokens // per_block), 1, 1)
     launcher.launch_on(index, kernel, grid, per_block * _WARP, (*pointers, *sizes, factor), pdl=True)

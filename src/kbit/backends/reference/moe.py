@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def moe_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`kbit::moe_logits`: [T, E] of `dtype`."""
-    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+def moe_logits(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, last: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`kbit::moe_logits`: [T, E] of `dtype`, or [T, E + 1] with a last row."""
+    rows = (weight,) if last is None else (weight, last)
+    logits = [torch.nn.functional.linear(x.to(dtype), each.to(dtype)) for each in rows]
+    return logits[0] if last is None else torch.cat(logits, dim=-1)
 
 
 def moe_route(
@@ -16,11 +20,17 @@ def moe_route(
     normalize: bool,
     bias: torch.Tensor | None,
     factor: float,
+    shared: str,
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
     """`kbit::moe_route` into ids [T, U] and weights [T, U]."""
     logits = logits.float()
+    if shared:
+        gates = logits[:, -1].sigmoid() if shared == "sigmoid" else 1.0
+        logits = logits[:, :-1] if shared == "sigmoid" else logits
+        ids[:, -1], weights[:, -1] = logits.shape[1], gates
+        ids, weights = ids[:, :-1], weights[:, :-1]
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
     order = torch.sort(
         scores if bias is None else scores + bias, dim=-1, descending=True, stable=True

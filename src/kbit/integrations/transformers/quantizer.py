@@ -14,10 +14,9 @@ from kbit.format.checkpoint import check_index
 from kbit.format.policy import QUANT_METHOD
 from kbit.format.safetensors_header import TensorInfo
 from kbit.nn.dequantize import dequantize_model
-from kbit.nn.merged import merge_layers
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED
-from kbit.nn.router import fuse_routers
+from kbit.nn.together import run_together
 
 logger = logging.get_logger(__name__)
 
@@ -145,8 +144,7 @@ class KbitHfQuantizer(HfQuantizer):
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
-        fuse_routers(model)
-        merge_layers(model)
+        run_together(model)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
         left = report.unquantized(model, policy, names.names_in_files(model))

@@ -3,6 +3,7 @@
 //
 //   x, weight  float16, or bfloat16 with Config::bf16: [tokens, columns] and [experts, columns], rows of
 //              whole 16-byte pieces
+//   last       null, or one more expert's row: the gate of a shared one. It counts in `experts`
 //   logits     [tokens, experts], of their dtype, or float32 with Config::wide
 //
 // A warp has an expert and a token, a lane every 32nd piece of their rows, kAtOnce of which it has copied to
@@ -31,13 +32,14 @@ DEVICE float add_products(float sum, uint4 a, uint4 b) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    moe_logits(const uint4* x, const uint4* weight, u8* logits, int experts, int pieces) {
+    moe_logits(const uint4* x, const uint4* weight, const uint4* last, u8* logits, int experts, int pieces) {
     __shared__ uint4 staged[2 * kAtOnce * kThreads];
     launch_early();
     const int lane = threadIdx.x & 31, expert = blockIdx.x * Config::warps + (threadIdx.x >> 5);
     const int token = blockIdx.y;
     const u32 mine = shared_address(staged) + threadIdx.x * 16;
-    const uint4* row = weight + u64(min(expert, experts - 1)) * pieces;
+    const bool is_last = last != nullptr && expert >= experts - 1;
+    const uint4* row = is_last ? last : weight + u64(min(expert, experts - 1)) * pieces;
     for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line * kLine));
     }

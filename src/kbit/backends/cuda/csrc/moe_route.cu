@@ -6,17 +6,21 @@
 //   ids      int64 [tokens, choices], by falling score; of equal scores the smaller id comes first, NaN is
 //            the largest
 //   weights  [tokens, choices] of the logits' dtype, rounded once from float32
+//   shared   0, or all tokens have one more choice, the last: id `experts`, of weight 1 (kOne), or the
+//   sigmoid
+//            of a logit in one more column (kSigmoid)
 //
 // A warp has a token, and a lane the experts lane, lane + 32, ...: Config::per_lane of them, as keys whose
 // order as integers is that of the scores. A round finds the largest key and the smallest id that has it, by
 // redux.sync, and takes it out.
 //
-// grid: x tokens, one for each warp of a block, at most Config::warps. choices <= 32: a lane each.
+// grid: x tokens, one for each warp of a block, at most Config::warps. At most 32 choices: a lane each.
 #include "config.h"
 #include "rows.cuh"
 
 using D = Dense<Config::dtype>;
 constexpr int kPer = Config::per_lane;
+enum Shared { kNone, kSigmoid, kOne };
 constexpr u32 kMinusInfinity = 0xff800000u;
 
 DEVICE float load_logit(const u8* from) {
@@ -58,13 +62,13 @@ DEVICE float score(float logit, float largest, bool sigmoid) {
 
 extern "C" __global__ void __launch_bounds__(Config::warps * 32, 4)
     moe_route(const u8* logits, const float* bias, i64* ids, u8* weights, int tokens, int experts,
-              int choices, int sigmoid, int normalize, float factor) {
+              int choices, int sigmoid, int normalize, int shared, float factor) {
     follow_previous(logits, bias);
     const int lane = threadIdx.x & 31, token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (token >= tokens) {
         return;
     }
-    const u8* mine = logits + u64(token) * experts * D::kBytes;
+    const u8* mine = logits + u64(token) * (experts + (shared == kSigmoid)) * D::kBytes;
     float values[kPer];
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
@@ -72,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, 4)
         values[i] =
             expert < experts ? load_logit(mine + expert * D::kBytes) : __uint_as_float(kMinusInfinity);
     }
+    const float gate = shared == kSigmoid ? load_logit(mine + experts * D::kBytes) : 0.0f;
     const float largest = warp_max(fold(values, larger));
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
@@ -115,9 +120,14 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, 4)
         const float total = warp_sum(weight);
         weight = __fdividef(weight, sigmoid ? total + 1e-20f : total);
     }
-    if (has) {
-        const u64 at = u64(token) * choices + lane;
-        weight *= factor;
+    weight *= factor;
+    const int slots = choices + (shared != kNone);
+    if (lane == choices) {
+        chosen = experts;
+        weight = shared == kSigmoid ? score(gate, 0.0f, true) : 1.0f;
+    }
+    if (lane < slots) {
+        const u64 at = u64(token) * slots + lane;
         ids[at] = chosen;
         store_global<D::kBytes>(weights + at * D::kBytes,
                                 D::kBytes == 4 ? __float_as_uint(weight) : D::Bits::narrow(weight));

@@ -1,0 +1,212 @@
+"""A shared expert as one more of the routed ones: a layer of experts in two launches of products for all.
+
+An expert that all tokens take is an MLP of its own in transformers, beside the experts, often of their size.
+Then its tiles follow theirs in memory (`kbit.format.adjacent`), the router chooses it for every token, with
+the sigmoid of its gate or 1 as its weight, and `kbit::experts_with_shared` multiplies. Of the few tokens of
+decoding that saves a layer four launches of ten; many tokens go through the block's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from kbit.format.layout import TILE_ROWS
+from kbit.nn.experts import KbitExperts, is_silu
+from kbit.nn.linear import KbitLinear
+from kbit.nn.merged import MergedMLP, takes
+from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.router import FusedRouter, SharedGate
+from kbit.nn.support import has_own_forward
+from kbit.nn.tiling import make_neighbours
+
+# Beyond, products take longer than launches, and the shared expert's is a dense one.
+_MOST_TOKENS = 64
+# What blocks of transformers call a shared expert, and its gate where it has one.
+_SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", None))
+
+
+class _Parts(NamedTuple):
+    """What a block consists of.
+
+    Attributes:
+        router: chooses experts.
+        experts: the routed ones.
+        mlp: the shared one.
+        shared_gate: gives its weight; None if that is 1.
+    """
+
+    router: FusedRouter
+    experts: KbitExperts
+    mlp: MergedMLP
+    shared_gate: SharedGate | None
+
+    def layers(self) -> list[Any]:
+        """The shared expert's gate, up and down."""
+        return [self.mlp._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+def _parts(block: nn.Module) -> _Parts | None:
+    """The parts of a block, or None if it is none or has others."""
+    router, experts = block._modules.get("gate"), block._modules.get("experts")
+    if type(experts) is not KbitExperts or not isinstance(router, FusedRouter):
+        return None
+    if isinstance(router, SharedGate):  # a linear layer with one output, in the router's place
+        return None
+    for name, gate_name in _SHARED:
+        mlp, gate = block._modules.get(name), block._modules.get(gate_name or "")
+        if isinstance(mlp, MergedMLP) and (isinstance(gate, SharedGate) or gate_name is None):
+            return _Parts(router, experts, mlp, gate if isinstance(gate, SharedGate) else None)
+    return None
+
+
+def _are_plain(parts: _Parts) -> bool:
+    """Whether all is as `experts_with_shared` takes it: tiles, factors of 1, and nobody who listens."""
+    experts, layers = parts.experts, parts.layers()
+    listening = (parts.router, experts, parts.mlp, *layers, parts.shared_gate)
+    for module in listening:
+        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+            return False
+    for layer in layers:
+        plain = type(layer) is KbitLinear and layer.bias is None and "weight_scale" in layer._buffers
+        if not plain or layer._held("weight") is None:
+            return False
+    for name in ("gate_up_proj", "down_proj"):
+        if experts._held(name) is None or f"{name}_scale" not in experts._buffers:
+            return False
+    return not experts._is_expert_parallel
+
+
+def _tiles(parts: _Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tiles of experts, gate and up, and those of experts and down, of parts that are plain."""
+    gate_up, down = (parts.experts._held(name) for name in ("gate_up_proj", "down_proj"))
+    assert gate_up is not None
+    assert down is not None
+    layers = [layer.weight for layer in parts.layers()]
+    return [gate_up, *layers[:2]], [down, layers[2]]
+
+
+class MergedExperts(MixedIn):
+    """A block of a router, experts and a shared one."""
+
+    prefix = "Merged"
+
+    factors: torch.Tensor | None
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """As its own class."""
+        parts = _parts(self)
+        if parts is None or not self._takes(parts, hidden_states):
+            return super().forward(hidden_states)
+        router, experts, _, shared_gate = parts
+        x = hidden_states.reshape(-1, experts.hidden_dim)
+        if shared_gate is None:
+            _, weights, ids = router.route(x, shared="one")
+        else:
+            _, weights, ids = router.route(x, last=shared_gate.weight, shared="sigmoid")
+        weight = (*_tiles(parts), experts.codebook, self.factors)
+        y = torch.ops.kbit.experts_with_shared(x, *weight, ids, weights, experts.intermediate_dim)
+        return y.view(hidden_states.shape)
+
+    def _takes(self, parts: _Parts, x: torch.Tensor) -> bool:
+        experts, layers = parts.experts, parts.layers()
+        if self.factors is None or not _are_plain(parts) or not takes(layers[0], x):
+            return False
+        if any(layer.codebook is not experts.codebook for layer in layers):
+            return False  # since `join` a weight was replaced
+        for gate in (parts.router, parts.shared_gate):
+            if gate is not None and not gate.takes(x):
+                return False
+        return 0 < x.shape[:-1].numel() <= _MOST_TOKENS
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        join(self)
+        return self
+
+
+def merge_shared_experts(model: nn.Module) -> None:
+    """Have shared experts run with the routed ones from now on, in place, where they are in tiles."""
+    for block in model.modules():
+        if isinstance(block, MixedIn) or has_own_forward(block):
+            continue
+        parts = _parts(block)
+        if parts is not None and is_silu(parts.experts.act_fn) and _adds(block, parts):
+            mix_in(block, MergedExperts)
+            block.register_buffer("factors", None, persistent=False)
+            join(block)
+
+
+def join(block: nn.Module) -> None:
+    """Have the shared expert's tiles follow those of the routed, and give all one codebook, if they can."""
+    assert isinstance(block, MergedExperts)
+    parts = _parts(block)
+    if parts is None or not _are_plain(parts):
+        return
+    experts, layers = parts.experts, parts.layers()
+    hidden, intermediate = experts.hidden_dim, experts.intermediate_dim
+    sizes = [(layer.out_features, layer.in_features) for layer in layers]
+    fits = sizes == [(intermediate, hidden)] * 2 + [(hidden, intermediate)] and not intermediate % TILE_ROWS
+    devices = {module.codebook.device for module in (experts, *layers)}
+    if not fits or any(layer.levels != experts.levels for layer in layers) or len(devices) > 1:
+        return
+    moved = [make_neighbours(tiles) for tiles in _tiles(parts)]
+    if any(moved) and experts.codebook.is_cuda:
+        torch.cuda.empty_cache()  # where experts were is too little for those of another layer
+    for layer in layers:
+        layer.codebook = experts.codebook
+    ones = torch.ones(experts.num_experts + 1, dtype=torch.float32, device=experts.codebook.device)
+    held = block.factors
+    if held is None or (held.shape, held.dtype, held.device) != (ones.shape, ones.dtype, ones.device):
+        block.factors = ones
+    else:
+        held.copy_(ones)  # a CUDA graph may have recorded its address
+
+
+class _Router(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = x.reshape(-1, x.shape[-1])
+        return x, x[:, :2].abs(), torch.arange(2 * len(x)).view(-1, 2)
+
+
+class _Experts(nn.Module):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x * weights.sum(-1, keepdim=True) + ids.sum(-1, keepdim=True)
+
+
+class _Shared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+
+class _Gate(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def _adds(block: nn.Module, parts: _Parts) -> bool:
+    """Whether a block's class adds a shared expert to the routed ones; tried on parts that are known."""
+    known = {parts.router: _Router(), parts.experts: _Experts(), parts.mlp: _Shared()}
+    if parts.shared_gate is not None:
+        known[parts.shared_gate] = _Gate()
+    if set(block._modules.values()) != set(known):
+        return False
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), device="cpu")
+    _, weights, ids = known[parts.router](x)
+    shared = known[parts.mlp](x) * (1.0 if parts.shared_gate is None else _Gate()(x).sigmoid())
+    expected = known[parts.experts](x.view(-1, 8), ids, weights).view(x.shape) + shared
+    for training in (False, True):
+        made = type(block).__new__(type(block))
+        vars(made).update(vars(block))
+        made.training = training
+        made._modules = {name: known[part] for name, part in block._modules.items() if part is not None}
+        try:
+            y = type(block).forward(made, x)
+        except Exception:  # a class that wants something else stays as it is
+            return False
+        if not isinstance(y, torch.Tensor) or y.shape != x.shape or not torch.allclose(y, expected):
+            return False
+    return True
