@@ -212,9 +212,11 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
         if (!kOne && segment == 0) {
             launch_dependents();  // whose weights would come before these activations
         }
-        if (kExperts && segment == 0) {  // the weights come after the activations, which are fewer
-            ring.choice.find(routing);
-            ring.start(p);
+        if (kExperts && segment == 0) {
+            if constexpr (kExperts == kExpertRows) {  // the weights come after the activations, which are fewer
+                ring.choice.find(routing);
+                ring.start(p);
+            }
             ring.choice.weigh(routing, lane);
         }
         const float factor = kExperts == kExpertColumns ? ring.choice.factor_of(slot) : 1.0f;
@@ -265,7 +267,7 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
            int parts_at, int totals_at, const float* row_scale, const void* ids, const void* weights,
            int slots, int experts, int wide_ids, int wide_weights, int exchange_at, const u8* x_scales) {
     extern __shared__ __align__(1024) u8 memory[];
-    if constexpr (kOne) {
+    if constexpr (kOne && kExperts != kExpertRows) {
         launch_early();
     }
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), workers = (blockDim.x >> 5) - 1;
@@ -311,19 +313,28 @@ extern "C" __global__ void __launch_bounds__((Config::workers + 1) * 32, 1)
             exchange.init(p.rows);
         }
     }
+    const Routing routing{ids, weights, scale, slots, experts, wide_ids != 0, wide_weights != 0};
+    if constexpr (kExperts == kExpertColumns) {
+        ring.choice.load(routing, lane);
+    }
     D::fill(memory, level, threadIdx.x, blockDim.x);
+    if constexpr (kExperts == kExpertColumns) {
+        ring.choice.find(routing);
+        if (warp < workers) {
+            ring.start(p);
+        }
+    }
     if constexpr (kSplit) {
         cluster_sync();  // nobody sends to a block that has not begun
     } else {
         __syncthreads();
     }
     wait_for_previous();
-    if constexpr (kOne) {
-        launch_late();
-    }
-    const Routing routing{ids, weights, scale, slots, experts, wide_ids != 0, wide_weights != 0};
-    if constexpr (kExperts) {
+    if constexpr (kExperts == kExpertRows) {
+        launch_dependents();  // of the columns, which so may read ids and the weights that they name at once
         ring.choice.load(routing, lane);
+    } else if constexpr (kOne) {
+        launch_late();
     }
     const Parts parts{base + (kInHoles ? D::hole(0) : parts_at) + place_of_sums<kPartStep>(lane), workers};
     if (warp < workers) {
