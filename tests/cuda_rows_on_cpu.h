@@ -34,6 +34,13 @@ inline void atomicMin(u32* to, u32 value) {
     *to = min(*to, value);
     pthread_mutex_unlock(&atomic_lock);
 }
+inline u32 atomicAdd(u32* to, u32 value) {
+    pthread_mutex_lock(&atomic_lock);
+    const u32 before = *to;
+    *to += value;
+    pthread_mutex_unlock(&atomic_lock);
+    return before;
+}
 inline u32 __match_any_sync(u32, u32 value) {
     u32 mask = 0;
     for (int lane = 0; lane < 32; ++lane) {

@@ -46,7 +46,9 @@ def untouched(inside: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (31, 31), (33, 4), (128, 8), (500, 10), (1024, 32)])
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(1, 1), (31, 31), (33, 4), (128, 8), (130, 3), (500, 10), (1024, 32)]
+)
 def test_choices(experts, top_k, dtype):
     for tokens, scoring, normalize, biased in itertools.product(
         (1, 5), ("softmax", "sigmoid"), (False, True), (False, True)
@@ -93,6 +95,24 @@ def test_a_choice_that_all_tokens_have(experts, top_k, dtype):
         rest = logits[:, :experts].contiguous()
         routing.moe_route(rest, "softmax", True, None, 1.5, "", *plain)
         assert all(torch.equal(each[:, :-1], alone) for each, alone in zip(have, plain, strict=True))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(64, 4), (129, 8), (512, 10), (1024, 32), (1000, 20)])
+def test_choices_that_many_compete_for(experts, top_k):
+    """Equal scores, and the largest ones all in a few lanes: more than a warp are as large as the bound."""
+    ids = torch.arange(experts)
+    of_lanes = torch.where(ids % 128 < 3, 50.0 + ids, 0.0) + torch.where(ids < 32, 100.0, 0.0)
+    for logits in (torch.zeros(experts), (ids % 5).float(), of_lanes, -of_lanes, ids.float(), -ids.float()):
+        chosen, weights = torch.empty(2, top_k, dtype=torch.int64), torch.empty(2, top_k)
+        both = torch.stack([logits, logits.flip(0)]) / experts
+        routing.moe_route(both, "sigmoid", True, None, 1.0, "", chosen, weights)
+        want = torch.empty_like(chosen), torch.empty_like(weights)
+        reference.moe_route(both, "sigmoid", True, None, 1.0, "", *want)
+        scores = both.sigmoid()
+        assert all(len(set(row)) == top_k for row in chosen.tolist())
+        torch.testing.assert_close(scores.gather(1, chosen), scores.gather(1, want[0]), rtol=0, atol=1e-6)
+        if scores.unique().numel() <= 5:  # equal ones are so after any rounding
+            assert torch.equal(chosen, want[0])
 
 
 def test_nan_and_infinity_choose_experts_that_there_are():

@@ -29,13 +29,13 @@ _TABLE_WORDS = 48 * 1024 // 4 - 32  # what a block has without asking for more, 
 MAX_EXPERTS = _TABLE_WORDS - 1
 _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
-# Warps of a block of moe_logits.cu, each with an expert, and of moe_route.cu, each with a token.
+# Warps of a block of moe_logits.cu, each with an expert, and of moe_route.cu.
 _ROUTER_WARPS = 4
 # moe_logits.cu: tokens up to which it is faster than cuBLAS.
 _MOST_TOKENS = 8
-# moe_route.cu: experts that a lane takes, and choices of a token.
-_PER_LANE = (1, 4, 16, 32)
-_MAX_ROUTED, _MOST_CHOICES = _WARP * _PER_LANE[-1], _WARP
+# moe_route.cu: warps of a token, experts that a lane of them takes; and choices of a token.
+_TEAMS = ((1, 1), (1, 4), (4, 4), (4, 8))
+_MAX_ROUTED, _MOST_CHOICES = _WARP * _TEAMS[-1][0] * _TEAMS[-1][1], _WARP
 _MAX_GRID_Y = 65535
 
 
@@ -46,9 +46,10 @@ def logits_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
 
 
 @functools.cache
-def route_spec(dtype: torch.dtype, per_lane: int) -> KernelSpec:
-    """The kernel that chooses among 32 * per_lane experts, by logits of a dtype."""
-    return KernelSpec.make("moe_route.cu", dtype=DTYPES[dtype], per_lane=per_lane, warps=_ROUTER_WARPS)
+def route_spec(dtype: torch.dtype, team: int, per_lane: int) -> KernelSpec:
+    """The kernel that chooses among 32 * team * per_lane experts, by logits of a dtype."""
+    layout = {"team": team, "per_lane": per_lane, "warps": _ROUTER_WARPS}
+    return KernelSpec.make("moe_route.cu", dtype=DTYPES[dtype], **layout)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def combine_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
-    route = [route_spec(dtype, per_lane) for dtype in DTYPES for per_lane in _PER_LANE]
+    route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
     logits = [logits_spec(dtype, wide) for dtype in _HALVES for wide in (False, True)]
     return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
@@ -123,14 +124,15 @@ def moe_route(
     if experts > _MAX_ROUTED or ids.shape[1] > _MOST_CHOICES:
         reference.moe_route(logits, scoring, normalize, bias, factor, shared, ids, weights)
         return
-    per_lane = next(each for each in _PER_LANE if experts <= _WARP * each)
-    kernel = launcher.load(route_spec(logits.dtype, per_lane), index, _ROUTE_FORMAT)
+    team, per_lane = next(each for each in _TEAMS if experts <= _WARP * each[0] * each[1])
+    kernel = launcher.load(route_spec(logits.dtype, team, per_lane), index, _ROUTE_FORMAT)
     pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
     how = (int(scoring == "sigmoid"), int(normalize), SHARED.index(shared))
     sizes = (tokens, experts, choices, *how)
-    per_block = min(tokens, _ROUTER_WARPS)
+    per_block = min(tokens, _ROUTER_WARPS // team)
     grid = (-(-tokens // per_block), 1, 1)
-    launcher.launch_on(index, kernel, grid, per_block * _WARP, (*pointers, *sizes, factor), pdl=True)
+    threads = per_block * team * _WARP
+    launcher.launch_on(index, kernel, grid, threads, (*pointers, *sizes, factor), pdl=True)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,8 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             launch_dependents();  // whose weights would come before these activations
         }
         if (kExperts && segment == 0) {
-            if constexpr (kExperts == kExpertRows) {  // the weights come after the activations, which are fewer
+            if constexpr (kExperts ==
+                          kExpertRows) {  // the weights come after the activations, which are fewer
                 ring.choice.find(routing);
                 ring.start(p);
             }
