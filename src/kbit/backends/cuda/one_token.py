@@ -2,7 +2,8 @@
 
 Nothing is sorted: the rows of the token's experts are read as one weight (gates and ups), and then their
 columns as one (down projections), whose sum is weighted. Which weights those are is known with the ids alone,
-so nothing is fetched before the kernel in front is done.
+so the first launch fetches nothing before the kernel in front is done, and the second one, which must follow
+it, begins at once: the first lets it start when the ids are there.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def columns(
     in_features: int,
     out: torch.Tensor,
 ) -> None:
-    """out = sum over u of weights[u] * (x[u] @ W[ids[u]]^T) of one token, x [U, K], in one launch."""
+    """out = sum over u of weights[u] * (x[u] @ W[ids[u]]^T) of one token, x [U, K], in one launch.
+
+    To be launched right after `rows` with the same ids, which are read before the kernel in front is done.
+    """
     sizes = (out_features, in_features, False)
     shape = (out_features, x.shape[0] * -(-in_features // stream.GROUP_COLUMNS) * stream.GROUP_COLUMNS)
     _launch_experts(stream_config.EXPERT_COLUMNS, x, tiled, codebook, scale, ids, weights, sizes, shape, out)

@@ -34,9 +34,10 @@
 //   M = 1, 2, 4: the 8 columns of B hold 8, 4, 2 k-blocks beside each other. The MMA of a block is then
 //   useful in its own columns only, and 4 registers are the x of all of them: fewer to load and to swap.
 //
-// Dependent launch: tables are built and the ring is filled before the previous kernel is done (not that of
-// experts, whose ids come with x); x is read, and y written, after. Whoever writes `tiled` therefore ends
-// with a kernel that is launched without it.
+// Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
+// and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it. The
+// rows of experts wait for ids before they fetch; then they let the columns start, which must follow them,
+// and whose ids are written when they do.
 //
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * groups), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals, the sums of a cluster's blocks.
