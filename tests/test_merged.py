@@ -173,6 +173,22 @@ def test_an_mlp_runs_as_two(tiles_pay, calls):
     assert torch.equal(y, apart(block, X))
 
 
+def test_inputs_by_name_go_through_the_class(tiles_pay, calls):
+    block = quantized(MLP())
+    with torch.no_grad():
+        assert torch.equal(block(x=X), apart(block, X))
+    assert calls == ["gate_proj", "up_proj", "down_proj"] * 2
+
+
+def test_other_default_devices_do_not_matter(tiles_pay):
+    for module in (MLP(), Attention(32, 16, 40)):
+        with torch.device("meta"):
+            block = quantized(module)
+        with torch.no_grad():
+            assert torch.equal(block(X), apart(block, X))
+        assert isinstance(block, merged.Merged)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
 def test_what_is_merged_by_width(bits, tiles_pay, calls):
     block = quantized(Attention(32, 16, 40), bits=bits)

@@ -304,6 +304,18 @@ def test_moves_join_again(tiles_pay):
     assert joined(block)
 
 
+def test_other_default_devices_do_not_matter(tiles_pay):
+    model = build("qwen3_next")
+    block = blocks(model)[0]
+    block.__class__ = type(block).own
+    with torch.device("meta"):
+        shared_expert.merge_shared_experts(model)
+    assert joined(block)
+    x = torch.randn(1, 3, 48).half()
+    with torch.no_grad():
+        assert torch.equal(block(hidden_states=x), type(block).own.forward(block, x))
+
+
 def test_dequantizing_gives_their_class_back(tiles_pay):
     model = build("qwen3_next")
     kbit.dequantize_model(model)

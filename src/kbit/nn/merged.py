@@ -107,12 +107,12 @@ class MergedMLP(Merged):
         layers = _mergeable(self, _MLP[:2])
         return [layers] if len(layers) > 1 and not any(layer._forward_hooks for layer in layers) else []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""
-        for layers in self.siblings():
-            if are_joined(layers) and takes(layers[0], x):
-                return self.down_proj(_product(layers, x, silu_and_mul=True))
-        return super().forward(x)
+        for layers in self.siblings() if args and not kwargs else ():
+            if are_joined(layers) and takes(layers[0], args[0]):
+                return self.down_proj(_product(layers, args[0], silu_and_mul=True))
+        return super().forward(*args, **kwargs)
 
 
 def merge_layers(model: nn.Module) -> None:
@@ -157,11 +157,11 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     layers = {name: nn.Linear(8, 8, bias=False, device="cpu", dtype=torch.float32) for name in _MLP}
     for layer in layers.values():
-        layer.weight.copy_(torch.randn(8, 8, generator=generator))
+        layer.weight.copy_(torch.randn(8, 8, generator=generator, device="cpu"))
     made = type(module).__new__(type(module))
     vars(made).update(vars(module))
     made._modules = {**module._modules, **layers}
-    x = torch.randn(4, 8, generator=generator)
+    x = torch.randn(4, 8, generator=generator, device="cpu")
     gate, up, down = (layers[name] for name in _MLP)
     try:
         y = type(module).forward(made, x)

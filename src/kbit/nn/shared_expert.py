@@ -95,12 +95,12 @@ class MergedExperts(MixedIn):
 
     factors: torch.Tensor | None
 
-    def forward(self, hidden_states: torch.Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""
-        parts = _parts(self)
-        if parts is None or not self._takes(parts, hidden_states):
-            return super().forward(hidden_states)
-        router, experts, _, shared_gate = parts
+        parts = _parts(self) if len(args) == 1 and not kwargs else None
+        if parts is None or not self._takes(parts, args[0]):
+            return super().forward(*args, **kwargs)
+        (hidden_states,), (router, experts, _, shared_gate) = args, parts
         x = hidden_states.reshape(-1, experts.hidden_dim)
         if shared_gate is None:
             _, weights, ids = router.route(x, shared="one")
@@ -168,7 +168,7 @@ def join(block: nn.Module) -> None:
 class _Router(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.reshape(-1, x.shape[-1])
-        return x, x[:, :2].abs(), torch.arange(2 * len(x)).view(-1, 2)
+        return x, x[:, :2].abs(), torch.arange(2 * len(x), device=x.device).view(-1, 2)
 
 
 class _Experts(nn.Module):
