@@ -57,14 +57,19 @@ def weights(sizes, columns=96, bits=4):
     st.sampled_from([2, 3, 4, 5]),
     st.sampled_from([(96,), (3, 96), (0, 96), (2, 1, 96)]),
     st.booleans(),
+    st.sampled_from([None, False, True]),
 )
-def test_it_is_the_products_side_by_side(sizes, bits, shape, together):
+def test_it_is_the_products_side_by_side(sizes, bits, shape, together, biased):
+    """`biased`: None, or whether biases are neighbours."""
     q = weights(sizes, bits=bits)
     tiles = [one.tiled for one in q]
     tiles = adjoin(tiles) if together else tiles
+    bias = [] if biased is None else [torch.randn(rows) for rows in sizes]
+    bias = adjoin(bias) if biased else bias
     x = torch.randn(shape)
-    y = ops.merged_linear_tiled(x, tiles, q[0].codebook, q[0].scale, sizes, 96)
-    torch.testing.assert_close(y, torch.cat([kbit.linear(x, one) for one in q], dim=-1))
+    y = ops.merged_linear_tiled(x, tiles, q[0].codebook, q[0].scale, bias, sizes, 96)
+    apart = [kbit.linear(x, one, added) for one, added in zip(q, bias or [None] * len(q), strict=True)]
+    torch.testing.assert_close(y, torch.cat(apart, dim=-1))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -74,15 +79,19 @@ def test_gate_and_up(rows, together):
     tiles = [one.tiled for one in q]
     tiles = adjoin(tiles) if together else tiles
     x = torch.randn(3, 96)
-    y = ops.merged_linear_tiled(x, tiles, q[0].codebook, q[0].scale, [rows, rows], 96, True)
-    torch.testing.assert_close(y, F.silu(kbit.linear(x, q[0])) * kbit.linear(x, q[1]))
+    for bias in ([], adjoin([torch.randn(rows), torch.randn(rows)])):
+        y = ops.merged_linear_tiled(x, tiles, q[0].codebook, q[0].scale, bias, [rows, rows], 96, True)
+        gate, up = (kbit.linear(x, *each) for each in zip(q, bias or [None, None], strict=True))
+        torch.testing.assert_close(y, F.silu(gate) * up)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tiles": []}, "one weight or more"),
-        ({"sizes": [32]}, r"got 2 and the sizes \[32\]"),
+        ({"sizes": [32]}, r"got 2, the sizes \[32\] and 0 biases"),
+        ({"bias": [torch.zeros(32)]}, "and 1 biases"),
+        ({"bias": [torch.zeros(32), torch.zeros(31)]}, r"bias must have shape \(32,\)"),
         ({"sizes": [32, 31]}, r"silu_and_mul takes gate and up of one size, got \[32, 31\]"),
         ({"sizes": [48, 48]}, r"\[48, 96\] at 4 bits is int32"),
         ({"x": torch.randn(3, 95)}, "x has 95 features, the weight expects 96"),
@@ -90,10 +99,16 @@ def test_gate_and_up(rows, together):
 )
 def test_what_does_not_fit_is_refused(change, message):
     q = weights([32, 32])
-    given = {"x": torch.randn(3, 96), "tiles": [one.tiled for one in q], "sizes": [32, 32]} | change
+    given = {
+        "x": torch.randn(3, 96),
+        "tiles": [one.tiled for one in q],
+        "bias": [],
+        "sizes": [32, 32],
+    } | change
+    constants = (q[0].codebook, q[0].scale)
     with pytest.raises(ValueError, match=message):
         ops.merged_linear_tiled(
-            given["x"], given["tiles"], q[0].codebook, q[0].scale, given["sizes"], 96, True
+            given["x"], given["tiles"], *constants, given["bias"], given["sizes"], 96, True
         )
 
 
@@ -127,9 +142,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, act_fn=None, rows=32):
+    def __init__(self, act_fn=None, rows=32, bias=False):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, rows, bias=False) for _ in range(2))
+        self.gate_proj, self.up_proj = (nn.Linear(64, rows, bias=bias) for _ in range(2))
         self.down_proj = nn.Linear(rows, 64, bias=False)
         self.act_fn = act_fn or nn.SiLU()
 
@@ -173,6 +188,35 @@ def test_an_mlp_runs_as_two(tiles_pay, calls):
     assert torch.equal(y, apart(block, X))
 
 
+@pytest.mark.parametrize("module", [Attention(32, 16, 40, bias=True), MLP(bias=True)], ids=["qkv", "mlp"])
+def test_biases_are_merged_too(module, tiles_pay, calls):
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    block = quantized(module)
+    with torch.no_grad():
+        y = block(X)
+        assert calls == (["down_proj"] if isinstance(block, merged.MergedMLP) else [])
+        assert torch.equal(y, apart(block, X))
+        block.load_state_dict(block.state_dict())
+        assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(X), y)
+    calls.clear()
+    block(X).sum().backward()  # biases may be trained
+    assert len(calls) == 3
+    assert all(parameter.grad is not None for name, parameter in block.named_parameters() if "bias" in name)
+
+
+def test_some_biases_stay_apart(tiles_pay, calls):
+    module = Attention(32, 16, 40, bias=True)
+    module.k_proj.bias = None
+    block = quantized(module)
+    with torch.no_grad():
+        assert torch.equal(block(X), apart(block, X))
+    assert calls == ["k_proj", "q_proj", "k_proj", "v_proj"]
+    block.v_proj.bias = nn.Parameter(block.v_proj.bias.float())
+    with torch.no_grad():
+        assert torch.equal(block(X), apart(block, X))
+
+
 def test_inputs_by_name_go_through_the_class(tiles_pay, calls):
     block = quantized(MLP())
     with torch.no_grad():
@@ -199,14 +243,13 @@ def test_what_is_merged_by_width(bits, tiles_pay, calls):
 @pytest.mark.parametrize(
     ("module", "settings"),
     [
-        (Attention(32, 16, 40, bias=True), {}),
         (Attention(33, 16, 40), {}),
         (Attention(32, 16, 40), {"overrides": {"v_proj": 5}}),
         (Attention(32, 16, 40), {"absmax_format": "float16"}),
         (MLP(rows=24), {}),
         (MLP(nn.GELU()), {}),
     ],
-    ids=["bias", "rows", "width", "scales", "gate", "activation"],
+    ids=["rows", "width", "scales", "gate", "activation"],
 )
 def test_what_stays_apart(module, settings, tiles_pay, calls):
     block = quantized(module, **settings)

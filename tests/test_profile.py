@@ -167,7 +167,8 @@ def test_step_of_a_model_on_a_gpu():
     assert found.reason is None
     assert 0 < found.busy <= 1
     kernels = [part for part in found.kernels if part.group == "kbit"]
-    assert sum(part.calls for part in kernels) >= 14
+    # q, k and v of a layer are one; up's rows cannot follow gate's, which end within a tile
+    assert sum(part.calls for part in kernels) >= 10
     assert sum(part.us for part in found.kernels) <= found.step_us * 1.001
     eager = profile.profile_step(model, context=5, steps=4, graph=False, repeats=3)
     assert eager.reason == "not asked for"

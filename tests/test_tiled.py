@@ -74,7 +74,7 @@ def opcheck_cases():
         ),
         "merged_linear_tiled": (
             ops.merged_linear_tiled.default,
-            (x, [dense[0], dense[0].clone()], *dense[1:], [48, 48], 72, True),
+            (x, [dense[0], dense[0].clone()], *dense[1:], [bias, bias + 1], [48, 48], 72, True),
         ),
         "grouped_linear_tiled": (ops.grouped_linear_tiled.default, (rows, *stack, offsets, 24, 40)),
         "grouped_linear_tiled.out": (

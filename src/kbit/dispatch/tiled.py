@@ -98,16 +98,17 @@ direct.set_multiply("cuda", 3, operands.DTYPES, _linear_directly)
 
 
 @implement("merged_linear_tiled")
-def _merged_linear(x, tiled, codebook, scale, out_features, in_features, silu_and_mul=False):
-    arguments = (x, tiled, codebook, scale, out_features, in_features, silu_and_mul)
+def _merged_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False):
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
     out = x.new_empty(tiled_checks.merged_linear_tiled(*arguments))
-    whole = as_one(tiled)
-    if whole is not None and not any(rows % TILE_ROWS for rows in out_features[:-1]):
+    whole, added = as_one(tiled), as_one(bias) if bias else None
+    apart = whole is None or (bias and added is None)
+    if not apart and not any(rows % TILE_ROWS for rows in out_features[:-1]):
         rows = sum(out_features)
-        return _run_linear(x, whole, codebook, scale, None, rows, in_features, silu_and_mul, out)
+        return _run_linear(x, whole, codebook, scale, added, rows, in_features, silu_and_mul, out)
     parts = [
-        _linear(x, one, codebook, scale, None, rows, in_features)
-        for one, rows in zip(tiled, out_features, strict=True)
+        _linear(x, one, codebook, scale, added, rows, in_features)
+        for one, added, rows in zip(tiled, bias or [None] * len(tiled), out_features, strict=True)
     ]
     return F.silu(parts[0]) * parts[1] if silu_and_mul else torch.cat(parts, dim=-1)
 
@@ -152,7 +153,7 @@ def _experts_beside_shared(x, gate_up, down, codebook, scale, ids, weights, inte
     rows = _grouped(x, gate_up[0], *constants, 2 * intermediate, hidden, True, source)
     results = _grouped(rows, down[0], *constants, hidden, intermediate)
     sizes = [intermediate, intermediate]
-    rows = _merged_linear(x, gate_up[1:], codebook, one, sizes, hidden, True)
+    rows = _merged_linear(x, gate_up[1:], codebook, one, [], sizes, hidden, True)
     shared = _linear(rows, down[1], codebook, one, None, hidden, intermediate)
     return moe.combine(results, inverse, weights, bounds) + weights[:, -1:].to(x.dtype) * shared
 

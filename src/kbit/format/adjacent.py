@@ -2,7 +2,7 @@
 
 Products of one input are one product of it by such a weight, and an expert that follows a stack of them is
 one more of the stack. All have as many columns, one width and one codebook, and all but the last whole tiles
-of rows; whoever asks sees to that.
+of rows; whoever asks sees to that. Biases of such layers are neighbours likewise.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ from collections.abc import Sequence
 
 import torch
 
+# Of tiles, what follows after their rows: column tiles, words.
+_TILE_DIMS = 2
 
-def adjoin(tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tiles, int32 [..., row tiles, column tiles, words] each, in memory that they share."""
-    rows = [one.detach().flatten(0, -3) for one in tiles]
+
+def _row_shape(one: torch.Tensor) -> torch.Size:
+    """The shape of a row tile, or of an element of a bias."""
+    return one.shape[-_TILE_DIMS:] if one.dim() > _TILE_DIMS else one.shape[1:]
+
+
+def adjoin(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tiles, int32 [..., row tiles, column tiles, words] each, or biases [N], that share memory."""
+    rows = [one.detach().reshape(-1, *_row_shape(one)) for one in parts]
     together = torch.cat(rows).split([one.shape[0] for one in rows])
-    return [moved.view(one.shape) for moved, one in zip(together, tiles, strict=True)]
+    return [moved.view(one.shape) for moved, one in zip(together, parts, strict=True)]
 
 
-def as_one(tiles: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tiles that `adjoin` made, in the order that it had, as one without a copy; None of others.
+def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What `adjoin` made, in the order that it had, as one tensor without a copy; None of others.
 
     Returns:
-        int32 [row tiles of all, column tiles, words].
+        Tiles [row tiles of all, column tiles, words], or a bias [N of all].
     """
-    first = tiles[0]
-    memory, address, size = first.untyped_storage().data_ptr(), first.data_ptr(), first.shape[-2:]
-    for one in tiles:
+    first = parts[0]
+    memory, address, row = first.untyped_storage().data_ptr(), first.data_ptr(), _row_shape(first)
+    for one in parts:
         here = one.untyped_storage().data_ptr() == memory and one.data_ptr() == address
-        if not here or not one.is_contiguous() or one.shape[-2:] != size:
+        if not here or not one.is_contiguous() or _row_shape(one) != row or one.dtype != first.dtype:
             return None
         address += one.nbytes
-    row = size.numel()
-    shape = (sum(one.numel() for one in tiles) // row, *size) if row else (0, *size)
-    return first.detach().as_strided(shape, (row, size[-1], 1))
+    size = row.numel()
+    shape = (sum(one.numel() for one in parts) // size if size else 0, *row)
+    return first.detach().as_strided(shape, (size, row[-1], 1) if row else (1,))

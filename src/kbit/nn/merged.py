@@ -47,10 +47,10 @@ class Call:
     def result_of(self, layer: KbitLinear, x: torch.Tensor) -> torch.Tensor | None:
         """A layer's product with x; None if it must compute that itself."""
         if self.x is None:
-            if not takes(self.layers[0], x):
+            y = _product(self.layers, x, silu_and_mul=False) if takes(self.layers, x) else None
+            if y is None:
                 return None
-            sizes = [one.out_features for one in self.layers]
-            self.x, self.results = x, _product(self.layers, x, silu_and_mul=False).split(sizes, dim=-1)
+            self.x, self.results = x, y.split([one.out_features for one in self.layers], dim=-1)
         if self.x is not x:
             return None
         for sibling, result in zip(self.layers, self.results, strict=True):
@@ -110,8 +110,10 @@ class MergedMLP(Merged):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""
         for layers in self.siblings() if args and not kwargs else ():
-            if are_joined(layers) and takes(layers[0], args[0]):
-                return self.down_proj(_product(layers, args[0], silu_and_mul=True))
+            takes_it = are_joined(layers) and takes(layers, args[0])
+            y = _product(layers, args[0], silu_and_mul=True) if takes_it else None
+            if y is not None:
+                return self.down_proj(y)
         return super().forward(*args, **kwargs)
 
 
@@ -175,9 +177,10 @@ def _mergeable(module: nn.Module, names: Sequence[str]) -> list[KbitLinear]:
     found: list[KbitLinear] = []
     for name in names:
         layer = module._modules.get(name)
-        if type(layer) is not KbitLinear or layer.bias is not None or layer._forward_pre_hooks:
+        if type(layer) is not KbitLinear or layer._forward_pre_hooks or layer._held("weight") is None:
             continue
-        if layer._held("weight") is not None and layer not in found:
+        alike = not found or (layer.bias is None) == (found[0].bias is None)
+        if alike and layer not in found:
             found.append(layer)
     return found
 
@@ -186,15 +189,17 @@ def join(module: nn.Module) -> None:
     """Have the tiles of siblings be neighbours, and give them one codebook and one factor, if they can."""
     assert isinstance(module, Merged)
     for layers in module.siblings():
-        first = layers[0]
+        first, biases = layers[0], _biases(layers)
         alike = all(
             (layer.in_features, layer.levels) == (first.in_features, first.levels)
             and layer.weight_scale.device == first.weight_scale.device
             and "weight_scale" in layer._buffers  # all factors are 1
             for layer in layers
-        )
+        ) and all((bias.dtype, bias.device) == (biases[0].dtype, first.weight.device) for bias in biases)
         if alike and not any(layer.out_features % TILE_ROWS for layer in layers[:-1]):
             make_neighbours([layer.weight for layer in layers])
+            if biases:
+                make_neighbours(biases)
             for layer in layers[1:]:
                 layer.codebook, layer.weight_scale = first.codebook, first.weight_scale
 
@@ -208,23 +213,38 @@ def are_joined(layers: list[KbitLinear]) -> bool:
     return True
 
 
-def takes(layer: KbitLinear, x: torch.Tensor) -> bool:
+def _biases(layers: list[KbitLinear]) -> list[torch.Tensor]:
+    """The biases of siblings, of which all have one or none."""
+    return [layer.bias for layer in layers if layer.bias is not None]
+
+
+def takes(layers: Sequence[KbitLinear], x: torch.Tensor) -> bool:
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
-    if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (layer.in_features,):
-        return False
-    if (torch.is_grad_enabled() and x.requires_grad) or grad_checks.in_transform():
-        return False
-    return x.device == layer.weight.device and not torch.is_autocast_enabled(x.device.type)
-
-
-def _product(layers: list[KbitLinear], x: torch.Tensor, silu_and_mul: bool) -> torch.Tensor:
-    """[..., the rows of all layers], or silu of the first's times the second's."""
     first = layers[0]
-    tiles = [layer.weight for layer in layers]
+    if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (first.in_features,):
+        return False
+    needs_grad = x.requires_grad
+    for layer in layers:
+        if layer.bias is not None:
+            needs_grad = needs_grad or layer.bias.requires_grad
+            if layer.bias.dtype != x.dtype:
+                return False
+    if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
+        return False
+    return x.device == first.weight.device and not torch.is_autocast_enabled(x.device.type)
+
+
+def _product(layers: list[KbitLinear], x: torch.Tensor, silu_and_mul: bool) -> torch.Tensor | None:
+    """[..., the rows of all layers], or silu of the first's times the second's; None: not in one launch."""
+    first = layers[0]
+    tiles, biases = [layer.weight for layer in layers], _biases(layers)
     constants, columns = (first.codebook, first.weight_scale), first.in_features
     sizes = [layer.out_features for layer in layers]
-    if not torch.compiler.is_compiling() and (whole := as_one(tiles)) is not None:
-        y = direct.linear(x, (whole, *constants), None, sum(sizes), columns, silu_and_mul)
+    if not torch.compiler.is_compiling():  # which cannot see addresses, the op does
+        whole, bias = as_one(tiles), as_one(biases) if biases else None
+        if whole is None or (biases and bias is None):
+            return None
+        y = direct.linear(x, (whole, *constants), bias, sum(sizes), columns, silu_and_mul)
         if y is not None:
             return y
-    return torch.ops.kbit.merged_linear_tiled(x, tiles, *constants, sizes, columns, silu_and_mul)
+    return torch.ops.kbit.merged_linear_tiled(x, tiles, *constants, biases, sizes, columns, silu_and_mul)

@@ -112,7 +112,7 @@ class MergedExperts(MixedIn):
 
     def _takes(self, parts: _Parts, x: torch.Tensor) -> bool:
         experts, layers = parts.experts, parts.layers()
-        if self.factors is None or not _are_plain(parts) or not takes(layers[0], x):
+        if self.factors is None or not _are_plain(parts) or not takes(layers, x):
             return False
         if any(layer.codebook is not experts.codebook for layer in layers):
             return False  # since `join` a weight was replaced

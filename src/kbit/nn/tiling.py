@@ -31,7 +31,7 @@ def wait_for(tiles: torch.Tensor) -> None:
 
 
 def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
-    """Have tiles of several layers be neighbours in memory, in this order; see `adjoin`.
+    """Have tiles of several layers, or biases, be neighbours in memory, in this order; see `adjoin`.
 
     Returns:
         Whether they were not.

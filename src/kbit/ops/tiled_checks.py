@@ -103,6 +103,7 @@ def merged_linear_tiled(
     tiled: Sequence[torch.Tensor],
     codebook: torch.Tensor,
     scale: torch.Tensor,
+    bias: Sequence[torch.Tensor],
     out_features: Sequence[int],
     in_features: int,
     silu_and_mul: bool = False,
@@ -113,20 +114,21 @@ def merged_linear_tiled(
         The result's shape.
 
     Raises:
-        TypeError, ValueError: see `linear_tiled`; also as many sizes as there are no weights, no weight at
-            all, or, for silu_and_mul, others than two of one size.
+        TypeError, ValueError: see `linear_tiled`; also no weight, more or fewer sizes or biases than weights,
+            or, for silu_and_mul, others than two of one size.
     """
-    if not tiled or len(tiled) != len(out_features):
+    if not tiled or len(tiled) != len(out_features) or len(bias) not in (0, len(tiled)):
         raise ValueError(
-            f"linear: merged are one weight or more, each of so many rows, got {len(tiled)} and the sizes "
-            f"{list(out_features)}. Pass the out_features of each."
+            f"linear: merged are one weight or more, each of so many rows and all with a bias or none, got "
+            f"{len(tiled)}, the sizes {list(out_features)} and {len(bias)} biases. Pass those of each."
         )
     if silu_and_mul and (len(tiled) != 2 or out_features[0] != out_features[1]):
         raise ValueError(
             f"linear: silu_and_mul takes gate and up of one size, got {list(out_features)}. Merge only those."
         )
-    for one, rows in zip(tiled, out_features, strict=True):
-        linear_tiled(x, one, codebook, scale, None, rows, in_features)
+    biases: Sequence[torch.Tensor | None] = bias or [None] * len(tiled)
+    for one, rows, added in zip(tiled, out_features, biases, strict=True):
+        linear_tiled(x, one, codebook, scale, added, rows, in_features)
     return *x.shape[:-1], out_features[0] if silu_and_mul else sum(out_features)
 
 

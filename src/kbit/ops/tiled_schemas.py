@@ -6,8 +6,8 @@ rounded to x's dtype first, then silu, then the product, as layers that are not 
 int32 [R], the sorted rows are x[source], and x need not be sorted.
 
 merged_linear_tiled is the products of x by several weights side by side, or with silu_and_mul, of two,
-silu(first) * second. All have one codebook and one factor. Where tiles are neighbours in memory, as
-`kbit.format.adjacent` makes them, it is one launch.
+silu(first) * second. All have one codebook and one factor, and each has a bias, or none has: an empty list.
+Where tiles and biases are neighbours in memory, as `kbit.format.adjacent` makes them, it is one launch.
 
 experts_one_token(x [1, H], ..., ids [1, U], weights [1, U], I) is a whole layer of experts for one token: the
 sum over u of weights[u] * down(silu(gate(x)) * up(x)) of expert ids[u], without sorting. Ids outside 0..E - 1
@@ -38,7 +38,7 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "linear_tiled_train": (f"(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES})", False),
     "linear_tiled_grad_input": (f"(Tensor grad, {_WEIGHT}, {_SIZES})", False),
     "merged_linear_tiled": (
-        "(Tensor x, Tensor[] tiled, Tensor codebook, Tensor scale, SymInt[] out_features, "
+        "(Tensor x, Tensor[] tiled, Tensor codebook, Tensor scale, Tensor[] bias, SymInt[] out_features, "
         "SymInt in_features, bool silu_and_mul=False)",
         False,
     ),
@@ -96,9 +96,9 @@ def linear_tiled(  # noqa: D103
 
 @torch.library.register_fake("kbit::merged_linear_tiled", lib=LIBRARY)
 def merged_linear_tiled(  # noqa: D103
-    x, tiled, codebook, scale, out_features, in_features, silu_and_mul=False
+    x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul=False
 ):
-    arguments = (x, tiled, codebook, scale, out_features, in_features, silu_and_mul)
+    arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul)
     return x.new_empty(tiled_checks.merged_linear_tiled(*arguments))
 
 
