@@ -2,9 +2,9 @@
 //
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
-// Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into the A operand
-// of an MMA; tokens are the columns of B. Above 8 tokens wgmma.cu takes over on Hopper; elsewhere several
-// launches of this one take up to 64, then dequantize_tiled.cu + cuBLAS.
+// Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into an MMA's A;
+// tokens are the columns of B. Above 8 wgmma.cu takes over on Hopper; elsewhere several launches of this one
+// take up to 64, then dequantize_tiled.cu + cuBLAS.
 //
 //   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
@@ -34,10 +34,9 @@
 //   M = 1, 2, 4: the 8 columns of B hold 8, 4, 2 k-blocks beside each other. The MMA of a block is then
 //   useful in its own columns only, and 4 registers are the x of all of them: fewer to load and to swap.
 //
-// Dependent launch: tables are built and the ring is filled before the previous kernel is done; x is read,
-// and y written, after. Whoever writes `tiled` therefore ends with a kernel that is launched without it. The
-// rows of experts wait for ids before they fetch; then they let the columns start, which must follow them,
-// and whose ids are written when they do.
+// Dependent launch: the table is built and the ring filled before the previous kernel is done, so whoever
+// writes `tiled` ends with a kernel that is launched without it; x is read, and y written, after. Experts'
+// rows wait for ids first, and then let the columns start, which must follow them and find ids written.
 //
 // Shared memory: table, barriers (kBarrierBytes), ring (workers * stages * groups), parts (2 or 4 * workers
 // * 128 bytes a sum; in the table's holes where they fit), totals, the sums of a cluster's blocks.
@@ -214,8 +213,7 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             launch_dependents();  // whose weights would come before these activations
         }
         if (kExperts && segment == 0) {
-            if constexpr (kExperts ==
-                          kExpertRows) {  // the weights come after the activations, which are fewer
+            if constexpr (kExperts == kExpertRows) {  // after the activations, which are fewer
                 ring.choice.find(routing);
                 ring.start(p);
             }
