@@ -14,6 +14,7 @@ import kbit
 from kbit.format.adjacent import adjoin
 from kbit.nn import KbitExperts, mixins, quantize_model, router, shared_expert
 from kbit.nn.shared_expert import MergedExperts
+from kbit.nn.together import run_together
 from kbit.ops import forms
 from tiny_models import ARCHITECTURES
 
@@ -302,6 +303,18 @@ def test_moves_join_again(tiles_pay):
     block.half().float()
     assert block.factors.dtype == torch.float32
     assert joined(block)
+
+
+def test_nothing_is_drawn_from_the_generator_that_all_share(tiles_pay):
+    model = build("qwen3_next")
+    for module in model.modules():
+        if isinstance(module, mixins.MixedIn):
+            module.__class__ = module.own
+    state = torch.get_rng_state()
+    run_together(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(joined, blocks(model)))
+    assert blocks(model)
 
 
 def test_other_default_devices_do_not_matter(tiles_pay):

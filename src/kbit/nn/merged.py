@@ -157,13 +157,15 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     if len(names) != 2 or not is_silu(activation) or set(module._modules) != children or own_tensors:
         return False
     generator = torch.Generator().manual_seed(0)
-    layers = {name: nn.Linear(8, 8, bias=False, device="cpu", dtype=torch.float32) for name in _MLP}
+    layers = {
+        name: nn.Linear(8, 8, bias=False, device="meta") for name in _MLP
+    }  # draws no numbers of others'
     for layer in layers.values():
-        layer.weight.copy_(torch.randn(8, 8, generator=generator, device="cpu"))
+        layer.weight = nn.Parameter(torch.randn(8, 8, generator=generator, device="cpu", dtype=torch.float32))
     made = type(module).__new__(type(module))
     vars(made).update(vars(module))
     made._modules = {**module._modules, **layers}
-    x = torch.randn(4, 8, generator=generator, device="cpu")
+    x = torch.randn(4, 8, generator=generator, device="cpu", dtype=torch.float32)
     gate, up, down = (layers[name] for name in _MLP)
     try:
         y = type(module).forward(made, x)

@@ -194,7 +194,8 @@ def _adds(block: nn.Module, parts: _Parts) -> bool:
         known[parts.shared_gate] = _Gate()
     if set(block._modules.values()) != set(known):
         return False
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 8, generator=generator, device="cpu", dtype=torch.float32)
     _, weights, ids = known[parts.router](x)
     shared = known[parts.mlp](x) * (1.0 if parts.shared_gate is None else _Gate()(x).sigmoid())
     expected = known[parts.experts](x.view(-1, 8), ids, weights).view(x.shape) + shared
