@@ -386,6 +386,9 @@ def test_copies_and_pickles_compute_the_same(clone, tiles_pay):
         assert type(again) is type(block)
         with torch.no_grad():
             assert torch.equal(again(X), block(X))
+        for layers in again.siblings():
+            assert as_one([layer.weight for layer in layers]) is not None
+            assert merged.are_joined(layers)
 
 
 def test_moves_join_again(tiles_pay, calls):

@@ -9,7 +9,7 @@ still are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from kbit.format.adjacent import as_one
 from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import is_silu
 from kbit.nn.linear import KbitLinear
-from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.mixins import Joining, MixedIn, mix_in
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import direct, grad_checks
@@ -59,7 +59,7 @@ class Call:
         return None
 
 
-class Merged(MixedIn):
+class Merged(Joining):
     """A module whose layers share inputs."""
 
     prefix = "Merged"
@@ -68,10 +68,22 @@ class Merged(MixedIn):
         """Layers with one input that may be merged; two or more of each kind."""
         raise NotImplementedError
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        join(self)  # on another device tiles were made anew, one layer's after the other's
-        return self
+    def join(self) -> None:
+        """Give siblings one codebook and one factor, too."""
+        for layers in self.siblings():
+            first, biases = layers[0], _biases(layers)
+            alike = all(
+                (layer.in_features, layer.levels) == (first.in_features, first.levels)
+                and layer.weight_scale.device == first.weight_scale.device
+                and "weight_scale" in layer._buffers  # all factors are 1
+                for layer in layers
+            ) and all((bias.dtype, bias.device) == (biases[0].dtype, first.weight.device) for bias in biases)
+            if alike and not any(layer.out_features % TILE_ROWS for layer in layers[:-1]):
+                make_neighbours([layer.weight for layer in layers])
+                if biases:
+                    make_neighbours(biases)
+                for layer in layers[1:]:
+                    layer.codebook, layer.weight_scale = first.codebook, first.weight_scale
 
 
 class MergedProjections(Merged):
@@ -125,7 +137,8 @@ def merge_layers(model: nn.Module) -> None:
         kind = _kind(module)
         if kind is not None:
             mix_in(module, kind)
-            join(module)
+            assert isinstance(module, Merged)
+            module.join()
 
 
 def _kind(module: nn.Module) -> type[Merged] | None:
@@ -187,27 +200,8 @@ def _mergeable(module: nn.Module, names: Sequence[str]) -> list[KbitLinear]:
     return found
 
 
-def join(module: nn.Module) -> None:
-    """Have the tiles of siblings be neighbours, and give them one codebook and one factor, if they can."""
-    assert isinstance(module, Merged)
-    for layers in module.siblings():
-        first, biases = layers[0], _biases(layers)
-        alike = all(
-            (layer.in_features, layer.levels) == (first.in_features, first.levels)
-            and layer.weight_scale.device == first.weight_scale.device
-            and "weight_scale" in layer._buffers  # all factors are 1
-            for layer in layers
-        ) and all((bias.dtype, bias.device) == (biases[0].dtype, first.weight.device) for bias in biases)
-        if alike and not any(layer.out_features % TILE_ROWS for layer in layers[:-1]):
-            make_neighbours([layer.weight for layer in layers])
-            if biases:
-                make_neighbours(biases)
-            for layer in layers[1:]:
-                layer.codebook, layer.weight_scale = first.codebook, first.weight_scale
-
-
 def are_joined(layers: list[KbitLinear]) -> bool:
-    """Whether `join` was there, and no layer's weight is another since."""
+    """Whether they were joined, and no layer's weight is another since."""
     first = layers[0]
     for layer in layers[1:]:
         if layer.codebook is not first.codebook or layer.weight_scale is not first.weight_scale:

@@ -6,8 +6,10 @@ weights or its hooks still finds them; copies and pickles keep it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -22,8 +24,28 @@ class MixedIn(nn.Module):
     own: type[nn.Module]
     prefix = "Kbit"
 
+    def leave(self) -> None:
+        """Take away what the class itself lacks, before a module gets that again."""
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _again, (self.own, *type(self).__bases__[:1]), self.__dict__
+
+
+class Joining(MixedIn):
+    """Of modules whose layers' tiles are to be neighbours in memory, wherever they come to be."""
+
+    def join(self) -> None:
+        """Have them be, if they can."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.join()
 
 
 _classes: dict[tuple[Any, Any], type[MixedIn]] = {}
@@ -52,4 +74,5 @@ def take_out(model: nn.Module) -> None:
     """Give all modules of a model the classes that they had."""
     for module in model.modules():
         if isinstance(module, MixedIn):
+            module.leave()
             module.__class__ = module.own  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import KbitExperts, is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
-from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.mixins import Joining, MixedIn, mix_in
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
@@ -88,7 +88,7 @@ def _tiles(parts: _Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [gate_up, *layers[:2]], [down, layers[2]]
 
 
-class MergedExperts(MixedIn):
+class MergedExperts(Joining):
     """A block of a router, experts and a shared one."""
 
     prefix = "Merged"
@@ -121,10 +121,35 @@ class MergedExperts(MixedIn):
                 return False
         return 0 < x.shape[:-1].numel() <= _MOST_TOKENS
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        join(self)
-        return self
+    def join(self) -> None:
+        """Have the shared expert's tiles follow those of the routed, and give all one codebook."""
+        parts = _parts(self)
+        if parts is None or not _are_plain(parts):
+            return
+        experts, layers = parts.experts, parts.layers()
+        hidden, intermediate = experts.hidden_dim, experts.intermediate_dim
+        sizes = [(layer.out_features, layer.in_features) for layer in layers]
+        fits = (
+            sizes == [(intermediate, hidden)] * 2 + [(hidden, intermediate)] and not intermediate % TILE_ROWS
+        )
+        devices = {module.codebook.device for module in (experts, *layers)}
+        if not fits or any(layer.levels != experts.levels for layer in layers) or len(devices) > 1:
+            return
+        moved = [make_neighbours(tiles) for tiles in _tiles(parts)]
+        if any(moved) and experts.codebook.is_cuda:
+            torch.cuda.empty_cache()  # where experts were is too little for those of another layer
+        for layer in layers:
+            layer.codebook = experts.codebook
+        ones = torch.ones(experts.num_experts + 1, dtype=torch.float32, device=experts.codebook.device)
+        held = self.factors
+        if held is None or (held.shape, held.dtype, held.device) != (ones.shape, ones.dtype, ones.device):
+            self.factors = ones
+        else:
+            held.copy_(ones)  # a CUDA graph may have recorded its address
+
+    def leave(self) -> None:
+        """See the base class."""
+        del self.factors
 
 
 def merge_shared_experts(model: nn.Module) -> None:
@@ -135,34 +160,9 @@ def merge_shared_experts(model: nn.Module) -> None:
         parts = _parts(block)
         if parts is not None and is_silu(parts.experts.act_fn) and _adds(block, parts):
             mix_in(block, MergedExperts)
+            assert isinstance(block, MergedExperts)
             block.register_buffer("factors", None, persistent=False)
-            join(block)
-
-
-def join(block: nn.Module) -> None:
-    """Have the shared expert's tiles follow those of the routed, and give all one codebook, if they can."""
-    assert isinstance(block, MergedExperts)
-    parts = _parts(block)
-    if parts is None or not _are_plain(parts):
-        return
-    experts, layers = parts.experts, parts.layers()
-    hidden, intermediate = experts.hidden_dim, experts.intermediate_dim
-    sizes = [(layer.out_features, layer.in_features) for layer in layers]
-    fits = sizes == [(intermediate, hidden)] * 2 + [(hidden, intermediate)] and not intermediate % TILE_ROWS
-    devices = {module.codebook.device for module in (experts, *layers)}
-    if not fits or any(layer.levels != experts.levels for layer in layers) or len(devices) > 1:
-        return
-    moved = [make_neighbours(tiles) for tiles in _tiles(parts)]
-    if any(moved) and experts.codebook.is_cuda:
-        torch.cuda.empty_cache()  # where experts were is too little for those of another layer
-    for layer in layers:
-        layer.codebook = experts.codebook
-    ones = torch.ones(experts.num_experts + 1, dtype=torch.float32, device=experts.codebook.device)
-    held = block.factors
-    if held is None or (held.shape, held.dtype, held.device) != (ones.shape, ones.dtype, ones.device):
-        block.factors = ones
-    else:
-        held.copy_(ones)  # a CUDA graph may have recorded its address
+            block.join()
 
 
 class _Router(nn.Module):
