@@ -23,6 +23,14 @@ ops = torch.ops.kbit
 gpu = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def own_compilations():
+    """A model's code may be compiled a few times only, by all tests of a process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def tiles_pay():
     """As if the CPU had kernels that multiply tiles."""

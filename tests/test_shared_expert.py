@@ -23,6 +23,14 @@ gpu = pytest.mark.gpu
 HIDDEN, INTER, EXPERTS = 64, 32, 5
 
 
+@pytest.fixture(autouse=True)
+def own_compilations():
+    """A model's code may be compiled a few times only, by all tests of a process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def tiles_pay(monkeypatch):
     """As if the CPU had kernels, those of routers too."""
