@@ -32,6 +32,24 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def tiles_pay():
+    """As if the CPU had kernels that multiply tiles."""
+    from kbit.ops import forms
+
+    before = forms.set_rule(lambda op, device: device.type == "cpu")
+    yield
+    forms.set_rule(before)
+
+
+@pytest.fixture
+def own_compilations():
+    """A model's code may be compiled a few times only, by all tests of a process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def small_shards(monkeypatch) -> None:
     """`kbit quantize` writes a tiny model in many shards."""
     from kbit.integrations.streaming import jobs

@@ -21,22 +21,7 @@ from tiny_models import build
 
 ops = torch.ops.kbit
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def own_compilations():
-    """A model's code may be compiled a few times only, by all tests of a process."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def tiles_pay():
-    """As if the CPU had kernels that multiply tiles."""
-    before = forms.set_rule(lambda op, device: device.type == "cpu")
-    yield
-    forms.set_rule(before)
+pytestmark = pytest.mark.usefixtures("own_compilations")
 
 
 @pytest.fixture

@@ -20,14 +20,6 @@ from test_nn import Experts, Toy, decoded, routed, tiny_weights
 from tiny_models import ARCHITECTURES, build
 
 
-@pytest.fixture
-def tiles_pay():
-    """As if the CPU had kernels that multiply tiles."""
-    before = forms.set_rule(lambda op, device: device.type == "cpu")
-    yield
-    forms.set_rule(before)
-
-
 def pair(n=48, k=100, bits=4, scaled=False, bias=True):
     """A layer, and the same one prepared."""
     source = nn.Linear(k, n, bias=bias)

@@ -15,29 +15,18 @@ from kbit.format.adjacent import adjoin, as_one
 from kbit.nn import KbitExperts, mixins, quantize_model, router, shared_expert
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.together import run_together
-from kbit.ops import forms
 from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
 gpu = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("own_compilations")
 HIDDEN, INTER, EXPERTS = 64, 32, 5
 
 
-@pytest.fixture(autouse=True)
-def own_compilations():
-    """A model's code may be compiled a few times only, by all tests of a process."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
-def tiles_pay(monkeypatch):
+def tiles_pay(tiles_pay, monkeypatch):
     """As if the CPU had kernels, those of routers too."""
-    before = forms.set_rule(lambda op, device: device.type == "cpu")
     monkeypatch.setattr(router.FusedRouter, "takes", lambda self, x: not torch.is_grad_enabled())
-    yield
-    forms.set_rule(before)
 
 
 # -- the ops -------------------------------------------------------------------------------------------------

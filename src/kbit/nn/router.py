@@ -2,7 +2,7 @@
 
 transformers' routers are a product and then 4 to 20 small kernels of PyTorch. Here they are
 `kbit::moe_logits` and `kbit::moe_route`. The gate of a shared expert, a linear layer with one output, is a
-router without a choice: cuBLAS takes twice as long for it as `kbit::moe_logits`.
+router without a choice: `kbit::moe_logits` alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _has_kernels(index: int) -> bool:
 
 
 class FusedRouter(MixedIn):
-    """What a router's class is mixed with. Subclasses say which router it is: `_route`."""
+    """What a router's class is mixed with. Subclasses say which router it is: `route`."""
 
     weight: nn.Parameter
     top_k: int
