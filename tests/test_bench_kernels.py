@@ -359,7 +359,8 @@ def test_without_a_gpu_the_line_names_the_option_that_helps(command):
         (["-m", "one"], "--rows takes positive whole numbers"),
         (["--bits", "6"], "6"),
         (["--dtype", "fp32"], "--dtype takes fp16, bf16"),
-        (["--with", "PATH=/x"], "--with takes KBIT_NAME=VALUE"),
+        (["--with", "PATH=/x"], "--with takes NAME=VALUE"),
+        (["--with", "KBIT_CUDA_FLAGS=-lineinfo"], "of KBIT_BACKEND and KBIT_KERNEL; got"),
     ],
 )
 def test_bad_options_are_named_before_anything_runs(options, message):
@@ -410,7 +411,7 @@ def test_timer_ncu_repeats_the_choice_on_its_own_command_line(tmp_path, monkeypa
         return {"peers_absent": {}}, problem("q", 1, 8.0, 4.0)
 
     monkeypatch.setattr(ncu, "run", ncu_run)
-    variant = ["--with", "KBIT_A=1,KBIT_B=2", "--no-peers"]
+    variant = ["--with", "KBIT_BACKEND=1,KBIT_KERNEL=2", "--no-peers"]
     options = ["--model", "glm-4.7-flash", "-m", "1,2", "--bits", "4", "--repeats", "9", *variant]
     result = run("kernels", *options, "--timer", "ncu")
     assert result.exit_code == 0, result.output

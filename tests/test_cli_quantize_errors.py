@@ -49,6 +49,23 @@ def test_disk_full(source, tmp_path, small_shards, monkeypatch, wrapped):
     validate_checkpoint(tmp_path / "out")
 
 
+def test_a_kernel_that_is_refused_leaves_finished_shards(source, tmp_path, small_shards, monkeypatch):
+    quantize, calls = streaming.ops.quantize, []
+
+    def some(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 20:
+            raise kbit.KbitError("the driver refused a launch.")
+        return quantize(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.ops, "quantize", some)
+        assert "the driver refused" in refuse(source, tmp_path / "out")
+    assert any((tmp_path / "out.partial").glob("*.safetensors"))
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
 def test_disk_full_before_the_first_shard_is_finished(source, tmp_path, monkeypatch):
     fail_at(monkeypatch, 1, OSError(errno.ENOSPC, "No space left on device"))
     message = refuse(source, tmp_path / "out")

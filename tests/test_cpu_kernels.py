@@ -388,7 +388,6 @@ def test_plain_variant_answers_to_the_short_name(name: str, monkeypatch: pytest.
 )
 def test_short_rows_take_avx2(tokens: int, k: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KBIT_CPU_ISA", "")  # which forces none
-    cpu._isa_for_short_rows.cache_clear()
     assert cpu.isa_for(tokens, k, torch.bfloat16).partition("_")[0] == expected
     x, weight = torch.randn(tokens, k).bfloat16(), make_weight(40, k, 4)
     out = torch.empty(tokens, 40, dtype=torch.bfloat16)

@@ -101,3 +101,16 @@ def test_every_picture_of_the_documentation_is_drawn(tmp_path):
             result = CliRunner().invoke(app, [*command[3:6], "--out", str(tmp_path)])
             assert result.exit_code == 0, result.output
     assert shown <= drawn | {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_needs_a_failed_job_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "POLL_SECONDS", 0.05)
+    jobs = [Fake("first", "", code=3), Fake("then", "", after=("first",)), Fake("last", "", after=("then",))]
+    done = measure.run([*jobs, Fake("other", "", after=("away",))], ["0"], "made-up", tmp_path)
+    assert {name: code for name, (code, _) in done.items()} == {
+        "first": 3,
+        "then": measure.NOT_RUN,
+        "last": measure.NOT_RUN,
+        "other": 0,
+    }
+    assert not (tmp_path / "then.log").exists()

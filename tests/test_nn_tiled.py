@@ -255,6 +255,31 @@ def test_threads_prepare_a_layer_once(tiles_pay):
     assert all(torch.equal(y, results[0]) for y in results)
 
 
+def test_a_thread_finds_one_form_or_the_other():
+    layer, twin = pair()
+    x = torch.randn(2, 100)
+    expected, wrong, done = layer(x), [], threading.Event()
+
+    def call() -> None:
+        while not done.is_set():
+            try:
+                torch.testing.assert_close(twin(x), expected)
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        twin.restore()
+        twin.prepare(force=True)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_tied_weights_stay_canonical_and_shared(tiles_pay):
     model = Toy()
     quantize_model(model, kbit.QuantizationPolicy(embedding_bits=4))

@@ -12,6 +12,7 @@ import torch
 
 import kbit
 from kbit.format import SUPPORTED_BITS
+from kbit.format.scales import ABSMAX_FORMATS, AbsmaxFormat
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -360,6 +361,12 @@ def test_explain_refuses_what_is_no_shape(dense, wrong):
         kbit.explain(wrong, dense)
 
 
+def test_explain_refuses_what_the_product_of_experts_does():
+    stack = kbit.quantize(torch.randn(2, 4, 72))
+    with pytest.raises(ValueError, match=r"explain: x of experts is \[T, 72\].* got \(2, 3, 72\). Flatten"):
+        kbit.explain((2, 3, 72), stack)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"search": "no"}, "search must be True or False"), ({"scale": torch.uint8}, "unknown absmax format")],
@@ -456,6 +463,14 @@ def test_embedding_refuses_ids_outside_the_table(dense, bad):
         kbit.embedding(torch.tensor([0.0]), dense, torch.float32)
     with pytest.raises(IndexError, match="1 ids are looked up in a table of no rows"):
         kbit.embedding(torch.tensor([bad]), kbit.quantize(torch.randn(0, 72)), torch.float32)
+
+
+def test_a_format_of_scales_that_kernels_do_not_know_is_left_to_the_reference(monkeypatch):
+    form = AbsmaxFormat("bfloat16", torch.bfloat16, 2.0**-126, 3.38e38)
+    monkeypatch.setitem(ABSMAX_FORMATS, form.name, form)
+    q, x = kbit.quantize(torch.randn(4, 72), scale="bfloat16"), torch.randn(3, 72)
+    torch.testing.assert_close(kbit.linear(x, q), x @ kbit.dequantize(q, torch.float32).T)
+    assert "know no block scales of torch.bfloat16" in kbit.explain(x.shape, q)
 
 
 def test_backend_can_be_forced_and_a_bad_name_is_explained(dense, monkeypatch):

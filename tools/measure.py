@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
 REPEATS = "--repeats 7"
 KERNEL_OPTIONS = f"{REPEATS} --rows 1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
 POLL_SECONDS = 0.5
+NOT_RUN = -1  # in place of an exit code
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,12 @@ def ready(waiting: Sequence[Job], running: Sequence[Running], free: int) -> Job 
     return None
 
 
+def without_results(waiting: Sequence[Job], done: Mapping[str, tuple[int, float]]) -> Job | None:
+    """A waiting job that reads results of one that failed."""
+    failed = {name for name, (code, _) in done.items() if code}
+    return next((job for job in waiting if failed & set(job.after)), None)
+
+
 def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[str, tuple[int, float]]:
     """Run jobs as GPUs get free; exit code and seconds of each."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -190,6 +197,10 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[
                 done[each.job.name] = (each.process.returncode, seconds)
                 state = "done" if each.process.returncode == 0 else f"exit code {each.process.returncode}"
                 print(f"{each.job.name:16} {seconds:6.0f} s  {state}", flush=True)
+            while (job := without_results(waiting, done)) is not None:
+                waiting.remove(job)
+                done[job.name] = (NOT_RUN, 0.0)
+                print(f"{job.name:16}             not run: it needs one that failed", flush=True)
     finally:
         for each in running:
             each.process.terminate()

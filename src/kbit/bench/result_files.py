@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ def replace_text(file: Path, text: str) -> None:
         OSError: the disk is full, say; the old file is still there.
     """
     # Not made from the file's name, which may be as long as names can be.
-    new = file.with_name(f".kbit-{os.getpid()}.new")
+    new = file.with_name(f".kbit-{secrets.token_hex(8)}.new")
     try:
         new.write_text(text)
         new.replace(file)

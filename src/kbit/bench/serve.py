@@ -28,6 +28,7 @@ from kbit.bench import child
 # Started by name, for the command line stands above this layer.
 SERVER = ("kbit", "serve")
 _LOG_LINES = 30
+_STOP_SECONDS = 30  # more than the server gives itself for answers under way
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)  # its own session: none of this process's group
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+            process.wait(timeout=_STOP_SECONDS)
             return
 
 

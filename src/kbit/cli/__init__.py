@@ -84,7 +84,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("KBIT_DEBUG") or not _is_explained(error):
             raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(error)}")
+        # Of these kbit raises some, and others are its bugs.
+        hint = " [dim](--debug shows where)[/dim]" if isinstance(error, TypeError | RuntimeError) else ""
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(error)}{hint}")
         sys.exit(1)
 
 

@@ -91,7 +91,7 @@ def generate(
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         **(sampling or {"do_sample": False}),
     )
     seconds = time.perf_counter() - start

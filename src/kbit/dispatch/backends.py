@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from kbit.backends import cpu, cuda, reference
+from kbit.backends.dtype_codes import ABSMAX_DTYPES
 from kbit.ops import forms
 
 
@@ -42,6 +43,8 @@ def _refusal(
         return reason
     if not hasattr(module, op):
         return f"the {kind} kernels have no {op}"
+    if absmax_dtype not in ABSMAX_DTYPES:
+        return f"the {kind} kernels know no block scales of {absmax_dtype}"
     if op == "quantize" and absmax_dtype != torch.uint8:
         return f"the {kind} kernels quantize with E4M4 scales only, got {absmax_dtype}"
     return None

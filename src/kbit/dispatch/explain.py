@@ -51,13 +51,17 @@ def explain(
         raise TypeError(f"explain: x_shape must be sizes such as (1, {k}), got {what}. Pass x.shape.")
     if not x_shape or x_shape[-1] != k:
         raise ValueError(f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features.")
+    experts = len(q.shape) == 3
+    if experts and len(x_shape) != 2:
+        raise ValueError(
+            f"explain: x of experts is [T, {k}], rows sorted by expert; got {tuple(x_shape)}. Flatten it."
+        )
     checks.float_dtype("explain", "dtype", dtype)
     fused = checks.is_silu_and_mul("explain", activation)
     if fused:
         checks.gate_and_up("explain", n)
     m = math.prod(x_shape[:-1])
     stored = absmax_format(q.absmax_format).dtype
-    experts = len(q.shape) == 3
     op = "grouped_linear" if experts else "linear"
     # As the product will find it: a weight that is to change to tiles does so in the first call.
     tiled = q.tiled is not None or (not q.stays_canonical and forms.tiles_pay(op, q.device, stored))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kbit.format import reference
-from kbit.format.codebook import check_bits
+from kbit.format.codebook import SUPPORTED_BITS, check_bits
 from kbit.format.layout import tile_shape
 from kbit.format.scales import ABSMAX_FORMATS
 from kbit.format.words import dtype_name
@@ -186,9 +186,11 @@ def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) ->
 
 def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
     """Bits of a code, from the codebook's length; `bits` is what is expected."""
-    expected = "4, 8, 16 or 32 levels" if bits is None else f"{2 ** check_bits(bits)} levels for {bits} bits"
+    known = [str(2**width) for width in SUPPORTED_BITS]
+    any_width = f"{', '.join(known[:-1])} or {known[-1]} levels"
+    expected = any_width if bits is None else f"{2 ** check_bits(bits)} levels for {bits} bits"
     levels = codebook.shape[0] if codebook.dim() == 1 else 0
     width = levels.bit_length() - 1
-    if levels not in (4, 8, 16, 32) or (bits is not None and bits != width):
+    if str(levels) not in known or (bits is not None and bits != width):
         raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Is bits right?")
     return width

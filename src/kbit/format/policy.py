@@ -204,8 +204,8 @@ class QuantizationPolicy:
             "codebook": codebook,
             "absmax_format": self.absmax_format,
             "search": self.search,
-            "overrides": self.overrides,
-            "modules_to_not_convert": self.modules_to_not_convert,
+            "overrides": dict(self.overrides),
+            "modules_to_not_convert": self.modules_to_not_convert and list(self.modules_to_not_convert),
             "embedding_bits": self.embedding_bits,
         }
 

@@ -110,7 +110,7 @@ class QuantizedTensor:
             This object.
 
         Raises:
-            ValueError: the block scales are not E4M4.
+            TypeError: the block scales are not E4M4.
         """
         if self.tiled is None:
             with torch.inference_mode(False), torch.no_grad():  # for gradients in x may be asked for later

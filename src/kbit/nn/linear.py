@@ -133,8 +133,11 @@ class KbitLinear(QuantizedModule, nn.Linear):
         call = self.merged_call
         if call is not None and (merged := call.result_of(self, x)) is not None:
             return merged
+        return self._product(x, self.bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`forward` of this layer alone, with a bias of the caller's."""
         tiled = self._tiles_for_call("weight")
-        bias: torch.Tensor | None = self.bias
         grad_checks.no_tangent("linear", self.layer_name, x, bias)
         sizes = (self.out_features, self.in_features)
         needs_grad = torch.is_grad_enabled() and (

@@ -87,7 +87,7 @@ class QuantizedModule(TileableModule):
         """Register the codebook and empty parts; `fill` or a checkpoint provides their content."""
         if any(shape[-1] < 1 or min(shape) < 0 for shape in shapes.values()):
             raise ValueError(
-                f"{type(self).__name__}: sizes must be at least 1, got weights of "
+                f"{type(self).__name__}: in-features must be at least 1 and no size negative, got weights of "
                 f"{list(shapes.values())}{at(layer_name)}. Check the numbers of features."
             )
         levels = get_codebook(codebook, bits)

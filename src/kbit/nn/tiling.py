@@ -118,10 +118,7 @@ class TileableModule(nn.Module):
         """
         for weight in self.shapes if name is None else (name,):
             if weight + TILED in self._parameters:
-                canonical = self._canonical(weight)
-                del self._parameters[weight + TILED]
-                for part, tensor in zip(self._canonical_parts, canonical, strict=True):
-                    self._set_parameter(weight + part, tensor)
+                self._change_to_canonical(weight)
 
     def _tiles_for_call(self, name: str) -> torch.Tensor | None:
         """A weight's tiles for this call, made if it is time to; None if it is canonical."""
@@ -158,6 +155,14 @@ class TileableModule(nn.Module):
             self._set_parameter(name + TILED, tiled)
             for part in self._canonical_parts:
                 self._parameters.pop(name + part, None)
+
+    def _change_to_canonical(self, name: str) -> None:
+        with _lock, torch.inference_mode(False), torch.no_grad():
+            canonical = self._canonical(name)
+            wait_for(canonical[0])
+            for part, tensor in zip(self._canonical_parts, canonical, strict=True):
+                self._set_parameter(name + part, tensor)
+            self._parameters.pop(name + TILED, None)
 
     def _plain_parts(self, name: str) -> tuple[nn.Parameter, nn.Parameter] | None:
         """A weight's canonical parts; None if it is tiled, or they are shards, a tracer's or without data."""

@@ -15,8 +15,10 @@ from types import ModuleType
 import torch
 
 from kbit.backends.cpu.panels import linear_by_panels, panels_win
+from kbit.backends.dtype_codes import ABSMAX_DTYPES, DTYPES
 from kbit.format.codebook import bits_of
 from kbit.format.errors import NonFiniteWeightError
+from kbit.format.reference import blocks_of
 
 _native: ModuleType | None = None
 _reason: str | None = None
@@ -27,9 +29,6 @@ except ImportError as error:
         f"the compiled extension kbit._cpu is missing ({error}). Reinstall kbit with a C++17 compiler "
         "and Python's headers present; until then the slower reference backend is used"
     )
-
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
 
 
 def available() -> bool:
@@ -83,15 +82,14 @@ def _isa_index(name: str | None) -> int:
     return names.index(name)
 
 
-@functools.cache
 def _isa_for_short_rows(tokens: int, in_features: int, dtype: torch.dtype) -> str | None:
     """ "avx2" where it beats AVX-512, since ends of rows cost it less; None where the usual choice stands.
 
     One token of 576 x 49152 in bfloat16 takes 0.93 ms instead of 1.78 on two threads of a Zen 5.
     """
-    few = tokens <= 4 and in_features < 1024 and dtype == torch.bfloat16
-    forced = os.environ.get("KBIT_CPU_ISA")
-    return "avx2" if few and not forced and "avx2_nogfni" in _isa_names() else None
+    if tokens > 4 or in_features >= 1024 or dtype != torch.bfloat16 or os.environ.get("KBIT_CPU_ISA"):
+        return None
+    return "avx2" if "avx2_nogfni" in _isa_names() else None
 
 
 def isa() -> str:
@@ -118,7 +116,7 @@ def _weight(
         packed.numel(),
         absmax.data_ptr(),
         absmax.numel(),
-        _FORMATS[absmax.dtype],
+        ABSMAX_DTYPES[absmax.dtype],
         codebook.data_ptr(),
         bits_of(codebook),
         scale.data_ptr(),
@@ -153,7 +151,7 @@ def quantize(
         NonFiniteWeightError: w holds NaN or Inf.
     """
     *leading, n, k = w.shape
-    blocks = -(-k // 32)
+    blocks = blocks_of(k)
     packed = w.new_empty((*leading, n, blocks * bits), dtype=torch.int32)
     absmax = w.new_empty((*leading, n, blocks), dtype=torch.uint8)
     scale = w.new_ones(leading, dtype=torch.float32)
@@ -164,7 +162,7 @@ def quantize(
         _isa_index(isa),
         torch.get_num_threads(),
         w.data_ptr(),
-        _DTYPES[w.dtype],
+        DTYPES[w.dtype],
         leading[0] if leading else 1,
         n,
         k,
@@ -194,7 +192,7 @@ def dequantize(
 ) -> None:
     """Decode into out [..., N, K], rounded to its dtype."""
     weight = _weight(packed, absmax, codebook, scale, in_features)
-    dtype, rows = _DTYPES[out.dtype], out.numel() // in_features
+    dtype, rows = DTYPES[out.dtype], out.numel() // in_features
     _module().dequantize(
         _isa_index(isa), torch.get_num_threads(), weight, 0, rows, dtype, dtype, out.data_ptr()
     )
@@ -216,7 +214,7 @@ def linear(
     index = _isa_index(isa or _isa_for_short_rows(tokens, in_features, x.dtype))
     weight = _weight(packed, absmax, codebook, scale, in_features)
     if panels_win(tokens, x.dtype, _isa_names()[index]):
-        native, rows, dtype = _module(), packed.shape[0], _DTYPES[x.dtype]
+        native, rows, dtype = _module(), packed.shape[0], DTYPES[x.dtype]
 
         def decode(begin: int, end: int, panel: torch.Tensor) -> None:
             native.dequantize(index, threads, weight, begin, end, dtype, dtype, panel.data_ptr())
@@ -225,7 +223,7 @@ def linear(
         return
     bias_address = 0 if bias is None else bias.data_ptr()
     _module().linear(
-        index, threads, weight, x.data_ptr(), tokens, _DTYPES[x.dtype], bias_address, out.data_ptr()
+        index, threads, weight, x.data_ptr(), tokens, DTYPES[x.dtype], bias_address, out.data_ptr()
     )
 
 
@@ -251,7 +249,7 @@ def grouped_linear(
         _weight(packed, absmax, codebook, scale, in_features),
         x.data_ptr(),
         x.shape[0],
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         offsets.data_ptr(),
         out.data_ptr(),
     )
@@ -278,6 +276,6 @@ def embedding(
         _weight(packed, absmax, codebook, scale, in_features),
         ids.data_ptr(),
         ids.numel(),
-        _DTYPES[out.dtype],
+        DTYPES[out.dtype],
         out.data_ptr(),
     )

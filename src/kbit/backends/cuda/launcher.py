@@ -7,9 +7,8 @@
 Launching calls the driver by ctypes, the launch's structure and arguments packed into one prepared buffer by
 one `struct.pack_into`. Nothing here synchronises or waits.
 
-Which exception means what (each is a `ValueError`): `DriverError`, the driver is missing, too old, or refused
-a call; those of `kbit.backends.cuda.compiler`, the kernel could not be compiled; plain `ValueError`, a wrong
-call of `launch`.
+Which exception means what: `DriverError`, the driver is missing, too old, or refused a call; those of
+`kbit.backends.cuda.compiler`, the kernel could not be compiled; plain `ValueError`, a wrong call of `launch`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from kbit.backends.cuda import launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.row_launch import DTYPES
+from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
 from kbit.ops.moe_checks import SHARED
 

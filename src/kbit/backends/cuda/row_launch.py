@@ -10,8 +10,6 @@ from kbit.format.codebook import BLOCK_SIZE
 
 Grid = tuple[int, int, int]
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as Dense<DTYPE> of rows.cuh
-
 _TILES = 32  # blocks a warp takes at a time in quantize and dequantize
 _MAX_BLOCKS = 2**31 - 1  # of one matrix: their numbers are 32 bits in the kernels
 _MAX_GRID = 65535  # in y and z

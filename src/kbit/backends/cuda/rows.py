@@ -13,14 +13,14 @@ import torch
 
 from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.row_launch import DTYPES, block_grid, joined, launch, staying_grid, tile_grid
+from kbit.backends.cuda.row_launch import block_grid, joined, launch, staying_grid, tile_grid
 from kbit.backends.cuda.weights import aligned, fenced
+from kbit.backends.dtype_codes import ABSMAX_DTYPES, DTYPES
 from kbit.format import layout
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
 from kbit.quantizers.scale_search import WINDOWS
 
-_ABSMAX_FORMATS = {torch.uint8: 0, torch.float16: 1, torch.float32: 2}
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 6 without
 # the search), for a block that stays builds its tables once; so does tiled dequantize, whose blocks have 16
 # warps. The others: a few times that, which evens out the end.
@@ -203,7 +203,7 @@ def _decode(
     packed, absmax = aligned(packed), absmax.contiguous()
     pointers = tuple(t.data_ptr() for t in (packed, absmax, codebook, scale))
     pointers += (0 if ids is None else ids.data_ptr(), out.data_ptr())
-    sizes = (matrices, sources, n, in_features, _ABSMAX_FORMATS[absmax.dtype], joined(out, in_features))
+    sizes = (matrices, sources, n, in_features, ABSMAX_DTYPES[absmax.dtype], joined(out, in_features))
     grid = block_grid(out.device, matrices, n, blocks, _DEQUANTIZE_PER_SM)
     launch(spec, "QQQQQQQQQQii", out.device, grid, 4, (*pointers, *sizes))
 

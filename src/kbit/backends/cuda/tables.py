@@ -36,7 +36,7 @@ _MOST_BYTES = 16 * 2**20
 _LARGEST = 2**31 - 1
 
 
-class TableError(KbitError, ValueError):
+class TableError(KbitError):
     """A file is no table of measured choices."""
 
 

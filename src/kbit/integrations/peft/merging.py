@@ -10,7 +10,7 @@ from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, LoraOnCodes
-from kbit.integrations.transformers.inplace import forget_if_plain, is_of_transformers
+from kbit.integrations.transformers.inplace import forget_if_plain, fused_in_files, is_of_transformers
 from kbit.nn import KbitExperts, KbitLinear
 from kbit.nn.experts import WEIGHTS
 from kbit.nn.fuse import parts_of, quantize_fused
@@ -36,16 +36,18 @@ def merge(model: Any, requantize: bool = True) -> Any:
     Raises:
         ValueError: experts are adapted and `requantize` is off (there is no 16-bit class to fall back to); an
             embedding is adapted; an adapter has a bias and its layer none; or a quantized layer's adapter is
-            not LoRA.
+            not LoRA. Nothing has changed then.
+        NonFiniteWeightError: a sum holds NaN or Inf; layers in front of the one it names are merged already.
     """
     check_tuners(model)
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]
     for name, layer in adapted:  # before anything changes
         _check(name, layer, requantize)
+    fused = fused_in_files(base, [name for name, layer in adapted if isinstance(layer, LoraKbitExperts)])
     for name, layer in adapted:
         if isinstance(layer, LoraKbitExperts):
-            base.set_submodule(name, _experts(layer))
+            base.set_submodule(name, _experts(layer, apart=name not in fused))
         elif isinstance(layer, LoraLinear):
             base.set_submodule(name, _linear(layer, requantize, base.dtype))
             if not requantize:
@@ -116,7 +118,8 @@ def _linear(lora: LoraLinear, requantize: bool, dtype: torch.dtype) -> nn.Linear
     return base
 
 
-def _experts(lora: Any) -> KbitExperts:
+def _experts(lora: Any, apart: bool) -> KbitExperts:
+    """`apart`: as in `KbitExperts.from_experts`."""
     base: KbitExperts = lora.get_base_layer()
     for name, count in WEIGHTS.items():
         weight = base.dequantize(name)
@@ -124,7 +127,7 @@ def _experts(lora: Any) -> KbitExperts:
             if adapter in lora.lora_A:
                 weight += lora.get_delta_weight(adapter, name)
         where = f"{base.layer_name}.{name}"
-        base.fill(name, quantize_fused(weight, count, *_settings(base), where=where))
+        base.fill(name, quantize_fused(weight, count if apart else 1, *_settings(base), where=where))
     return base
 
 

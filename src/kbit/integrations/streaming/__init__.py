@@ -25,6 +25,7 @@ import torch
 from kbit import ops
 from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
+from kbit.format.errors import NonFiniteWeightError
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
 from kbit.format.names import module_of
 from kbit.format.safetensors_header import read_header
@@ -124,8 +125,10 @@ def quantize_checkpoint(
             with folder.explained(source, partial):
                 report = _write_shards(partial, shards, policy, progress, where)
                 _write_rest(source, partial, config, policy, shards)
-        except ValueError:
-            shutil.rmtree(partial)
+        except ValueError as error:
+            # A GPU's kernel that cannot be compiled is one, too: what is finished can be used later.
+            if isinstance(error, NonFiniteWeightError) or not any(partial.glob("*.safetensors")):
+                shutil.rmtree(partial)
             raise
         folder.publish(partial, target)
     report.seconds = time.perf_counter() - start

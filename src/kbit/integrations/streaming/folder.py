@@ -172,6 +172,7 @@ def publish(partial: Path, target: Path) -> None:
         OSError: a folder cannot be renamed or removed.
     """
     old, exists = _replaced(target), target.exists()
+    _sync(partial)
     try:
         if exists:
             target.replace(old)
@@ -189,6 +190,20 @@ def publish(partial: Path, target: Path) -> None:
         old.unlink()  # what it points to is not ours
     elif exists:
         shutil.rmtree(old)
+
+
+def _sync(folder: Path) -> None:
+    """Have all files on the disk before the folder's new name is: power may fail at any time."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        descriptor = os.open(folder, os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _replaced(target: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -40,13 +40,13 @@ def names_in_files(model: nn.Module) -> Mapping[str, list[str]]:
     return names.names_in_files(model)
 
 
-def fused_in_files(model: nn.Module) -> set[str]:
+def fused_in_files(model: nn.Module, experts: Iterable[str] | None = None) -> set[str]:
     """Names of fused experts that the model's files hold fused, too; see `names.fused_in_files`."""
     if not is_of_transformers(model):
         return set()
     from kbit.integrations.transformers import names
 
-    return names.fused_in_files(model)
+    return names.fused_in_files(model, experts)
 
 
 def refuse_other_methods(model: nn.Module) -> None:

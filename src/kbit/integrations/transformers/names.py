@@ -6,7 +6,7 @@ files and for a model in memory. The config of a checkpoint speaks of the names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import transformers
@@ -93,11 +93,17 @@ def names_in_files(model: Any) -> dict[str, list[str]]:
     return {name: found for name, found in names.items() if found != [name]}
 
 
-def fused_in_files(model: Any) -> set[str]:
-    """The modules of fused experts of which the files that saving writes hold gate above up in one tensor."""
+def fused_in_files(model: Any, names: Iterable[str] | None = None) -> set[str]:
+    """The modules of fused experts of which the files that saving writes hold gate above up in one tensor.
+
+    Args:
+        model: a PreTrainedModel, quantized or not.
+        names: of modules of fused experts; by default of all that are not quantized.
+    """
     converters = [entry for entry in _undone(model) if isinstance(entry, WeightConverter)]
     converters = [entry for entry in converters if len(entry.target_patterns) > 1]  # that split them
-    names = [name for name, module in model.named_modules() if is_experts(module)]
+    if names is None:
+        names = [name for name, module in model.named_modules() if is_experts(module)]
     return {
         name
         for name in names

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.tensor import QuantizedTensor
+from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.transformers.placement import mark_initialized
 from kbit.integrations.transformers.plan import Planned
 from kbit.nn.experts import KbitExperts
@@ -126,8 +126,7 @@ class Quantize(ConversionOps):
         info = (self.quantizer.index or {}).get(name)
         if info is None or tensor.dtype in (info.dtype, torch.float32):
             return tensor
-        with safe_open(info.file, framework="pt") as file:
-            return file.get_tensor(name).to(tensor.device)
+        return read_tensor(name, info, tensor.device)
 
 
 class FuseExperts(MergeModulelist):

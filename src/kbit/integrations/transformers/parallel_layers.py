@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from kbit.integrations.transformers import collectives
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.ops import type_checks
 
 
 @dataclass
@@ -157,13 +158,9 @@ class ParallelLinear(ParallelModule, KbitLinear):
         if self.split.splits_input:
             begin = self.split.mesh.get_local_rank() * self.in_features
             x = sum_gradients(x, group).narrow(-1, begin, self.in_features)
-        bias = self._parameters["bias"]
-        self._parameters["bias"] = None  # to be added once, after the sum
-        try:
-            y = sum_over_ranks(super().forward(x), group)
-        finally:
-            self._parameters["bias"] = bias
-        return y if bias is None else y + bias.to(y.dtype)
+        type_checks.tensor("linear", "x", x, self.layer_name)
+        y = sum_over_ranks(self._product(x, None), group)  # the bias once, after the sum
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class ParallelEmbedding(ParallelModule, KbitEmbedding):

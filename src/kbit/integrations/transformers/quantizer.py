@@ -11,8 +11,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from kbit.format.checkpoint import check_index
+from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.policy import QUANT_METHOD
 from kbit.format.safetensors_header import TensorInfo
+from kbit.format.scales import absmax_format
 from kbit.nn.dequantize import dequantize_model
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED
@@ -124,7 +126,8 @@ class KbitHfQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes per element, for the planning of device maps: placeholders shrink to their codes."""
         if self.param_needs_quantization(model, param_name):
-            return (self.plan[param_name].bits + 0.25) / 8
+            scales = absmax_format(self.quantization_config.absmax_format).bytes / BLOCK_SIZE
+            return self.plan[param_name].bits / 8 + scales
         return super().param_element_size(model, param_name, param)
 
     # -- after loading ---------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class NVFP4Tensor:
         if len(found) != 1 or matrices[0].row_scale is not None or len(matrices[0].shape) != 2:
             raise ValueError(
                 f"NVFP4 tensor: a stack needs matrices of one shape, layout and device without row scales, "
-                f"got {len(matrices)} of {len(found)} type_checks."
+                f"got {len(matrices)} of {len(found)} kinds."
             )
         first = matrices[0]
         scales = (

@@ -1,8 +1,7 @@
 // AVX-512 decoding: one load of bit-plane words becomes 2 * kPerByte blocks of float32 weights (or of 16-bit
 // ones, see isa_avx512bf16.cpp). Needs F, BW, VL, DQ, VBMI and GFNI (Ice Lake, Zen 4 and later).
 //
-//   vpermb        gathers bytes so that every 64-bit lane is an 8x8 bit matrix: row i is a plane of one
-//   block,
+//   vpermb        gathers bytes so that every 64-bit lane is an 8x8 bit matrix: row i is a block's plane,
 //                 column c one of 8 neighbouring elements; k = 2 stacks 4 blocks in a matrix, k = 3 and 4 two
 //                 (k = 3 with rows 3 and 7 zero), k = 5 one
 //   vgf2p8affineqb transposes all 8 matrices: the lane's byte c then holds the codes of element c

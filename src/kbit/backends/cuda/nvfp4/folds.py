@@ -9,7 +9,7 @@ import torch
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, address, empty_coded, groups_of, run_items
-from kbit.backends.cuda.row_launch import DTYPES
+from kbit.backends.dtype_codes import DTYPES
 
 _NORM_FORMAT, _SILU_FORMAT = "QQQQQQQiiiffiii", "QQQQiiifiii"
 _VECTOR = 8  # columns of a thread of the norm

@@ -8,7 +8,7 @@ from kbit.backends.cuda import driver, routing
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import products as dense
 from kbit.backends.cuda.nvfp4.launch import run_items
-from kbit.backends.cuda.row_launch import DTYPES
+from kbit.backends.dtype_codes import DTYPES
 
 SLOTS = KernelSpec("nvfp4_slots.cu")
 

@@ -15,8 +15,8 @@ from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, run_items
 from kbit.backends.cuda.nvfp4.rows import dequantize
-from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
+from kbit.backends.dtype_codes import DTYPES
 
 ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}
 TOKENS = (8, 16, 32, 64)

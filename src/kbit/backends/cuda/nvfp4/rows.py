@@ -17,8 +17,8 @@ from kbit.backends.cuda.nvfp4.launch import (
     groups_of,
     run_items,
 )
-from kbit.backends.cuda.row_launch import DTYPES
 from kbit.backends.cuda.weights import aligned
+from kbit.backends.dtype_codes import DTYPES
 
 _SUB_BLOCKS = {"ggml": 4, "mmq": 16}  # of an interleaved block
 _PADDING = {"ggml": 4, "mmq": 32}  # sub-blocks that a row is padded to
@@ -125,7 +125,7 @@ def quantize_scatter(
 def _quantize_few(
     x: torch.Tensor, search: bool, ties_even: bool, global_scale: float, row_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, all in one launch; writes row_scale, where there is one."""
+    """`quantize`, or with row_scale, which it writes, `quantize_rows`, in one launch of few rows."""
     rows, columns = x.shape
     codes, scales = empty_coded(x, rows, columns)
     if rows == 0:
