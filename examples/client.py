@@ -9,7 +9,7 @@ MODEL is the same path or name in both commands. openai comes with kbit's extra 
 import argparse
 import sys
 
-from openai import OpenAI, OpenAIError
+from openai import APIConnectionError, APIStatusError, OpenAI, OpenAIError
 
 
 def arguments() -> argparse.Namespace:
@@ -42,5 +42,10 @@ if __name__ == "__main__":
     args = arguments()
     try:
         ask(args)
+    except APIConnectionError as error:
+        sys.exit(f"{args.url}: {error} Does the server run?")
+    except APIStatusError as error:
+        hint = " Does the URL end in /v1?" if error.status_code == 404 else ""
+        sys.exit(f"{args.url}: {error.status_code}: {error.response.text}{hint}")
     except OpenAIError as error:
-        sys.exit(f"{args.url}: {error} Does the server run, and does its log say more?")
+        sys.exit(f"{args.url}: {error}")

@@ -30,7 +30,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of one sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for file in (args.model / "config.json", args.text):
+        if not file.is_file():
+            parser.error(f"there is no {file}")
+    return args
 
 
 def load(folder: Path, bits: int) -> torch.nn.Module:

@@ -26,7 +26,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 5))
     parser.add_argument("--prompt", default="What is a lighthouse?")
     parser.add_argument("--new-tokens", type=int, default=32)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} is not a model's folder")
+    return args
 
 
 def tiny_llama(folder: Path) -> Path:

@@ -92,7 +92,8 @@ def test_a_matrix_of_no_linear_layer_is_copied(tmp_path):
     )
 
 
-def test_side_files_and_config(source, tmp_path):
+def test_side_files_and_config(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.quantize"], "_LARGE_BYTES", 1)
     result = run(source, tmp_path / "out", "--bits", 3)
     assert result.exit_code == 0, result.output
     assert re.search(r"peak memory \d+ MB$", result.output, re.M)  # a line of a file is not broken
@@ -109,6 +110,23 @@ def test_side_files_and_config(source, tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == kbit.QuantizationPolicy(bits=3).to_dict()
     assert config == json.loads((source / "config.json").read_text())
+
+
+def test_into_an_empty_folder_and_by_names_of_folders(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    report = streaming.quantize_checkpoint(str(source), str(tmp_path / "out"), kbit.QuantizationPolicy())
+    assert len(report.shards) == 1
+    validate_checkpoint(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(source, tmp_path, small_shards, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_at(patch, 3, KeyboardInterrupt())
+        result = run(source, tmp_path / "out")
+    assert "out.partial keeps 2 finished shards: the same command goes on" in result.output.replace("\n", "")
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
 
 
 def test_many_shards_hold_what_one_does(source, tmp_path, small_shards, monkeypatch):
@@ -204,7 +222,10 @@ def test_other_options_start_over(source, tmp_path, small_shards, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
         refuse(source, tmp_path / "out", "--bits", 4)
-    result = run(source, tmp_path / "out", "--bits", 2)
+    message = refuse(source, tmp_path / "out", "--bits", 2)
+    assert "out.partial keeps 2 finished shards of an interrupted run with other settings" in message
+    assert len(list((tmp_path / "out.partial").glob("*.safetensors"))) == 2
+    result = run(source, tmp_path / "out", "--bits", 2, "--force")
     assert result.exit_code == 0, result.output
     assert "from before" not in result.output
     assert validate_checkpoint(tmp_path / "out").bits == 2
@@ -216,7 +237,8 @@ def test_a_changed_source_starts_over(source, tmp_path, small_shards, monkeypatc
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
         refuse(tmp_path / "in", tmp_path / "out")
     os.utime(tmp_path / "in" / "model.safetensors", ns=(1, 1))
-    result = run(tmp_path / "in", tmp_path / "out")
+    assert "pass --force to begin anew" in refuse(tmp_path / "in", tmp_path / "out")
+    result = run(tmp_path / "in", tmp_path / "out", "--force")
     assert result.exit_code == 0, result.output
     assert "from before" not in result.output
 
@@ -252,7 +274,7 @@ def test_a_corrected_config_starts_over(tmp_path, small_shards, monkeypatch):
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))
         refuse(tmp_path / "in", tmp_path / "out")
     shutil.copy(tmp_path / "right" / "config.json", tmp_path / "in")
-    result = run(tmp_path / "in", tmp_path / "out")
+    result = run(tmp_path / "in", tmp_path / "out", "--force")
     assert result.exit_code == 0, result.output
     assert "from before" not in result.output
     assert run(tmp_path / "right", tmp_path / "whole").exit_code == 0

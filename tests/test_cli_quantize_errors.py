@@ -197,7 +197,8 @@ def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
     shutil.copytree(source, tmp_path / "in")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    assert "not a model folder" in refuse(tmp_path / "in", tmp_path / "home", "--force")
+    for options in ((), ("--force",)):
+        assert "exists and is not a model folder" in refuse(tmp_path / "in", tmp_path / "home", *options)
     assert "overlap" in refuse(tmp_path / "in", tmp_path / "in", "--force")
     assert "overlap" in refuse(tmp_path / "in", tmp_path / "in" / "out")
     assert "overlap" in refuse(tmp_path / "in", tmp_path, "--force")

@@ -90,3 +90,14 @@ def test_a_layer_larger_than_a_chunk(weights, dtype, device, monkeypatch):
     summed = 2.0**-16 if exact else 2.0**-8
     bound = torch.finfo(dtype).eps * expected.abs() + summed * expected.abs().max()
     assert ((found.double() - expected).abs() <= bound).all()
+
+
+def test_a_float32_gradient_inside_autocast_is_float32():
+    one, q = kbit.quantize(torch.randn(8, 64)), kbit.quantize(torch.randn(2, 8, 64))
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    for product in (lambda a: kbit.linear(a, one), lambda a: kbit.grouped_linear(a, q, offsets)):
+        x = torch.randn(3, 64, requires_grad=True)
+        (expected,) = torch.autograd.grad((product(x) * 1e5).sum(), x)
+        with torch.autocast("cpu", torch.float16):
+            (grad,) = torch.autograd.grad((product(x) * 1e5).sum(), x)
+        assert torch.equal(grad, expected)

@@ -132,3 +132,15 @@ def test_a_state_that_is_not_quantized_says_what_to_do_once():
     with pytest.raises(RuntimeError, match="load it into the unquantized model") as caught:
         model.load_state_dict(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).state_dict())
     assert str(caught.value).count("kbit.quantize_model") == 1
+
+
+def test_a_factor_that_is_not_1_is_a_parameter_to_everybody():
+    linear = nn.Linear(256, 64)
+    linear.weight.data *= 1e-5
+    layer, plain = KbitLinear.from_linear(linear), KbitLinear.from_linear(nn.Linear(256, 64))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 256)
+    for one in (layer, plain):
+        assert "weight_scale" not in one._non_persistent_buffers_set
+        program = torch.export.export(nn.Sequential(one), (x,))
+        assert torch.equal(program.module()(x), layer(x))

@@ -262,3 +262,27 @@ def test_infinite_factors_do_not_hide() -> None:
     a = random_tensor(1, 16, 0, factor=1e30)
     w = NVFP4Tensor(a.codes, a.scales, torch.tensor(1e30), a.shape)
     assert math.isinf(gemm_nvfp4(a, w, out_dtype=F32).item())
+
+
+@pytest.mark.parametrize("layout", ["nv", "tiled"])
+def test_16_bit_activations_under_autocast_and_differentiated(layout: str) -> None:
+    x, w = torch.randn(3, 64), repack_nvfp4(quantize_nvfp4(torch.randn(8, 64)), layout)
+    expected = nvfp4.linear_nvfp4(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(nvfp4.linear_nvfp4(x, w), expected)  # in x's dtype
+        torch.testing.assert_close(nvfp4.linear_nvfp4(x.clone().requires_grad_(), w).detach(), expected)
+    _, tangent = torch.func.jvp(lambda a: nvfp4.linear_nvfp4(a, w), (x,), (x,))
+    torch.testing.assert_close(tangent, expected)
+    grad = torch.func.grad(lambda a: nvfp4.linear_nvfp4(a, w).sum())(x)
+    torch.testing.assert_close(grad, dequantize_nvfp4(w).sum(0).expand_as(x))
+
+
+@pytest.mark.parametrize("accum", ["exact", "seq16", "tc"])
+def test_the_default_device_is_not_asked(accum: str) -> None:
+    x, w = torch.randn(3, 64), torch.randn(8, 64)
+    expected = gemm_nvfp4(quantize_nvfp4(x, row_scale=True), quantize_nvfp4(w), accum)
+    with torch.device("meta"):
+        a, b = quantize_nvfp4(x, row_scale=True), quantize_nvfp4(w)
+        assert torch.equal(gemm_nvfp4(a, b, accum), expected)
+        assert dequantize_nvfp4(b).device.type == "cpu"
+        assert nvfp4.global_scale_for(w) > 0

@@ -140,13 +140,6 @@ def test_experts_w4a16_are_the_decoded_ones() -> None:
     assert not result[0].any()
 
 
-@pytest.mark.parametrize("activations", ["nvfp4", "16bit"])
-def test_experts_have_no_gradient(activations: str) -> None:
-    layer = NVFP4Experts.from_experts(Experts(), NVFP4Settings(activations=activations))
-    x, ids, p = inputs()
-    assert not layer(x.requires_grad_(), ids, p.requires_grad_()).requires_grad
-
-
 def test_experts_with_another_activation() -> None:
     experts = Experts()
     experts.act_fn = nn.GELU()
@@ -545,3 +538,25 @@ def test_a_layer_made_in_inference_mode_multiplies() -> None:
     linear, x = nn.Linear(32, 4, bias=False), torch.randn(2, 32)
     layer = NVFP4Linear.from_linear(linear, NVFP4Settings())
     assert layer(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations"), [("linear", "nvfp4"), ("experts", "nvfp4"), ("experts", "16bit")]
+)
+def test_what_has_no_gradient_says_so(kind: str, activations: str) -> None:
+    settings, rest = NVFP4Settings(activations=activations), ()
+    if kind == "linear":
+        layer = NVFP4Linear.from_linear(nn.Linear(48, 8), settings, "proj")
+    else:
+        layer = NVFP4Experts.from_experts(Experts(), settings, "experts")
+        rest = (torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5))
+    x = torch.randn(3, 48)
+    expected = layer(x, *rest)
+    y = layer(x.clone().requires_grad_(), *rest)
+    assert torch.equal(y, expected)
+    with pytest.raises(NotImplementedError, match=r"NVFP4: there is no gradient of .*(proj|experts)"):
+        y.sum().backward()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda a: layer(a, *rest), (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda a: layer(a, *rest).sum())(x)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,16 @@ def test_all_linear_reaches_quantized_layers():
     model = adapted(quantized("llama"), target_modules="all-linear")
     names = {name.rpartition(".")[2] for name in lora_layers(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"]])
+def test_targets_that_leave_experts_out_say_so(targets):
+    with pytest.warns(UserWarning, match=r'adapt no quantized experts.* Put "experts" among'):
+        adapted(quantized(), target_modules=targets)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*adapt no quantized experts")
+        adapted(quantized(), target_modules=TARGETS)
+        adapted(quantized("llama"), target_modules=targets)
 
 
 def test_peft_may_be_imported_before_kbit():

@@ -130,3 +130,14 @@ def test_no_rows_and_no_experts_are_legal(shape, absmax):
     assert q.shape == shape
     assert q.scale.shape == shape[:-2]
     assert kbit.dequantize(q, torch.float16).shape == shape
+
+
+@pytest.mark.parametrize("form", ["e4m4", "float16", "float32"])
+def test_autocast_changes_nothing(form):
+    for w in (torch.randn(4, 64), torch.randn(2, 4, 64)):
+        expected = kbit.quantize(w, scale=form)
+        with torch.autocast("cpu", torch.bfloat16):
+            q = kbit.quantize(w, scale=form)
+            assert kbit.QuantizedTensor.stack([q, q]).shape == (2, *w.shape) if w.dim() == 2 else True
+        assert torch.equal(q.packed, expected.packed)
+        assert torch.equal(q.absmax, expected.absmax)

@@ -273,3 +273,19 @@ def test_the_command_hands_every_option_over(monkeypatch):
     result = CliRunner().invoke(app, ["serve", "org/model", "--port", "8000", "--continuous-batching"])
     assert result.exit_code == 0, result.output
     assert taken == ["org/model", "--port", "8000", "--continuous-batching"]
+
+
+def test_an_option_in_front_of_the_model_is_named(monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    result = CliRunner().invoke(app, ["serve", "--port", "8000", "org/model"])
+    assert str(result.exception).startswith("MODEL comes before the options, got --port: kbit serve MODEL")
+
+
+def test_a_chat_without_a_template_is_told_so(folders, tmp_path):
+    plain = shutil.copytree(folders["kbit"], tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    with bench.server(plain, ["--device", "cpu"], start_timeout=120) as (port, _):
+        body = {"model": str(plain), "messages": [USER], "max_tokens": 2}
+        status, answer = bench._request(port, "POST", "/v1/chat/completions", body, 60.0)
+    assert status == 400, answer
+    assert json.loads(answer)["error"]["message"].startswith("the model's tokenizer has no chat template")

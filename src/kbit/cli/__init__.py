@@ -9,12 +9,12 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kbit import _startup
 from kbit._version import __version__
 from kbit.cli import bench
 from kbit.cli.compile import compile_kernels
+from kbit.cli.consoles import Console
 from kbit.cli.demo import demo
 from kbit.cli.doctor import doctor
 from kbit.cli.eval import evaluate

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import Threads, numbers, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

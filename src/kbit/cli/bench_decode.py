@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
 from kbit.bench.text_table import text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import Threads, labels
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

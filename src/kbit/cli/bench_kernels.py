@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
 
+from kbit.cli.consoles import Console
 from kbit.cli.options import names, numbers, widths, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show

@@ -6,11 +6,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import names, numbers, one_of, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

@@ -7,10 +7,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import names, numbers, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import numbers, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show

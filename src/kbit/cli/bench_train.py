@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
+from kbit.cli.consoles import Console
 from kbit.cli.options import one_of, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

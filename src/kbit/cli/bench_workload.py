@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from kbit.cli.consoles import Console
 from kbit.cli.options import numbers, one_of, widths, words
 from kbit.cli.outputs import JsonFile, check_file, write_json
 from kbit.cli.tables import show

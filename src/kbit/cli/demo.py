@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kbit.cli import smollm
+from kbit.cli.consoles import Console
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 

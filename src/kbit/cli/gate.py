@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from kbit.cli.consoles import Console
 from kbit.cli.options import numbers, one_of
 from kbit.cli.outputs import check_file, write_json
 from kbit.integrations.devices import find_device

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model, load_tokenizer
 
 console = Console(stderr=True)

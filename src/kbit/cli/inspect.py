@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from kbit.cli.consoles import Console
 from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, read, totals
 from kbit.cli.tables import show
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from kbit.cli.consoles import Console
 from kbit.cli.options import one_of
 from kbit.format.model_files import OWN_CODE
 from kbit.format.words import counted

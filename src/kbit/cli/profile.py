@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
+from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show

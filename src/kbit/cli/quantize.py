@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
+from kbit.cli.consoles import Console
 from kbit.cli.options import words
 from kbit.cli.outputs import check_file, write_json
 from kbit.format.words import counted
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kbit.integrations.streaming import Report
 
 console = Console()
+# What is left unquantized is worth a line from here on.
+_LARGE_BYTES = 2**20
 
 
 def parse_overrides(options: list[str]) -> dict[str, int]:
@@ -70,7 +72,9 @@ def quantize(
             help="Take each block's largest weight as its scale, without a search: faster, less exact.",
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace OUT, and the OUT.partial of a run with other options.")
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Shards in work at a time; default 1, or 2 for each GPU."),
@@ -108,6 +112,7 @@ def run(
 ) -> Report:
     """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
     from kbit.integrations.streaming import quantize_checkpoint
+    from kbit.integrations.streaming.folder import partial_of
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
@@ -121,7 +126,14 @@ def run(
                 shown.enter_context(bar)
             bar.update(task, completed=done, total=total)
 
-        return quantize_checkpoint(source, target, policy, force, show, jobs, words(device))
+        try:
+            return quantize_checkpoint(source, target, policy, force, show, jobs, words(device))
+        except KeyboardInterrupt:
+            shown.close()
+            if kept := len(list(partial_of(target).glob("*.safetensors"))):
+                what = counted(kept, "finished shard")
+                _print_warning(f"{partial_of(target)} keeps {what}: the same command goes on from there.")
+            raise
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -162,7 +174,8 @@ def _print_summary(report: Report, target: Path) -> None:
         f"peak memory {peak_memory_mb():.0f} MB",
         soft_wrap=True,
     )
-    if left := report.bytes_out - report.quantized_bytes:
+    left = report.bytes_out - report.quantized_bytes
+    if left >= _LARGE_BYTES:
         console.print(
             f"{left / 1e6:.1f} MB stay unquantized: kbit inspect {escape(str(target))} names what is large "
             "of that, and says why",

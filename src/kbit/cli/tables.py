@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+
+from kbit.cli.consoles import Console
 
 # Wider than any table.
 _UNLIMITED = 10_000

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kbit.cli.bench_kernels import Bits, Dtypes, Models, Names, Rows, choose
+from kbit.cli.consoles import Console
 from kbit.cli.outputs import check_file
 
 if TYPE_CHECKING:

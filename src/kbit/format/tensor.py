@@ -178,9 +178,10 @@ class QuantizedTensor:
         codebooks = torch.stack([q.codebook for q in matrices])
         if not codebooks.is_meta and not bool((codebooks == first.codebook).all()):
             raise ValueError("stack: matrices must have one codebook. Quantize them with the same one.")
-        packed, absmax = (
-            torch.stack(parts) for parts in zip(*(q.canonical() for q in matrices), strict=True)
-        )
+        with torch.autocast(first.device.type, enabled=False):  # which would refuse to join float16 scales
+            packed, absmax = (
+                torch.stack(parts) for parts in zip(*(q.canonical() for q in matrices), strict=True)
+            )
         scale = torch.stack([q.scale for q in matrices])
         return cls(packed, absmax, first.codebook, scale, first.bits, (len(matrices), *first.shape))
 

@@ -124,13 +124,17 @@ class QuantizedModule(TileableModule):
         if hasattr(self, key) and shape != tuple(getattr(self, key).shape):
             self.restore(name)  # tiles are those of one matrix per factor
         self._parameters.pop(key, None)
-        self._buffers.pop(key, None)
+        self._drop_buffer(key)
         if scale is None or (scale.device.type != "meta" and bool((scale == 1).all())):
             shape = self.shapes[name][:-2]
             ones = torch.ones(shape, dtype=torch.float32, device=self._device_of(name))
             self.register_buffer(key, ones, persistent=False)
         else:
             self._set_parameter(key, scale)
+
+    def _drop_buffer(self, key: str) -> None:
+        self._buffers.pop(key, None)
+        self._non_persistent_buffers_set.discard(key)  # a parameter of that name is saved
 
     def fill(self, name: str, parts: Parts) -> None:
         """Take over the parts of a quantized weight as the weight `name`, without a copy.
@@ -243,7 +247,7 @@ class QuantizedModule(TileableModule):
             elif stored is not None and self._is_scale_shape(name, stored.shape):
                 device = self._device_of(name)
                 if key in self._buffers or getattr(self, key).shape != stored.shape:
-                    self._buffers.pop(key, None)
+                    self._drop_buffer(key)
                     self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

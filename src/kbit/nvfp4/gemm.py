@@ -9,7 +9,7 @@ from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
-from kbit.ops import checks, type_checks
+from kbit.ops import checks, grad_checks, type_checks
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
@@ -104,8 +104,9 @@ def linear_nvfp4(
         )
     kernels = kernels_for(x, w=w.codes, bias=bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
-    if needs_grad and torch.is_grad_enabled():
-        return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
+    if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
     if w.layout != "tiled":
         return kernels.linear(x, *w.nv(), float(w.global_scale), bias)
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -144,8 +144,8 @@ def global_scale_for(x: torch.Tensor) -> float:
     """
     type_checks.tensor("global_scale_for", "x", x)
     checks.float_dtype("global_scale_for", "x", x.dtype)
-    largest = x.abs().amax().float().cpu() if x.numel() else torch.zeros((), dtype=torch.float32)
-    scale = float(largest / torch.tensor(LARGEST, dtype=torch.float32))
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    scale = float(torch.tensor(largest, dtype=torch.float32, device="cpu") / LARGEST)
     return scale if is_normal(scale) else 1.0
 
 

@@ -26,13 +26,14 @@ def quantize(
     Returns:
         packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
     """
-    if w.dim() == 2:
-        return _quantize_matrix(w, codebook, absmax_format_name, search)
-    # Without an expert one of zeros says what the parts of none are like.
-    matrices = w.unbind(0) if w.shape[0] else [w.new_zeros(w.shape[1:])]
-    parts = zip(*(_quantize_matrix(m, codebook, absmax_format_name, search) for m in matrices), strict=True)
-    packed, scales, factors = (torch.stack(part)[: w.shape[0]] for part in parts)
-    return packed, scales, factors
+    with torch.autocast(w.device.type, enabled=False):  # which would refuse to join float16 scales
+        if w.dim() == 2:
+            return _quantize_matrix(w, codebook, absmax_format_name, search)
+        # Without an expert one of zeros says what the parts of none are like.
+        matrices = w.unbind(0) if w.shape[0] else [w.new_zeros(w.shape[1:])]
+        each = [_quantize_matrix(m, codebook, absmax_format_name, search) for m in matrices]
+        packed, scales, factors = (torch.stack(part)[: w.shape[0]] for part in zip(*each, strict=True))
+        return packed, scales, factors
 
 
 def _quantize_matrix(

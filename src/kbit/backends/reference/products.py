@@ -18,12 +18,13 @@ Decode = Callable[[int, torch.Tensor], None]
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ w.T + bias, accumulated in float32 and rounded once."""
-    if x.is_cuda:
-        # cuBLAS accumulates in float32 and rounds once.
-        return F.linear(x, w, bias)
-    y = F.linear(x.float(), w.float(), None if bias is None else bias.float())
-    return y.to(x.dtype)
+    """x @ w.T + bias, accumulated in float32 and rounded once; in x's dtype, whatever autocast's is."""
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda:
+            # cuBLAS accumulates in float32 and rounds once.
+            return F.linear(x, w, bias)
+        y = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+        return y.to(x.dtype)
 
 
 def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Tensor:
@@ -50,10 +51,11 @@ def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Te
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> None:
     """total += grad @ w, with `total` float32: a product in grad's dtype would round every chunk."""
-    if grad.is_cuda and grad.dtype != torch.float32:
-        total += torch.mm(grad, w, out_dtype=torch.float32)
-    else:
-        total.addmm_(grad.float(), w.float())
+    with torch.autocast(grad.device.type, enabled=False):
+        if grad.is_cuda and grad.dtype != torch.float32:
+            total += torch.mm(grad, w, out_dtype=torch.float32)
+        else:
+            total.addmm_(grad.float(), w.float())
 
 
 def grouped_grad_input(

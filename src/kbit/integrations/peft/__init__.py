@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -36,13 +37,15 @@ def _registering(original: Any) -> Any:
 
 
 def guard_merging(module: ModuleType) -> None:
-    """Have peft refuse to merge adapters that kbit cannot: they would be added to codes.
+    """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, and say so
+    where targets leave out experts that they would adapt in 16 bits.
 
     Args:
         module: peft.tuners.tuners_utils.
     """
     for name in ("merge_adapter", "merge_and_unload"):
         wrap_method(module.BaseTuner, name, _guarded)
+    wrap_method(module.BaseTuner, "inject_adapter", _named)
 
 
 def _guarded(original: Any) -> Any:
@@ -53,6 +56,17 @@ def _guarded(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return guarded
+
+
+def _named(original: Any) -> Any:
+    @functools.wraps(original)
+    def inject(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        from kbit.integrations.peft.experts import warn_of_left_out
+
+        warn_of_left_out(model, self.peft_config[adapter_name])
+        return original(self, model, adapter_name, *args, **kwargs)
+
+    return inject
 
 
 def guard_prompts(module: ModuleType) -> None:

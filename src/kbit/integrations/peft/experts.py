@@ -8,6 +8,7 @@ y += s (x A_e^T) B_e^T, after gate_up_proj and again after down_proj.
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +43,30 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> to
 
 # What an adapter's parameters are called. Not as the weights: peft would take them for such.
 NAMES = {"gate_up_proj": "gate_up", "down_proj": "down"}
+
+
+# Targets by which peft adapts the experts of a 16-bit model, as parameters.
+_OF_16_BIT = {"all-linear", "gate_proj", "up_proj", "down_proj", *NAMES}
+
+
+def warn_of_left_out(model: nn.Module, config: Any) -> None:
+    """Warn where an adapter's targets, which would adapt experts of 16 bits, leave out quantized ones.
+
+    Args:
+        model: to be adapted.
+        config: of the adapter, before peft looks for what it matches.
+    """
+    targets = getattr(config, "target_modules", None) or ()
+    listed = {targets} if isinstance(targets, str) else set(targets)
+    wanted = _OF_16_BIT & (listed | set(getattr(config, "target_parameters", None) or ()))
+    experts = [name for name, module in model.named_modules() if isinstance(module, KbitExperts)]
+    left = [name for name in experts if not any(f".{name}".endswith(f".{target}") for target in listed)]
+    if wanted and left:
+        warnings.warn(
+            f"kbit: {', '.join(sorted(wanted))} adapt no quantized experts, which are one module a layer: "
+            f'{left[0]} and {len(left) - 1} more. Put "experts" among the target_modules to train them.',
+            stacklevel=4,
+        )
 
 
 class LoraExperts(nn.Module, LoraLayer):

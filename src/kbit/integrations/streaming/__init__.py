@@ -77,8 +77,8 @@ Progress = Callable[[int, int, str], None]
 
 
 def quantize_checkpoint(
-    source: Path,
-    target: Path,
+    source: str | Path,
+    target: str | Path,
     policy: QuantizationPolicy,
     force: bool = False,
     progress: Progress | None = None,
@@ -94,7 +94,7 @@ def quantize_checkpoint(
         source: folder with config.json and safetensors files, not quantized.
         target: folder to create.
         policy: which modules get how many bits.
-        force: replace `target` if it exists.
+        force: replace `target` if it exists, and what an interrupted run with other settings left.
         progress: called as progress(bytes done, bytes in all, tensor name), from any thread, one at a time.
         jobs: shards in work at a time; the bytes written do not depend on it. See `worker_devices`.
         devices: where to quantize, such as ("cuda:0", "cuda:1"); workers take them in turn.
@@ -103,7 +103,8 @@ def quantize_checkpoint(
         A Report.
 
     Raises:
-        FileExistsError: `target` exists and may not be replaced, or another process is writing it.
+        FileExistsError: `target` exists and may not be replaced, another process is writing it, or a run with
+            other settings left finished shards.
         NonFiniteWeightError: a weight holds NaN or Inf; nothing is left behind.
         OSError: the disk is full, or cannot be written; finished shards stay for the next run.
         ValueError: the source is damaged, pickled, quantized already, or overlaps the target; its tensors are
@@ -113,14 +114,14 @@ def quantize_checkpoint(
     Warns:
         UserWarning: an override or a skip matches no module, or the model does not use some tensors.
     """
-    start = time.perf_counter()
+    start, source, target = time.perf_counter(), Path(source), Path(target)
     folder.check_target(source, target, force)
     where = worker_devices(devices, jobs)
     config, tensors = plan_jobs(source, policy)
-    partial = target.with_name(target.name + ".partial")
+    partial = folder.partial_of(target)
     with folder.exclusive(partial):
         folder.check_target(source, target, force)  # again: another process may have finished just now
-        shards = folder.prepare(partial, source, policy, tensors)
+        shards = folder.prepare(partial, source, policy, tensors, force)
         try:
             with folder.explained(source, partial):
                 report = _write_shards(partial, shards, policy, progress, where)

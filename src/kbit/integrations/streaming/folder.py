@@ -27,6 +27,11 @@ from kbit.integrations.streaming.jobs import Job, assign_shards
 JOURNAL = "kbit-journal.json"
 
 
+def partial_of(target: Path) -> Path:
+    """The work folder of a target."""
+    return target.with_name(target.name + ".partial")
+
+
 @contextmanager
 def exclusive(partial: Path) -> Iterator[None]:
     """Hold the work folder against other processes.
@@ -76,10 +81,11 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         raise FileExistsError(f"{target} is a link to nothing, which no folder can replace. Remove it.")
     if not target.exists():
         return
-    if not force:
+    empty = target.is_dir() and not any(target.iterdir())
+    if not empty and not (target / CONFIG_NAME).is_file():
+        raise FileExistsError(f"{target} exists and is not a model folder. Choose another name.")
+    if not empty and not force:
         raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
-    if not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG_NAME).is_file()):
-        raise FileExistsError(f"{target} is not a model folder, so --force does not replace it. Remove it.")
     if os.path.lexists(_replaced(target)):
         raise FileExistsError(
             f"{_replaced(target)} is in the way: an interrupted run with --force was to replace it, or it is "
@@ -87,11 +93,14 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         )
 
 
-def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job]) -> dict[str, list[Job]]:
+def prepare(
+    partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job], force: bool
+) -> dict[str, list[Job]]:
     """Make the work folder, or take over one that the same task left; {shard file: jobs}.
 
     Raises:
-        FileExistsError: a folder of that name is there that no run of this program left.
+        FileExistsError: a folder of that name is there that no run of this program left; or another task did,
+            with finished shards in it, and `force` is not set.
         OSError: too little space is free, or the folder cannot be written.
     """
     shards = assign_shards(jobs)
@@ -101,6 +110,13 @@ def prepare(partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
             raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")
+        kept = len(list(partial.glob("*.safetensors")))
+        if kept and not force:
+            raise FileExistsError(
+                f"{partial} keeps {counted(kept, 'finished shard')} of an interrupted run with other "
+                f"settings, of another model or version. Repeat that command to go on, or pass --force to "
+                f"begin anew."
+            )
         with explained(source, partial):
             shutil.rmtree(partial)
     for path in partial.glob("*.safetensors"):

@@ -16,9 +16,9 @@ def midpoints(ties_even: bool, device: torch.device | str = "cpu") -> torch.Tens
 
     With ties_even, the midpoints whose even neighbour is the upper one are the next lower float32.
     """
-    exact = torch.tensor(MIDPOINTS, dtype=torch.float32)
+    exact = torch.tensor(MIDPOINTS, dtype=torch.float32, device="cpu")
     if ties_even:
-        exact[1::2] = torch.nextafter(exact[1::2], torch.zeros(3, dtype=torch.float32))
+        exact[1::2] = torch.nextafter(exact[1::2], torch.zeros_like(exact[1::2]))
     return exact.to(device)
 
 

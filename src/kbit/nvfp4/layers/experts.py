@@ -9,6 +9,7 @@ import torch
 from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.gemm import linear_nvfp4
+from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
 from kbit.nvfp4.quantize import quantize_nvfp4
@@ -72,15 +73,22 @@ class NVFP4Experts(NVFP4Module):
             [T, hidden_dim] of hidden_states' dtype.
 
         Raises:
+            NotImplementedError: it is to be differentiated in an argument: at once if forwards or by
+                torch.func, else by backward().
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         moe_checks.moe_align(top_k_index, self.num_experts, self.layer_name)
         device = self._device_of("gate_up")
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
-        x, settings = hidden_states.detach(), self.settings
+        no_transform_of_codes(self.layer_name, hidden_states, top_k_weights)
+        y = self._summed(hidden_states.detach(), top_k_index, top_k_weights.detach().float())
+        return without_gradient(y, self.layer_name, hidden_states, top_k_weights)
+
+    def _summed(self, x: torch.Tensor, top_k_index: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """`forward` of arguments that were checked, without gradients."""
+        settings = self.settings
         routing = route(top_k_index.int(), self.num_experts, self.layer_name)
-        p = top_k_weights.detach().float()
         if settings.activations == "16bit":
             return combine_sorted(self._decoded(x, routing.source, routing.bounds), routing.inverse, p)
         a = quantize_for_experts(

@@ -9,6 +9,7 @@ from torch import nn
 
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
+from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks
@@ -63,9 +64,11 @@ class NVFP4Linear(NVFP4Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features] of x's dtype. Not differentiable under W4A4.
+        """x [..., in_features] -> [..., out_features] of x's dtype.
 
         Raises:
+            NotImplementedError: W4A4 is to be differentiated in x: at once if forwards or by torch.func, else
+                by backward().
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         checks.activation("linear", x, self.in_features, self._device_of("weight"), self.layer_name)
@@ -76,9 +79,10 @@ class NVFP4Linear(NVFP4Module):
             bias = bias.to(x.dtype)
         if self.settings.activations == "16bit":
             return linear_nvfp4(x, weight, bias, self.layer_name)
+        no_transform_of_codes(self.layer_name, x)
         rows = x.detach().reshape(-1, x.shape[-1])
         settings = self.settings
         a = quantize_nvfp4(rows, settings.search, settings.ties, settings.row_scale, where=self.layer_name)
         y = gemm_nvfp4(a, weight, settings.accum, x.dtype, where=self.layer_name)
-        y = y.view(*x.shape[:-1], self.out_features)
+        y = without_gradient(y.view(*x.shape[:-1], self.out_features), self.layer_name, x)
         return y if bias is None else y + bias

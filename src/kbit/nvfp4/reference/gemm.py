@@ -42,19 +42,19 @@ def gemm(
     exact = accum == "exact"
     if exact:
         a = a.double().mul_(_UNIT)
-    total = torch.empty(len(a), len(w_codes), dtype=torch.float32)
+    total = torch.empty(len(a), len(w_codes), dtype=torch.float32, device="cpu")
     # A product does not depend on its neighbours, so few rows of W are decoded at a time.
     for part in row_chunks(len(w_codes), a.shape[1], 1 if exact else _SUB_BLOCK_CHUNK):
         w = decode(w_codes[part], w_scales[part])
         total[:, part] = _exact(a, w, CHUNKS[tile or "k1024"]) if exact else _by_sub_blocks(a, w)
-    scaled = total.mul_(torch.tensor(w_scale, dtype=torch.float32))
+    scaled = total.mul_(torch.tensor(w_scale, dtype=torch.float32, device="cpu"))
     return (scaled if row_scale is None else scaled * row_scale[:, None]).to(out_dtype)
 
 
 def _exact(units: torch.Tensor, w: torch.Tensor, chunk: int) -> torch.Tensor:
     """The correctly rounded float32 of the exact products [M, N] of float64 [M, K], in units, and [N, K]."""
     right = w.double().mul_(_UNIT).t()
-    total = torch.zeros(units.shape[0], w.shape[0], dtype=torch.int64)
+    total = torch.zeros(units.shape[0], w.shape[0], dtype=torch.int64, device="cpu")
     for start in range(0, units.shape[1], chunk):
         part = slice(start, start + chunk)
         total += (units[:, part] @ right[part]).long()
@@ -68,7 +68,7 @@ def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     significant bits, so a float32 product of any order is exact; so is one of bfloat16 operands, which torch
     may use under a lowered matmul precision. Autocast would also round the products themselves.
     """
-    total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.float32)
+    total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.float32, device="cpu")
     with torch.autocast("cpu", enabled=False):
         for start in range(0, a.shape[1], layouts.SUB_BLOCK):
             part = slice(start, start + layouts.SUB_BLOCK)
@@ -84,14 +84,15 @@ def linear(
     A few rows of W at a time: a third to half of the time went into writing all of it. The last bits of a
     float32 product may depend on how many rows that are.
     """
-    parts = [
-        F.linear(
-            x,
-            dequantize(codes[part], scales[part], w_scale, None, x.dtype)[:, : x.shape[-1]],
-            None if bias is None else bias[part],
-        )
-        for part in row_chunks(len(codes), 2 * codes.shape[1], _LINEAR_CHUNK)
-    ]
+    with torch.autocast("cpu", enabled=False):
+        parts = [
+            F.linear(
+                x,
+                dequantize(codes[part], scales[part], w_scale, None, x.dtype)[:, : x.shape[-1]],
+                None if bias is None else bias[part],
+            )
+            for part in row_chunks(len(codes), 2 * codes.shape[1], _LINEAR_CHUNK)
+        ]
     return torch.cat(parts, dim=-1) if parts else x.new_empty(*x.shape[:-1], 0)
 
 
@@ -112,7 +113,7 @@ def moe_gemm(
     if rows is not None:
         a_codes, a_scales = a_codes[rows], a_scales[rows]
         row_scale = None if row_scale is None else row_scale[rows]
-    y = torch.zeros(len(a_codes), w_codes.shape[1], dtype=out_dtype)
+    y = torch.zeros(len(a_codes), w_codes.shape[1], dtype=out_dtype, device="cpu")
     edges = bounds.tolist()
     for expert, (begin, end) in enumerate(itertools.pairwise(edges)):
         if begin == end:

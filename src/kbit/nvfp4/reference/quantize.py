@@ -19,8 +19,9 @@ _DECODED = 1 << 18
 
 
 def _row_scale(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    largest = torch.tensor(ue4m3.MAX * e2m1.MAX, dtype=torch.float32)
-    scale = x.abs().amax(dim=-1).float() / torch.tensor(global_scale, dtype=torch.float32) / largest
+    largest = torch.tensor(ue4m3.MAX * e2m1.MAX, dtype=torch.float32, device="cpu")
+    factor = torch.tensor(global_scale, dtype=torch.float32, device="cpu")
+    scale = x.abs().amax(dim=-1).float() / factor / largest
     limits = torch.finfo(torch.float32)
     return torch.where((scale >= limits.tiny) & (scale <= limits.max), scale, 1.0)
 
@@ -127,8 +128,8 @@ def dequantize(
 ) -> torch.Tensor:
     """See `Kernels.dequantize`."""
     rows, columns = len(codes), 2 * codes.shape[1]
-    factor = torch.tensor(global_scale, dtype=torch.float32)
-    result = torch.empty(rows, columns, dtype=dtype)
+    factor = torch.tensor(global_scale, dtype=torch.float32, device="cpu")
+    result = torch.empty(rows, columns, dtype=dtype, device="cpu")
     for part in row_chunks(rows, columns):
         values = decode(codes[part], scales[part]).mul_(factor)
         result[part] = values if row_scale is None else values.mul_(row_scale[part, None])

@@ -78,7 +78,8 @@ def linear(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    return F.linear(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
+    with torch.autocast("cuda", enabled=False):
+        return F.linear(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
 
 
 def linear_tiled(
