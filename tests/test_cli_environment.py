@@ -19,6 +19,7 @@ import tiny_models
 from kbit.backends.cuda.compiler import CubinCache, cubin_folder
 from kbit.cli import app, bench, doctor, smollm
 from kbit.cli.generate import encode_prompt
+from kbit.cli.model_folder import load_model
 from kbit.cli.outputs import write_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
@@ -131,7 +132,8 @@ def test_the_demo_names_missing_packages_before_it_downloads(monkeypatch, tmp_pa
     monkeypatch.setattr(smollm, "fetch", lambda *_: pytest.fail("93 MB were fetched"))
     result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path)])
     assert isinstance(result.exception, ImportError)
-    assert "pip install gguf accelerate." in str(result.exception)
+    message = "reading GGUF needs gguf and accelerate, which kbit's extra has: pip install '.[demo]'."
+    assert str(result.exception) == message
 
 
 @posix
@@ -205,3 +207,23 @@ def test_no_result_takes_the_place_of_a_model(model, name):
     assert result.exit_code == 2
     assert "is a file of a model. Name another place." in " ".join(result.output.split())
     assert (model / name).read_bytes() == before
+
+
+def test_a_wrong_backend_is_found_before_a_model_is_loaded(monkeypatch, tmp_path):
+    import transformers
+
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "kbit", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setenv("KBIT_BACKEND", "gpu")
+    unused = staticmethod(lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", unused)
+    with pytest.raises(ValueError, match="KBIT_BACKEND is 'gpu'; known: cuda, cpu, reference"):
+        load_model(tmp_path)
+
+
+def test_a_path_is_printed_as_it_is_written():
+    command = [sys.executable, "-m", "kbit", "inspect", "w:smile:/x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "w:smile:/x" in result.stderr

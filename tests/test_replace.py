@@ -66,6 +66,11 @@ def test_a_layer_that_states_other_sizes_is_refused_by_name():
         KbitEmbedding.from_embedding(table, name="up")
 
 
+def test_a_lazy_layer_alone_is_refused():
+    with pytest.raises(ValueError, match=r"KbitLinear.from_linear: a lazy layer has no sizes .*Call it once"):
+        KbitLinear.from_linear(nn.LazyLinear(4), name="up")
+
+
 def test_lazy_layers_stay():
     model = nn.Sequential(nn.Linear(40, 32), nn.LazyLinear(8))
     quantize_model(model, kbit.QuantizationPolicy())

@@ -47,13 +47,18 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     Raises:
         ValueError, OSError: not a model folder, or a damaged one; no such dtype or device.
     """
+    import torch
     from transformers import AutoModelForCausalLM
+
+    from kbit.dispatch.backends import backend_for
 
     dtype = _SHORT_DTYPES.get(dtype, dtype)
     one_of("--dtype", dtype, DTYPES)
     place = find_device(device)
     config = check_model_folder(folder)
     _check_method(folder, config)
+    if "quantization_config" in config:
+        backend_for("linear", place, torch.uint8)  # a wrong KBIT_BACKEND is found before the model is loaded
     bars_on_terminals_only()
     with _explained(
         folder, "model", "Is config.json that of this model? Else fetch the folder again.", config

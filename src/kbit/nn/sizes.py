@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kbit.format.words import at
 
@@ -22,6 +23,8 @@ def other_sizes(module: nn.Linear | nn.Embedding) -> str | None:
 
 
 def refuse_other_sizes(method: str, module: nn.Linear | nn.Embedding, name: str) -> None:
-    """Raise ValueError if a layer's weight has other sizes than it states; `method` quantizes it."""
+    """Raise ValueError if a layer's weight has other sizes than it states, or none; `method` quantizes it."""
+    if is_lazy(module.weight):
+        raise ValueError(f"{method}: a lazy layer has no sizes{at(name)}. Call it once, which gives it some.")
     if reason := other_sizes(module):
         raise ValueError(f"{method}: {reason}{at(name)}. Set the layer's attributes to the weight's sizes.")
