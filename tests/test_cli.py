@@ -443,15 +443,15 @@ def test_eval_computes_perplexity_as_the_model_does(folders, text, tmp_path):
 
 def test_eval_quantizes_in_memory(folders, text, tmp_path):
     options = ("--bits", "2,4", "--plain", "--text", text, "--window", 64, "--max-tokens", 256)
-    base, *rows = scored(tmp_path, folders["original"], *options)
+    base, *rows = scored(tmp_path, folders["original"], *options, "--calibrate", text)
     assert base["kl_divergence"] is None
-    assert [(row["bits"], row["method"]) for row in rows] == [
-        (bits, method) for bits in (2, 4) for method in ("plain", "search")
-    ]
+    assert [row["bits"] for row in rows] == [2, 2, 2, 4, 4, 4]
+    assert [row["method"] for row in rows] == 2 * ["plain", "search", "calibrated"]
     errors = {(row["bits"], row["method"]): row["nmse"] for row in rows}
     assert errors[2, "search"] < errors[2, "plain"]
     assert errors[4, "search"] < errors[4, "plain"] < errors[2, "search"]
-    assert all(row["kl_divergence"] > 0 for row in rows)
+    assert errors[2, "search"] < errors[2, "calibrated"]
+    assert 0 < rows[2]["kl_divergence"] < rows[1]["kl_divergence"] < rows[0]["kl_divergence"]
     # In memory and from disk is one and the same quantizer.
     quantize_checkpoint(folders["original"], tmp_path / "two", kbit.QuantizationPolicy(bits=2))
     saved = scored(tmp_path, tmp_path / "two", "--reference", folders["original"], *options[3:])[1]

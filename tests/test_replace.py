@@ -166,7 +166,9 @@ def test_layers_are_made_of_unquantized_ones_of_their_kind():
         with pytest.raises(TypeError, match=rf"nn.Embedding, got {type(wrong).__name__}\."):
             KbitEmbedding.from_embedding(wrong)
     for sizes in ((0, 8), (-1, 8), (8, -1)):
-        with pytest.raises(ValueError, match=r"KbitLinear: sizes must be at least 1, got .* \(layers\.0\)"):
+        with pytest.raises(
+            ValueError, match=r"KbitLinear: in-features must be at least 1 .* got .* \(layers\.0\)"
+        ):
             KbitLinear(*sizes, name="layers.0")
 
 

@@ -13,6 +13,7 @@ _PANELS = {"perplexity": ("perplexity", False), "kl_divergence": ("KL divergence
 _METHODS = {
     "plain": (COLORS[3], "s", "plain"),
     "search": (COLORS[2], "o", "search (default)"),
+    "calibrated": (COLORS[5], "D", "calibrated"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from importlib import resources
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 console = Console()
 SHIPPED_TEXT = "text.txt"
+SAMPLED = 2**15  # tokens of a text to calibrate by, at most
 
 
 def read_text(file: Path | None) -> str:
@@ -62,6 +64,9 @@ def evaluate(
         bool, typer.Option("--plain", help="With --bits: also without the search for scales.")
     ] = False,
     embedding_bits: Annotated[int | None, typer.Option(help="With --bits: embeddings and head too.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="With --bits: also quantized by what this other text feeds layers.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; one ships with kbit.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[
@@ -70,14 +75,19 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence on a text. Teacher forced, computed in float32."""
-    if bits is None and (plain or embedding_bits is not None):
-        raise ValueError("--plain and --embedding-bits say how to quantize in memory. Add --bits, such as 4.")
+    if bits is None and (plain or calibrate or embedding_bits is not None):
+        raise ValueError(
+            "--plain, --calibrate and --embedding-bits say how to quantize in memory. Add --bits, such as 4."
+        )
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
-        rows = _in_memory(folder, widths(bits), plain, embedding_bits, text, window, max_tokens)
+        methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
+        samples = None if calibrate is None else encode_windows(folder, read_text(calibrate), window, SAMPLED)
+        ids = encode_windows(folder, read_text(text), window, max_tokens)
+        rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples)
     from kbit.bench import machine
 
     show(_table(rows, window))
@@ -106,31 +116,26 @@ def _saved(
 def _in_memory(
     folder: Path,
     widths: list[int],
-    plain: bool,
+    methods: list[str],
     embedding_bits: int | None,
-    text: Path | None,
-    window: int,
-    max_tokens: int | None,
+    ids: torch.Tensor,
+    samples: torch.Tensor | None,
 ) -> list[dict[str, Any]]:
-    """Rows for the unquantized model, and for each width and quantizer made from it."""
+    """Rows for the unquantized model, and for each width and method, "calibrated" being by the samples."""
     from kbit import quantize_model
     from kbit.format import QuantizationPolicy
 
-    policies = [
-        QuantizationPolicy(bits=width, search=search, embedding_bits=embedding_bits)
-        for width in widths
-        for search in ((False, True) if plain else (True,))
-    ]
-    ids = encode_windows(folder, read_text(text), window, max_tokens)
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.")
     own = folder.resolve().name
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
-    for policy in policies:
-        method = "search" if policy.search else "plain"
-        name = f"{own} k={policy.bits} {method}"
-        model = models[name] = quantize_model(_sharing_copy(base), policy)
-        rows[name] = {"bits": policy.bits, "method": method} | _sizes(model, base)
+    for width, method in itertools.product(widths, methods):
+        policy = QuantizationPolicy(bits=width, search=method != "plain", embedding_bits=embedding_bits)
+        calibration = None if method != "calibrated" or samples is None else samples.split(1)
+        name = f"{own} k={width} {method}"
+        with console.status(name):
+            model = models[name] = quantize_model(_sharing_copy(base), policy, calibration=calibration)
+        rows[name] = {"bits": width, "method": method} | _sizes(model, base)
     return _score(models, rows, ids, base)
 
 

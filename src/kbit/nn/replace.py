@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -12,11 +12,13 @@ from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
+from kbit.nn.calibration import Group, Hessians, Sample, calibrated_layer, in_turn
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.second_call import other_bits, refuse_other_format
+from kbit.nn.sizes import refuse_meta
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
 
@@ -60,7 +62,10 @@ def empty_like(
 
 
 def quantize_model(
-    model: nn.Module, policy: QuantizationPolicy, progress: Progress | None = None
+    model: nn.Module,
+    policy: QuantizationPolicy,
+    progress: Progress | None = None,
+    calibration: Sequence[Sample] | None = None,
 ) -> nn.Module:
     """Replace linear layers, embeddings and fused experts by quantized ones, in place.
 
@@ -74,6 +79,8 @@ def quantize_model(
         policy: which modules get how many bits; see `QuantizationPolicy.bits_for`. It sees the names of this
             model's modules and, of a model of transformers, those in its checkpoints, which differ for a few.
         progress: called as progress(done, total, name) after each layer.
+        calibration: sample inputs, on the model's device: tensors of ids, or positional or keyword arguments.
+            Linear layers and experts are then quantized by what they are fed (`kbit.quantizers.calibrated`).
 
     Returns:
         The model.
@@ -81,14 +88,13 @@ def quantize_model(
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
         TypeError: the model or the policy is none.
-        ValueError: the model itself is a layer, or holds weights on the meta device; or the policy gives the
-            weights of one module, which files have apart, different widths; or it is quantized already by
-            another method, or with another codebook for a width or another format of block scales.
+        ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
+            to a layer; the policy gives weights of one module, which files have apart, different widths; or
+            the model is quantized by another method, with another codebook or format of block scales.
 
     Warns:
-        UserWarning: large parameters stay as they are although the policy would quantize them; an override
-            or a skip matches no module; the model has no quantized layer in the end; or all were quantized
-            before, some with other bits.
+        UserWarning: large parameters stay that the policy would quantize; an override or a skip matches no
+            module; the model has no quantized layer in the end; or all were before, some with other bits.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -112,10 +118,10 @@ def quantize_model(
     if not groups and (kept := other_bits(model, lambda name: _width(name, policy, names))):
         warnings.warn(kept, stacklevel=2)
     refuse_other_format(model, policy, {bits for bits, _ in groups})
-    for done, (bits, members) in enumerate(groups, start=1):
-        _replace_group(model, members, bits, policy, fused)
+    for done, (group, fed) in enumerate(in_turn(model, groups, calibration), start=1):
+        _replace_group(model, group, policy, fused, fed)
         if progress is not None:
-            progress(done, len(groups), members[0])
+            progress(done, len(groups), group[1][0])
     run_together(model)
     _warn_about_leftovers(model, policy, names)
     if not has_quantized(model):
@@ -192,10 +198,11 @@ def _width(name: str, policy: QuantizationPolicy, names: Mapping[str, list[str]]
 
 
 def _replace_group(
-    model: nn.Module, names: list[str], bits: int, policy: QuantizationPolicy, fused: Collection[str]
+    model: nn.Module, group: Group, policy: QuantizationPolicy, fused: Collection[str], fed: Hessians | None
 ) -> None:
+    bits, names = group
     modules = [model.get_submodule(name) for name in names]
-    layer = _quantized(modules[0], bits, policy, names[0], apart=names[0] not in fused)
+    layer = _quantized(modules[0], bits, policy, names[0], names[0] not in fused, fed)
     keep_hooks(modules[0], layer)
     made = {id(modules[0]): layer}
     for name, module in zip(names, modules, strict=True):
@@ -218,10 +225,11 @@ def _tied(
 
 
 def _quantized(
-    module: nn.Module, bits: int, policy: QuantizationPolicy, name: str, apart: bool
+    module: nn.Module, bits: int, policy: QuantizationPolicy, name: str, apart: bool, fed: Hessians | None
 ) -> QuantizedModule:
-    if any(parameter.device.type == "meta" for parameter in module.parameters()):
-        raise ValueError(f"{name}: its weight is on the meta device. Load the model's weights first.")
+    refuse_meta(module, name)
+    if fed is not None:
+        return calibrated_layer(module, fed, bits, policy, name, apart)
     if is_experts(module):
         return KbitExperts.from_experts(module, bits, policy, name, apart)
     settings = (bits, policy.codebook_for(bits), policy.absmax_format, policy.search, name)

@@ -28,3 +28,9 @@ def refuse_other_sizes(method: str, module: nn.Linear | nn.Embedding, name: str)
         raise ValueError(f"{method}: a lazy layer has no sizes{at(name)}. Call it once, which gives it some.")
     if reason := other_sizes(module):
         raise ValueError(f"{method}: {reason}{at(name)}. Set the layer's attributes to the weight's sizes.")
+
+
+def refuse_meta(module: nn.Module, name: str) -> None:
+    """Raise ValueError if a module holds a parameter on the meta device."""
+    if any(parameter.device.type == "meta" for parameter in module.parameters()):
+        raise ValueError(f"{name}: its weight is on the meta device. Load the model's weights first.")

@@ -1,0 +1,207 @@
+"""Quantizing layers by what sample inputs feed them; see `kbit.quantizers.calibrated`.
+
+Layers are taken in the model's order, as many at a time as their sums of x x^T fit in `HESSIAN_BYTES`. Each
+time the whole model runs on all samples, with the layers in front quantized already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.format.codebook import get_codebook
+from kbit.format.errors import NonFiniteWeightError
+from kbit.format.policy import QuantizationPolicy
+from kbit.format.tensor import QuantizedTensor
+from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
+from kbit.nn.fuse import Parts, fuse_rows, parts_of
+from kbit.nn.linear import KbitLinear
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.sizes import refuse_meta
+from kbit.quantizers import calibrated
+
+HESSIAN_BYTES = 4 * 2**30
+_EXPERT_BYTES = 2**30  # of H, in float64, of experts whose errors are spread at once
+
+# What a model is called with: ids, or positional or keyword arguments.
+Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+Group = tuple[int, list[str]]  # bits, and the names that lead to one weight
+
+
+class Hessians:
+    """Sums of x x^T over the activations x of a module's weights: float32 [K, K], or [E, K, K] of experts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        for name, weight in _weights(module).items():
+            shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
+            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+
+    def watch(self, module: nn.Module) -> Any:
+        """Have a module's calls add to the sums; returns the hook's handle."""
+        if is_experts(module):
+            return module.register_forward_pre_hook(self._add_routed, with_kwargs=True)
+        return module.register_forward_pre_hook(self._add_input, with_kwargs=True)
+
+    def _add(self, name: str, x: torch.Tensor, expert: int | None = None) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.sums[name][... if expert is None else expert] += rows.t() @ rows
+
+    def _add_input(self, module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self._add("weight", inputs[0] if inputs else named["input"])
+
+    def _add_routed(self, module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        given = dict(zip(("hidden_states", "top_k_index"), inputs, strict=False)) | dict(named)
+        x, ids = given["hidden_states"], given["top_k_index"]
+        for expert, weight in enumerate(module.gate_up_proj):
+            mine = x[(ids == expert).any(-1)]
+            if len(mine):
+                gate, up = nn.functional.linear(mine, weight).chunk(2, dim=-1)
+                self._add("gate_up_proj", mine, expert)
+                self._add("down_proj", module.act_fn(gate) * up, expert)
+
+
+def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: module.get_parameter(name) for name in (WEIGHTS if is_experts(module) else ("weight",))}
+
+
+def _hessian_bytes(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding):
+        return 0
+    return sum(4 * w.numel() // max(1, w.shape[-2]) * w.shape[-1] for w in _weights(module).values())
+
+
+def in_turn(
+    model: nn.Module, groups: Sequence[Group], samples: Sequence[Sample] | None
+) -> Iterator[tuple[Group, Hessians | None]]:
+    """Each group, and what the samples feed its first module; None for an embedding, or without samples.
+
+    A group must be replaced before the next one is asked for.
+
+    Args:
+        model: the model that the groups are of.
+        groups: what is to be quantized, in the model's order.
+        samples: what to call the model with.
+
+    Raises:
+        TypeError: the samples are no list.
+        ValueError: there are none, a weight is on the meta device, or a layer's activations are not finite.
+    """
+    if samples is None:
+        yield from ((group, None) for group in groups)
+        return
+    if not isinstance(samples, list | tuple):
+        raise TypeError(
+            f"quantize_model: calibration must be a list of samples, got {type(samples).__name__}. Of ids "
+            f"[n, T]: list(ids.split(1))."
+        )
+    if not samples:
+        raise ValueError("quantize_model: calibration has no samples. Give some, or None.")
+    first = 0
+    while first < len(groups):
+        last, room = first, HESSIAN_BYTES
+        while last < len(groups):
+            room -= _hessian_bytes(model.get_submodule(groups[last][1][0]))
+            if room < 0 and last > first:
+                break
+            last += 1
+        found = _collected(model, [names[0] for _, names in groups[first:last]], samples)
+        for group in groups[first:last]:
+            yield group, found.pop(group[1][0], None)
+        first = last
+
+
+@torch.no_grad()
+def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) -> dict[str, Hessians]:
+    modules = {name: model.get_submodule(name) for name in names}
+    for name, module in modules.items():
+        refuse_meta(module, name)
+    found = {name: Hessians(m) for name, m in modules.items() if not isinstance(m, nn.Embedding)}
+    handles = [hessians.watch(modules[name]) for name, hessians in found.items()]
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for sample in samples if found else ():
+            _call(model, sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+    for name, hessians in found.items():
+        if not all(bool(torch.isfinite(sums).all()) for sums in hessians.sums.values()):
+            raise ValueError(
+                f"quantize_model: the samples feed NaN or Inf to {name}, so it cannot be calibrated. Is the "
+                f"unquantized model sound in its dtype?"
+            )
+    return found
+
+
+def _call(model: nn.Module, sample: Sample) -> None:
+    if isinstance(sample, Mapping):
+        model(**sample)
+    elif isinstance(sample, torch.Tensor):
+        model(sample)
+    else:
+        model(*sample)
+
+
+@torch.no_grad()
+def calibrated_layer(
+    module: nn.Module, hessians: Hessians, bits: int, policy: QuantizationPolicy, name: str, apart: bool
+) -> QuantizedModule:
+    """Quantize a module by what it is fed.
+
+    Args:
+        module: a linear layer or fused experts.
+        hessians: of its activations.
+        bits, policy, name, apart: as in `KbitExperts.from_experts`.
+
+    Raises:
+        NonFiniteWeightError: a weight holds NaN or Inf.
+    """
+    kind: Any = KbitLinear if isinstance(module, nn.Linear) else KbitExperts
+    layer: QuantizedModule = kind.empty_like(module, bits, policy.absmax_format, name, device="meta")
+    for key, weight in _weights(module).items():
+        if bad := weight.numel() - int(torch.isfinite(weight).sum()):
+            raise NonFiniteWeightError(bad, f"{name}.{key}")
+        sums = hessians.sums.pop(key)
+        if weight.dim() == 2:
+            layer.fill(key, parts_of(_matrices(weight, calibrated.spread(sums), bits, policy)))
+        else:
+            layer.fill(key, _experts(weight, sums, WEIGHTS[key] if apart else 1, bits, policy))
+    return layer
+
+
+def _experts(w: torch.Tensor, sums: torch.Tensor, count: int, bits: int, policy: QuantizationPolicy) -> Parts:
+    """Of [E, count * N, K]: `count` matrices above each other, each with a factor of its own."""
+    parts = w.chunk(count, dim=-2)
+    stacks: list[list[QuantizedTensor]] = [[] for _ in parts]
+    step = max(1, _EXPERT_BYTES // (8 * sums.shape[-1] ** 2))
+    for first in range(0, len(w), step):
+        experts = slice(first, first + step)
+        spread = calibrated.spread(sums[experts])
+        for stack, part in zip(stacks, parts, strict=True):
+            stack.append(_matrices(part[experts], spread, bits, policy))
+    return fuse_rows([_joined(stack) for stack in stacks])
+
+
+def _matrices(
+    w: torch.Tensor, spread: torch.Tensor, bits: int, policy: QuantizationPolicy
+) -> QuantizedTensor:
+    codebook = get_codebook(policy.codebook_for(bits), bits).to(w.device)
+    parts = calibrated.quantize(w, spread, codebook, policy.absmax_format, policy.search)
+    return QuantizedTensor(*parts[:2], codebook, parts[2], bits, tuple(w.shape))
+
+
+def _joined(stacks: list[QuantizedTensor]) -> QuantizedTensor:
+    """Stacks of experts, behind each other."""
+    packed, absmax, scale = (
+        torch.cat([getattr(stack, part) for stack in stacks]) for part in ("packed", "absmax", "scale")
+    )
+    first = stacks[0]
+    shape = (len(packed), *first.shape[1:])
+    return QuantizedTensor(packed, absmax, first.codebook, scale, first.bits, shape)

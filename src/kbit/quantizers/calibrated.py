@@ -1,0 +1,76 @@
+"""Quantizing by what a layer is fed: the columns still to come make up for the error of those that are done.
+
+GPTQ (Frantar et al., 2022) on this format: blocks of 32 columns, left to right. A block's scales are chosen
+when its turn comes, by the weights as they are then. Afterwards the error of each column, weighed by the
+inverse of H = sum of x x^T over activations x, is spread over the columns behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kbit.format import bitplanes, reference
+from kbit.format.codebook import BLOCK_SIZE, bits_of
+from kbit.format.scales import absmax_format
+from kbit.quantizers import absmax, scale_search
+
+# Of the mean of H's diagonal, added to it: with few activations H has no inverse.
+_DAMPING = 0.01
+
+
+def spread(hessian: torch.Tensor) -> torch.Tensor:
+    """How errors of columns spread: U of H^-1 = U^T U; the identity where there was no activation.
+
+    Args:
+        hessian: float32 [..., K, K], the sum of x x^T over activations x [K]; finite.
+
+    Returns:
+        float32 [..., K', K'], upper triangular; K' is K rounded up to whole blocks.
+    """
+    padding = -hessian.shape[-1] % BLOCK_SIZE
+    h = F.pad(hessian.double(), (0, padding, 0, padding))
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    diagonal += torch.where(mean > 0, _DAMPING * mean, 1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def quantize(
+    w: torch.Tensor, spread: torch.Tensor, codebook: torch.Tensor, absmax_format_name: str, search: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize weights such that their products with activations like those that were seen change little.
+
+    Args:
+        w: [..., N, K], float32, float16 or bfloat16, finite.
+        spread: float32 [..., K', K'] on w's device, see `spread`.
+        codebook: float32 [2^bits] on w's device.
+        absmax_format_name: a name in `kbit.format.scales.ABSMAX_FORMATS`.
+        search: search block scales, or take the rounded absmax.
+
+    Returns:
+        packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
+    """
+    fmt = absmax_format(absmax_format_name)
+    method = scale_search if search else absmax
+    blocks = reference.split_blocks(w)
+    factor = fmt.tensor_factor(blocks.abs().amax(-1))
+    rest = blocks.flatten(-2).clone()  # which may be w's own memory
+    codes = torch.empty_like(rest, dtype=torch.uint8)
+    stored = []
+    for start in range(0, rest.shape[-1], BLOCK_SIZE):
+        end = start + BLOCK_SIZE
+        block = rest[..., start:end]
+        _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor)
+        stored.append(chosen)
+        scale = fmt.decode(chosen) * factor[..., None, None]
+        errors = torch.empty_like(block)
+        for i in range(BLOCK_SIZE):
+            column, weights = block[..., i : i + 1], spread[..., start + i, None, start + i : end]
+            code = reference.codes_for_scale(column, scale.squeeze(-1), codebook)
+            errors[..., i : i + 1] = (column - codebook[code.int()] * scale) / weights[..., :1]
+            codes[..., start + i : start + i + 1] = code
+            block[..., i:] -= errors[..., i : i + 1] * weights
+        rest[..., end:] -= errors @ spread[..., start:end, end:]
+    return bitplanes.pack(codes, bits_of(codebook)), torch.cat(stored, dim=-1), factor

@@ -1,0 +1,165 @@
+"""Quantizing by sample inputs: `quantize_model(calibration=...)`, and the GPTQ of one weight."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import kbit
+from kbit.format import SUPPORTED_BITS, reference
+from kbit.format.scales import ABSMAX_FORMATS
+from kbit.nn import KbitExperts, KbitLinear, calibration
+from kbit.quantizers import calibrated
+from tiny_models import build
+
+IDS = torch.randint(70, (6, 16), generator=torch.Generator().manual_seed(0))
+
+
+def correlated(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Activations of which few directions are large, as those of language models."""
+    made = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(columns, columns, generator=made) * torch.logspace(0, -2, columns)
+    return torch.randn(rows, columns, generator=made) @ mixed.t()
+
+
+def decoded(parts: tuple[torch.Tensor, ...], codebook: torch.Tensor, columns: int) -> torch.Tensor:
+    packed, absmax, scale = parts
+    return reference.dequantize(packed, absmax, codebook, scale, columns, torch.float32)
+
+
+@pytest.mark.parametrize("form", list(ABSMAX_FORMATS))
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("columns", [96, 100])
+def test_products_come_out_closer(bits: int, form: str, columns: int) -> None:
+    w, x = torch.randn(24, columns), correlated(400, columns)
+    codebook = kbit.normal_float(bits)
+    parts = calibrated.quantize(w, calibrated.spread(x.t() @ x), codebook, form, search=True)
+    plain = kbit.dequantize(kbit.quantize(w, bits, scale=form))
+    unseen = correlated(400, columns, seed=0)
+    error, before = (
+        (unseen @ (v - w).t()).square().sum() for v in (decoded(parts, codebook, columns), plain)
+    )
+    assert error < 0.8 * before
+    q = kbit.QuantizedTensor(*parts[:2], codebook, parts[2], bits, tuple(w.shape))
+    assert torch.equal(kbit.dequantize(q), decoded(parts, codebook, columns))
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_without_activations_it_is_the_default_quantizer(search: bool) -> None:
+    w, codebook = torch.randn(3, 8, 70), kbit.normal_float(4)
+    spread = calibrated.spread(torch.zeros(3, 70, 70))
+    packed, absmax, scale = calibrated.quantize(w, spread, codebook, "e4m4", search)
+    q = kbit.quantize(w, 4, search=search)
+    assert torch.equal(packed, q.packed)
+    assert torch.equal(absmax, q.absmax)
+    assert torch.equal(scale, q.scale)
+
+
+def test_a_stack_is_its_matrices() -> None:
+    w, x, codebook = torch.randn(3, 8, 64), torch.randn(3, 100, 64), kbit.normal_float(3)
+    hessians = x.transpose(1, 2) @ x
+    stack = calibrated.quantize(w, calibrated.spread(hessians), codebook, "e4m4", True)
+    for i in range(3):
+        one = calibrated.quantize(w[i], calibrated.spread(hessians[i]), codebook, "e4m4", True)
+        torch.testing.assert_close(
+            decoded(tuple(part[i] for part in stack), codebook, 64), decoded(one, codebook, 64)
+        )
+
+
+def divergence(model: nn.Module, reference_model: nn.Module, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        p, q = (m(ids).logits.log_softmax(-1) for m in (reference_model, model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "granitemoe"])
+def test_a_model_comes_out_closer_saves_and_reloads(architecture: str, tmp_path) -> None:
+    base = build(architecture, torch.float32)
+    config = kbit.KbitConfig(bits=3)
+    plain = kbit.quantize_model(copy.deepcopy(base), config)
+    seen = []
+    model = kbit.quantize_model(
+        copy.deepcopy(base), config, lambda done, total, name: seen.append((done, total)), [IDS]
+    )
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+    assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
+    assert divergence(model, base, IDS) < divergence(plain, base, IDS)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_layers_in_front_are_quantized_already(monkeypatch) -> None:
+    """With room for one layer's sums at a time, each pass is over a model that is quantized so far."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    states, call = [], calibration._call
+    monkeypatch.setattr(calibration, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(
+        calibration,
+        "_call",
+        lambda m, sample: (states.append([isinstance(layer, KbitLinear) for layer in m]), call(m, sample)),
+    )
+    kbit.quantize_model(model.train(), kbit.QuantizationPolicy(bits=2), calibration=[torch.randn(9, 64)])
+    assert states == [[False, False, False], [True, False, False], [True, True, False]]
+    assert all(layer.training for layer in model)
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_samples_may_be_arguments() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.up(x * scale)
+
+    x, layers = torch.randn(50, 32), []
+    for sample in ((x, 2.0), {"x": x, "scale": 2.0}, 2 * x):
+        torch.manual_seed(0)
+        model = kbit.quantize_model(Both(), kbit.QuantizationPolicy(bits=2), calibration=[sample])
+        layers.append(model.up.weight_packed)
+    assert torch.equal(layers[0], layers[1])
+    assert torch.equal(layers[0], layers[2])
+
+
+def test_experts_of_which_nothing_is_seen_are_quantized_as_ever() -> None:
+    base = build("qwen3_moe", torch.float32)
+    few = kbit.quantize_model(copy.deepcopy(base), kbit.KbitConfig(bits=4), calibration=[IDS[:1, :2]])
+    plain = kbit.quantize_model(copy.deepcopy(base), kbit.KbitConfig(bits=4))
+    pairs = [
+        (one, other)
+        for one, other in zip(few.modules(), plain.modules(), strict=True)
+        if isinstance(one, KbitExperts)
+    ]
+    same = [
+        torch.equal(one.down_proj_packed[e], other.down_proj_packed[e])
+        for one, other in pairs
+        for e in range(one.num_experts)
+    ]
+    assert any(same)
+    assert not all(same)
+
+
+def test_what_cannot_be_calibrated_is_named() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"samples feed NaN or Inf to 0, so it cannot be calibrated"):
+        kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=[torch.full((2, 32), torch.inf)])
+    for samples, error, message in (
+        (torch.randn(2, 32), TypeError, r"calibration must be a list of samples, got Tensor.*split\(1\)"),
+        ([], ValueError, "calibration has no samples"),
+    ):
+        with pytest.raises(error, match=message):
+            kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=samples)
+    empty = nn.ModuleDict({"up": nn.Linear(32, 32, device="meta")})
+    with pytest.raises(ValueError, match="up: its weight is on the meta device"):
+        kbit.quantize_model(empty, kbit.QuantizationPolicy(), calibration=[torch.randn(2, 32)])
+    assert not any(isinstance(layer, KbitLinear) for layer in model)
+    model[1].weight.data[0, 0] = torch.nan
+    with pytest.raises(kbit.NonFiniteWeightError, match="1.weight"):
+        kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=[torch.randn(2, 32)])
