@@ -85,7 +85,8 @@ SECTIONS = (
         "Perplexity, and KL divergence from the unquantized model, which sees damage that perplexity "
         "averages away. Lower is better in both, and further left is smaller.",
         ("quality",),
-        "kbit eval MODEL --bits 2,3,4,5 --plain --calibrate other.txt --text heldout.txt --json {folder}/quality.json",
+        "kbit eval MODEL --bits 2,3,4,5 --plain --calibrate other.txt --text heldout.txt "
+        "--json {folder}/quality.json",
         _quality,
     ),
     Section(
