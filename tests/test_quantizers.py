@@ -141,3 +141,8 @@ def test_autocast_changes_nothing(form):
             assert kbit.QuantizedTensor.stack([q, q]).shape == (2, *w.shape) if w.dim() == 2 else True
         assert torch.equal(q.packed, expected.packed)
         assert torch.equal(q.absmax, expected.absmax)
+
+
+def test_a_stack_on_the_meta_device():
+    q = kbit.quantize(torch.randn(4, 64, device="meta"), scale="float16")
+    assert kbit.QuantizedTensor.stack([q, q]).shape == (2, 4, 64)

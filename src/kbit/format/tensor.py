@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kbit.format import reference
+from kbit.format.autocast import without_autocast
 from kbit.format.codebook import check_bits
 from kbit.format.part_checks import check_all, check_parts, check_tiles, sizes_of
 from kbit.format.scales import absmax_format
@@ -178,7 +179,7 @@ class QuantizedTensor:
         codebooks = torch.stack([q.codebook for q in matrices])
         if not codebooks.is_meta and not bool((codebooks == first.codebook).all()):
             raise ValueError("stack: matrices must have one codebook. Quantize them with the same one.")
-        with torch.autocast(first.device.type, enabled=False):  # which would refuse to join float16 scales
+        with without_autocast(first.device):  # which would refuse to join float16 scales
             packed, absmax = (
                 torch.stack(parts) for parts in zip(*(q.canonical() for q in matrices), strict=True)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.format.autocast import without_autocast
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.kernels import Kernels, kernels_for
@@ -105,7 +106,7 @@ def linear_nvfp4(
     kernels = kernels_for(x, w=w.codes, bias=bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
     if w.layout != "tiled":
         return kernels.linear(x, *w.nv(), float(w.global_scale), bias)

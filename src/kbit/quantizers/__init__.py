@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.format import reference
+from kbit.format.autocast import without_autocast
 from kbit.format.scales import absmax_format
 from kbit.quantizers import absmax, scale_search
 
@@ -26,7 +27,7 @@ def quantize(
     Returns:
         packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
     """
-    with torch.autocast(w.device.type, enabled=False):  # which would refuse to join float16 scales
+    with without_autocast(w.device):  # which would refuse to join float16 scales
         if w.dim() == 2:
             return _quantize_matrix(w, codebook, absmax_format_name, search)
         # Without an expert one of zeros says what the parts of none are like.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kbit.format.autocast import without_autocast
 from kbit.format.layout import TILE_ROWS
 
 _CHUNK_WEIGHTS = 8 * 2**20
@@ -19,7 +20,7 @@ Decode = Callable[[int, torch.Tensor], None]
 
 def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ w.T + bias, accumulated in float32 and rounded once; in x's dtype, whatever autocast's is."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         if x.is_cuda:
             # cuBLAS accumulates in float32 and rounds once.
             return F.linear(x, w, bias)
@@ -51,7 +52,7 @@ def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Te
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> None:
     """total += grad @ w, with `total` float32: a product in grad's dtype would round every chunk."""
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad.device):
         if grad.is_cuda and grad.dtype != torch.float32:
             total += torch.mm(grad, w, out_dtype=torch.float32)
         else:
