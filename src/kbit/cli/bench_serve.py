@@ -16,6 +16,7 @@ from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_tokenizer
 from kbit.cli.options import labels, numbers
 from kbit.cli.outputs import JsonFile, write_json
+from kbit.cli.serve_requests import NO_TEMPLATE
 from kbit.cli.tables import show
 from kbit.format.words import counted
 
@@ -122,10 +123,7 @@ def serve(
 def _check_template(folder: Path) -> None:
     """Raises OSError or ValueError, before a server is started, for a model that cannot be chatted with."""
     if not load_tokenizer(folder).chat_template:
-        raise ValueError(
-            f"{folder}: its tokenizer has no chat template, by which the server makes prompts of messages. "
-            f"Copy the chat_template.jinja of the model's chat variant into the folder."
-        )
+        raise ValueError(f"{folder}: its {NO_TEMPLATE}.")
 
 
 def _measure(

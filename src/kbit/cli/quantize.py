@@ -112,7 +112,7 @@ def run(
 ) -> Report:
     """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
     from kbit.integrations.streaming import quantize_checkpoint
-    from kbit.integrations.streaming.folder import partial_of
+    from kbit.integrations.streaming.folder import finished_shards, partial_of
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
@@ -130,9 +130,10 @@ def run(
             return quantize_checkpoint(source, target, policy, force, show, jobs, words(device))
         except KeyboardInterrupt:
             shown.close()
-            if kept := len(list(partial_of(target).glob("*.safetensors"))):
+            partial = partial_of(target)
+            if kept := len(finished_shards(partial)):
                 what = counted(kept, "finished shard")
-                _print_warning(f"{partial_of(target)} keeps {what}: the same command goes on from there.")
+                _print_warning(f"{partial} keeps {what}: the same command goes on from there.")
             raise
 
 

@@ -18,8 +18,8 @@ _NUMBERS = ("temperature", "top_p", "frequency_penalty")
 
 
 NO_TEMPLATE = (
-    "the model's tokenizer has no chat template, by which the server makes prompts of messages. Copy the "
-    "chat_template.jinja of the model's chat variant into its folder, or ask /v1/completions."
+    "tokenizer has no chat template, by which the server makes prompts of messages. Copy the "
+    "chat_template.jinja of the model's chat variant into the folder"
 )
 
 
@@ -153,7 +153,7 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
             except ValueError as error:
                 if "chat_template is not set" not in str(error):
                     raise
-                raise RequestError(NO_TEMPLATE, field) from None
+                raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None
         except RequestError as error:
             told = {
                 "message": str(error),

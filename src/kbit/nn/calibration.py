@@ -6,6 +6,7 @@ time the whole model runs on all samples, with the layers in front quantized alr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,10 +36,10 @@ class Hessians:
     """Sums of x x^T over the activations x of a module's weights: float32 [K, K], or [E, K, K] of experts."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        for name, weight in _weights(module).items():
-            shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
-            self.sums[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+        self.sums = {
+            name: torch.zeros(_shape_of_sums(weight), dtype=torch.float32, device=weight.device)
+            for name, weight in _weights(module).items()
+        }
 
     def watch(self, module: nn.Module) -> Any:
         """Have a module's calls add to the sums; returns the hook's handle."""
@@ -68,10 +69,14 @@ def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: module.get_parameter(name) for name in (WEIGHTS if is_experts(module) else ("weight",))}
 
 
+def _shape_of_sums(weight: torch.Tensor) -> tuple[int, ...]:
+    return (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
+
+
 def _hessian_bytes(module: nn.Module) -> int:
     if isinstance(module, nn.Embedding):
         return 0
-    return sum(4 * w.numel() // max(1, w.shape[-2]) * w.shape[-1] for w in _weights(module).values())
+    return sum(4 * math.prod(_shape_of_sums(weight)) for weight in _weights(module).values())
 
 
 def in_turn(

@@ -128,7 +128,7 @@ def quantize_checkpoint(
                 _write_rest(source, partial, config, policy, shards)
         except ValueError as error:
             # A GPU's kernel that cannot be compiled is one, too: what is finished can be used later.
-            if isinstance(error, NonFiniteWeightError) or not any(partial.glob("*.safetensors")):
+            if isinstance(error, NonFiniteWeightError) or not folder.finished_shards(partial):
                 shutil.rmtree(partial)
             raise
         folder.publish(partial, target)

@@ -32,6 +32,11 @@ def partial_of(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
+def finished_shards(partial: Path) -> list[Path]:
+    """The shards in a work folder, each of them whole unless somebody else changed it."""
+    return list(partial.glob("*.safetensors"))
+
+
 @contextmanager
 def exclusive(partial: Path) -> Iterator[None]:
     """Hold the work folder against other processes.
@@ -110,7 +115,7 @@ def prepare(
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
             raise FileExistsError(f"{partial} is in the way and was not made by kbit. Remove or rename it.")
-        kept = len(list(partial.glob("*.safetensors")))
+        kept = len(finished_shards(partial))
         if kept and not force:
             raise FileExistsError(
                 f"{partial} keeps {counted(kept, 'finished shard')} of an interrupted run with other "
@@ -119,10 +124,10 @@ def prepare(
             )
         with explained(source, partial):
             shutil.rmtree(partial)
-    for path in partial.glob("*.safetensors"):
+    for path in finished_shards(partial):
         if path.name not in shards or not _is_whole(path, shards[path.name]):
             path.unlink()
-    done = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+    done = sum(path.stat().st_size for path in finished_shards(partial))
     _check_space(partial.parent, sum(job.out_bytes for job in jobs) - done)
     if not same:
         with explained(source, partial):
@@ -236,7 +241,7 @@ def explained(source: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        shards = [path.stat().st_size for path in partial.glob("*.safetensors")]
+        shards = [path.stat().st_size for path in finished_shards(partial)]
         free = shutil.disk_usage(partial.parent).free
         if shards:
             left = (

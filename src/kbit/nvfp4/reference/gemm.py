@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from kbit.format.autocast import without_autocast
 from kbit.nvfp4.exact import integer_to_float32
 from kbit.nvfp4.formats import layouts
 from kbit.nvfp4.reference.quantize import decode, dequantize, row_chunks
@@ -69,7 +70,7 @@ def _by_sub_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     may use under a lowered matmul precision. Autocast would also round the products themselves.
     """
     total = torch.zeros(a.shape[0], w.shape[0], dtype=torch.float32, device="cpu")
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast(a.device):
         for start in range(0, a.shape[1], layouts.SUB_BLOCK):
             part = slice(start, start + layouts.SUB_BLOCK)
             total = total + a[:, part] @ w[:, part].t()
@@ -84,7 +85,7 @@ def linear(
     A few rows of W at a time: a third to half of the time went into writing all of it. The last bits of a
     float32 product may depend on how many rows that are.
     """
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast(x.device):
         parts = [
             F.linear(
                 x,

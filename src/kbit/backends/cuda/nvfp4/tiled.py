@@ -15,6 +15,7 @@ from kbit.backends.cuda.nvfp4 import products
 from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.weights import aligned, fenced, ready
 from kbit.format import nvfp4_layout
+from kbit.format.autocast import without_autocast
 from kbit.format.codebook import E2M1_MAGNITUDES
 
 # Values of e2m1 codes.
@@ -78,7 +79,7 @@ def linear(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    with torch.autocast("cuda", enabled=False):
+    with without_autocast(x.device):
         return F.linear(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
 
 
