@@ -122,6 +122,9 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     if block.rows == config.HALF_ROWS:  # two teams take turns
         step = width * max(190, (120 if block.bits < 5 else 140) + 2.1 * tokens)
         sums = 2500 + 15 * tokens + 150 * cluster
+    elif block.rows == config.WIDE_ROWS:
+        step, ends = 260 + 5.65 * tokens, 2500 + 8 * tokens
+        sums = 3500 + 30 * tokens + 300 * cluster
     elif teams == 1 and width == 1:
         step = 200 + 3.56 * tokens
     else:

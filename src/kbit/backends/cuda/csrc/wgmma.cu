@@ -15,7 +15,7 @@
 //   bias        16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated, any alignment of its type
 //   offsets     grouped: int32 [experts + 1]
 //
-// A block computes tiles of Config::rows rows of W, 64 or 128 (gated: 64 gates and their 64 ups), by
+// A block computes tiles of Config::rows rows of W, 64, 128 (gated: 64 gates and their 64 ups) or 192, by
 // Config::tokens tokens in steps of Config::columns. A producer warpgroup keeps kStages steps of packed
 // weights and activations in flight. Of the others each has 64 rows: a warp decodes 16 rows a step into
 // registers, scales them (so that the operand is the 16-bit weight that dequantize gives), and the warpgroup

@@ -35,9 +35,10 @@ constexpr int kTeamThreads = 128 * kGroups;
 constexpr int kConsumers = kTeams * kTeamThreads;
 constexpr int kKept = kTokens > 16 ? kTokens / kTeams : kTokens;
 static_assert(kStages % kTeams == 0);
-// Together those that all threads start with: 168 each, or 96 with four consumer warpgroups.
-constexpr bool kFour = kConsumers == 512;
-constexpr int kProducerRegisters = kFour ? 32 : 40, kConsumerRegisters = kFour ? 112 : 232;
+// Together those that all threads start with: 168 each, 128 with three consumer warpgroups, 96 with four.
+constexpr bool kThree = kConsumers == 384, kFour = kConsumers == 512;
+constexpr int kProducerRegisters = kThree || kFour ? 32 : 40;
+constexpr int kConsumerRegisters = kThree ? 160 : kFour ? 112 : 232;
 // Packed words of the next step are loaded in front of a step's products, and the compiler spreads these over
 // the look-ups: a product waits for the one before, and look-ups behind all of them come late. 4096 x 14336
 // by 128 tokens take 25.5 us on an H200, with words loaded after the products 28.5. Of two teams decoding
