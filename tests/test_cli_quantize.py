@@ -159,7 +159,7 @@ def test_fused_experts_on_disk_are_read_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming.ops, "quantize", watch)
     header = read_header(tmp_path / "x.safetensors")["experts.down_proj"]
     job = jobs.Job("experts.down_proj", header, 4, {}, "experts.down_proj")
-    parts = streaming._run(job, kbit.QuantizationPolicy())
+    parts = streaming._run(job, kbit.QuantizationPolicy(), {})
     expected = parts_to_save("experts.down_proj", quantize(w, 4))
     assert shapes == [(16, 40)] * 3
     assert parts.keys() == expected.keys()

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import kbit
 from docs_blocks import ROOT
-from tiny_models import build, quantize_files
+from tiny_models import build, build_with_tokenizer, quantize_files
 
 EXAMPLES = ROOT / "examples"
 
@@ -27,14 +25,6 @@ def run(name: str, *arguments: object) -> str:
     return result.stdout
 
 
-def with_tokenizer(architecture: str, folder: Path) -> Path:
-    build(architecture, torch.float32, spread=False).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(72)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return folder
-
-
 def test_quantize_llama_without_a_model(tmp_path):
     text = run("quantize_llama.py", "--out", tmp_path / "out", "--bits", 3)
     assert "14 layers, 3." in text
@@ -43,7 +33,7 @@ def test_quantize_llama_without_a_model(tmp_path):
 
 
 def test_quantize_llama_with_a_model(tmp_path):
-    source = with_tokenizer("llama", tmp_path / "in")
+    source = build_with_tokenizer("llama", tmp_path / "in")
     text = run("quantize_llama.py", source, "--out", tmp_path / "out", "--prompt", "w1 w2", "--new-tokens", 4)
     assert "tokens: True" in text
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -56,12 +46,12 @@ def test_moe_without_a_model():
 
 
 def test_moe_with_a_model(tmp_path):
-    text = run("moe.py", with_tokenizer("qwen3_moe", tmp_path / "in"), "--tokens", 16)
+    text = run("moe.py", build_with_tokenizer("qwen3_moe", tmp_path / "in"), "--tokens", 16)
     assert "1 x KbitExperts: 3 bits" in text
 
 
 def test_lora(tmp_path):
-    source = with_tokenizer("qwen3_moe", tmp_path / "in")
+    source = build_with_tokenizer("qwen3_moe", tmp_path / "in")
     book = tmp_path / "book.txt"
     book.write_text(" ".join(f"w{i % 72}" for i in range(400)))
     text = run(

@@ -14,8 +14,8 @@ import torch
 
 import kbit
 from kbit.bench.quality import compare, log_probabilities, windows
-from kbit.cli.eval import encode_windows, read_text
 from kbit.cli.model_folder import load_model
+from kbit.cli.texts import encode_windows, read_text
 from kbit.format import SUPPORTED_BITS, QuantizationPolicy
 
 needs_model = pytest.mark.skipif(

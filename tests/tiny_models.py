@@ -115,6 +115,19 @@ def build(architecture, dtype, spread=True):
     return model
 
 
+def build_with_tokenizer(architecture, folder):
+    """A folder of a float32 model and a tokenizer whose words are w0 to w71."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    build(architecture, torch.float32, spread=False).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(72)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
 def quantize_files(source, target, policy):
     """What `kbit quantize` does, tensor by tensor, without any model."""
     from safetensors.torch import load_file, save_file

@@ -67,8 +67,8 @@ def demo(
 ) -> None:
     """Quantize a small model and talk to it. SmolLM2-135M, compared with bfloat16 in one table."""
     from kbit.bench import machine
-    from kbit.cli.eval import encode_windows, read_text
     from kbit.cli.model_folder import load_model
+    from kbit.cli.texts import encode_windows, read_text
     from kbit.format import QuantizationPolicy
 
     start = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,40 +15,16 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.model_folder import check_model_folder, load_model, load_tokenizer
+from kbit.cli.model_folder import check_model_folder, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
+from kbit.cli.texts import SAMPLED, encode_windows, read_text
 
 if TYPE_CHECKING:
     import torch
 
 console = Console()
-SHIPPED_TEXT = "text.txt"
-SAMPLED = 2**15  # tokens of a text to calibrate by, at most
-
-
-def read_text(file: Path | None) -> str:
-    """The text to score on: a file's, or the public-domain one that ships with kbit.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not UTF-8.
-    """
-    if file is None:
-        return (resources.files("kbit") / "data" / SHIPPED_TEXT).read_text(encoding="utf-8")
-    from kbit.bench.result_files import read_text as read
-
-    return read(file, f"--text {file}", "Give a UTF-8 text file, or leave --text out: kbit ships one.")
-
-
-def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
-    """Token ids of a text, int64 [n, size], by the tokenizer of a model folder."""
-    from kbit.bench.quality import windows
-
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    return windows(ids, size, max_tokens)
 
 
 def evaluate(
@@ -85,7 +60,9 @@ def evaluate(
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
         methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
-        samples = None if calibrate is None else encode_windows(folder, read_text(calibrate), window, SAMPLED)
+        samples = None
+        if calibrate is not None:
+            samples = encode_windows(folder, read_text(calibrate, "--calibrate"), window, SAMPLED)
         ids = encode_windows(folder, read_text(text), window, max_tokens)
         rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples)
     from kbit.bench import machine

@@ -20,7 +20,7 @@ from kbit.format.words import counted
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
-    from kbit.integrations.streaming import Report
+    from kbit.integrations.streaming import Codes, Report
 
 console = Console()
 # What is left unquantized is worth a line from here on.
@@ -72,6 +72,13 @@ def quantize(
             help="Take each block's largest weight as its scale, without a search: faster, less exact.",
         ),
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Go by what this UTF-8 text feeds layers, too: more exact; needs memory for the model.",
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace OUT, and the OUT.partial of a run with other options.")
     ] = False,
@@ -85,6 +92,7 @@ def quantize(
     ] = None,
 ) -> None:
     """Quantize a model, shard by shard. Run it again to go on after an interruption."""
+    from kbit.cli.calibrate import calibrated
     from kbit.format import QuantizationPolicy
 
     policy = QuantizationPolicy(
@@ -96,10 +104,12 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
-    report = run(source, target, policy, force, jobs, device)
+    codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
+    report = run(source, target, policy, force, jobs, device, codes)
     _print_summary(report, target)
     if json_file is not None:
-        write_json(json_file, _summary(report, source, policy))
+        by = None if calibrate is None else calibrate.name
+        write_json(json_file, _summary(report, source, policy) | {"calibrated_by": by})
 
 
 def run(
@@ -109,6 +119,7 @@ def run(
     force: bool = False,
     jobs: int | None = None,
     device: str = "cpu",
+    codes: Codes | None = None,
 ) -> Report:
     """`quantize_checkpoint` with a progress bar; `device` may be several, parted by commas."""
     from kbit.integrations.streaming import quantize_checkpoint
@@ -127,7 +138,7 @@ def run(
             bar.update(task, completed=done, total=total)
 
         try:
-            return quantize_checkpoint(source, target, policy, force, show, jobs, words(device))
+            return quantize_checkpoint(source, target, policy, force, show, jobs, words(device), codes)
         except KeyboardInterrupt:
             shown.close()
             partial = partial_of(target)

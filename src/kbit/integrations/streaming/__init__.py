@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as partial_of
 from pathlib import Path
@@ -27,14 +27,14 @@ from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
-from kbit.format.names import module_of
+from kbit.format.names import SCALE, module_of
 from kbit.format.safetensors_header import read_header
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
 from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.streaming.workers import run_all, worker_devices
 
-__all__ = ["Report", "quantize_checkpoint"]
+__all__ = ["Codes", "Report", "quantize_checkpoint"]
 
 # Where transformers keeps named chat templates; the only folder inside a model folder that it reads.
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -76,6 +76,20 @@ class Report:
 Progress = Callable[[int, int, str], None]
 
 
+@dataclass(frozen=True)
+class Codes:
+    """Parts of quantized weights that are made from the whole model, such as by what samples feed its layers.
+
+    Attributes:
+        key: what they follow from, beside the source and the policy.
+        make: called if there is a shard to write; returns {name in the output: part}, on any device. Tensors
+            that it lacks are quantized as without it.
+    """
+
+    key: str
+    make: Callable[[], Mapping[str, torch.Tensor]]
+
+
 def quantize_checkpoint(
     source: str | Path,
     target: str | Path,
@@ -84,11 +98,12 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     jobs: int | None = None,
     devices: Sequence[str] = ("cpu",),
+    codes: Codes | None = None,
 ) -> Report:
     """Quantize a model folder into another one.
 
-    The result equals what `from_pretrained(source, quantization_config=...)` and `save_pretrained` give, bit
-    for bit, whatever the model's size.
+    Without `codes` the result equals what `from_pretrained(source, quantization_config=...)` and
+    `save_pretrained` give, bit for bit, whatever the model's size.
 
     Args:
         source: folder with config.json and safetensors files, not quantized.
@@ -98,6 +113,7 @@ def quantize_checkpoint(
         progress: called as progress(bytes done, bytes in all, tensor name), from any thread, one at a time.
         jobs: shards in work at a time; the bytes written do not depend on it. See `worker_devices`.
         devices: where to quantize, such as ("cuda:0", "cuda:1"); workers take them in turn.
+        codes: quantized weights that are made elsewhere.
 
     Returns:
         A Report.
@@ -121,10 +137,12 @@ def quantize_checkpoint(
     partial = folder.partial_of(target)
     with folder.exclusive(partial):
         folder.check_target(source, target, force)  # again: another process may have finished just now
-        shards = folder.prepare(partial, source, policy, tensors, force)
+        shards = folder.prepare(partial, source, policy, tensors, force, codes.key if codes else "")
         try:
             with folder.explained(source, partial):
-                report = _write_shards(partial, shards, policy, progress, where)
+                finished = all((partial / file).is_file() for file in shards)
+                made = {} if codes is None or finished else codes.make()
+                report = _write_shards(partial, shards, policy, progress, where, made)
                 _write_rest(source, partial, config, policy, shards)
         except ValueError as error:
             # A GPU's kernel that cannot be compiled is one, too: what is finished can be used later.
@@ -142,6 +160,7 @@ def _write_shards(
     policy: QuantizationPolicy,
     progress: Progress | None,
     where: Sequence[torch.device],
+    made: Mapping[str, torch.Tensor],
 ) -> Report:
     where = where[: max(1, len(shards))]  # the others would only take threads
     report = Report(shards=list(shards), workers=[str(device) for device in where])
@@ -162,7 +181,7 @@ def _write_shards(
             if stopped():
                 return
             if not finished:
-                tensors |= _run(job, policy, device)
+                tensors |= _run(job, policy, made, device)
             count(job, finished)
         if finished:
             with lock:
@@ -185,9 +204,14 @@ def _count(report: Report, job: Job, finished: bool) -> None:
         report.quantized_bytes += job.out_bytes
 
 
-def _run(job: Job, policy: QuantizationPolicy, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+def _run(
+    job: Job, policy: QuantizationPolicy, made: Mapping[str, torch.Tensor], device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
     if job.bits is None:
         return {job.name: read_tensor(job.name, job.info, CPU)}
+    if all(name in made for name in job.parts):
+        names = (*job.parts, job.parts_name + SCALE)
+        return {name: made[name].cpu() for name in names if name in made}
     settings = (job.bits, policy.codebook_for(job.bits), policy.absmax_format, policy.search)
 
     def quantized(where: str, expert: int | None = None) -> QuantizedTensor:

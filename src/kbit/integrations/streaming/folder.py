@@ -99,9 +99,9 @@ def check_target(source: Path, target: Path, force: bool) -> None:
 
 
 def prepare(
-    partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job], force: bool
+    partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job], force: bool, key: str = ""
 ) -> dict[str, list[Job]]:
-    """Make the work folder, or take over one that the same task left; {shard file: jobs}.
+    """Make the work folder, or take over one that the same task, of the same key, left; {shard file: jobs}.
 
     Raises:
         FileExistsError: a folder of that name is there that no run of this program left; or another task did,
@@ -109,7 +109,7 @@ def prepare(
         OSError: too little space is free, or the folder cannot be written.
     """
     shards = assign_shards(jobs)
-    journal = {"task": _fingerprint(source, policy, shards), "shards": list(shards)}
+    journal = {"task": _fingerprint(source, policy, shards, key), "shards": list(shards)}
     file = partial / JOURNAL
     same = file.is_file() and file.read_bytes() == json.dumps(journal).encode()
     if partial.exists() and not same:
@@ -136,12 +136,12 @@ def prepare(
     return shards
 
 
-def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]]) -> str:
+def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]], key: str) -> str:
     """Hash of all that the shards' bytes follow from; of config.json, the bits that it gives each job."""
     files = sorted({job.info.file for jobs in shards.values() for job in jobs})
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     content = {file: [(job.name, job.bits, job.parts_name) for job in jobs] for file, jobs in shards.items()}
-    task = [__version__, str(source.resolve()), state, policy.to_dict(), content]
+    task = [__version__, str(source.resolve()), state, policy.to_dict(), content, key]
     return hashlib.sha256(json.dumps(task).encode()).hexdigest()
 
 

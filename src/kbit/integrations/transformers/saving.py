@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
-from kbit.format.names import PARTS
+from kbit.format.names import PARTS, original_of
 from kbit.format.words import first_of
 from kbit.integrations.transformers.names import converted_parts, lost_in_files, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
@@ -141,6 +141,12 @@ def _renames(entry: Any, weight: str) -> bool:
     except NotImplementedError:  # it cannot be undone; then saving says so
         return False
     return renamed.rpartition(".")[2] != weight.rpartition(".")[2]
+
+
+def stored_parts(model: Any) -> dict[str, torch.Tensor]:
+    """The parts of a model's quantized weights, named and cut as `save_pretrained` writes them."""
+    parts = {name: part for name, part in model.state_dict().items() if original_of(name) != name}
+    return revert_weight_conversion(model, parts)
 
 
 def names_of(converter: WeightConverter) -> Iterator[tuple[list[str], list[str]]]:

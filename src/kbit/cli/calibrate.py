@@ -1,0 +1,60 @@
+"""`kbit quantize --calibrate`: a model's codes by what a text feeds its layers."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kbit.cli.consoles import Console
+from kbit.cli.model_folder import load_model
+from kbit.cli.texts import SAMPLED, encode_windows, read_text
+from kbit.integrations.devices import find_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from kbit.format import QuantizationPolicy
+    from kbit.integrations.streaming import Codes
+
+WINDOW = 512  # tokens that the model sees at a time
+
+
+def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str) -> Codes:
+    """Codes that a whole model is to be loaded for; the text is read and encoded now.
+
+    Raises:
+        OSError: the text cannot be read, or the folder has no tokenizer.
+        ValueError: the text is not UTF-8 or has fewer than two tokens; no such device, or more than one.
+    """
+    from kbit.integrations.streaming import Codes
+
+    place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
+    samples = encode_windows(source, read_text(text, "--calibrate"), WINDOW, SAMPLED)
+
+    def make() -> Mapping[str, torch.Tensor]:
+        from kbit import quantize_model
+        from kbit.integrations.transformers.saving import stored_parts
+
+        model = load_model(source, device=str(place))
+        known, most = model.config.get_text_config().vocab_size, int(samples.max())
+        if most >= known:
+            raise ValueError(f"{source}: its tokenizer gives ids up to {most}, its model knows {known}.")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("calibrating layers", total=None)
+
+            def show(done: int, total: int, name: str) -> None:
+                bar.update(task, completed=done, total=total)
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the plan of the folder has warned of the same
+                quantize_model(model, policy, show, list(samples.to(place).split(1)))
+        return stored_parts(model)
+
+    return Codes(hashlib.sha256(samples.numpy().tobytes()).hexdigest(), make)

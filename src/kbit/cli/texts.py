@@ -1,0 +1,39 @@
+"""Texts that models are scored on and calibrated by, as token ids."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kbit.cli.model_folder import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+SHIPPED_TEXT = "text.txt"
+SAMPLED = 2**15  # tokens of a text to calibrate by, at most
+
+
+def read_text(file: Path | None, option: str = "--text") -> str:
+    """A file's text, or the public-domain one that ships with kbit; `option` named the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    if file is None:
+        return (resources.files("kbit") / "data" / SHIPPED_TEXT).read_text(encoding="utf-8")
+    from kbit.bench.result_files import read_text as read
+
+    leave_out = f", or leave {option} out: kbit ships one" if option == "--text" else ""
+    return read(file, f"{option} {file}", f"Give a UTF-8 text file{leave_out}.")
+
+
+def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
+    """Token ids of a text, int64 [n, size], by the tokenizer of a model folder."""
+    from kbit.bench.quality import windows
+
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    return windows(ids, size, max_tokens)

@@ -1,0 +1,93 @@
+"""`kbit quantize --calibrate`: equal to calibrating the model in memory, and as safe as without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import kbit
+from kbit.cli import calibrate
+from kbit.cli.texts import encode_windows
+from kbit.integrations.streaming import jobs
+from quantize_runs import SMALL_SHARD, content, fail_at, refuse, run
+from tiny_models import ARCHITECTURES, build_with_tokenizer
+
+WORDS = " ".join(f"w{i * 7 % 72}" for i in range(300))
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(calibrate, "WINDOW", 60)
+    file = tmp_path / "text.txt"
+    file.write_text(WORDS)
+    return file
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_equals_calibrating_the_model_in_memory(tmp_path, text, architecture):
+    source, out = build_with_tokenizer(architecture, tmp_path / "in"), tmp_path / "out"
+    result = run(source, out, "--calibrate", text, "--override", "down_proj=3", "--embedding-bits", 5)
+    assert result.exit_code == 0, result.output
+    policy = kbit.KbitConfig(bits=4, overrides={"down_proj": 3}, embedding_bits=5)
+    samples = encode_windows(source, WORDS, 60, None).split(1)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    kbit.quantize_model(model, policy, calibration=samples).save_pretrained(tmp_path / "expected")
+    ours, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    assert run(source, tmp_path / "search", "--override", "down_proj=3", "--embedding-bits", 5).exit_code == 0
+    plain = load_file(tmp_path / "search" / "model.safetensors")
+    other = [name for name, tensor in plain.items() if not torch.equal(ours[name], tensor)]
+    assert other
+    assert all(name.endswith(("_packed", "_absmax")) for name in other)
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_goes_on_with_the_same_text_only(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(jobs, "SHARD_BYTES", SMALL_SHARD)
+    source, out = build_with_tokenizer("qwen3_moe", tmp_path / "in"), tmp_path / "out"
+    assert run(source, tmp_path / "once", "--calibrate", text).exit_code == 0
+    with monkeypatch.context() as patched:
+        fail_at(patched, 3, OSError(28, "No space left on device"))
+        assert "keeps 2 finished shards" in refuse(source, out, "--calibrate", text)
+    other = tmp_path / "other.txt"
+    other.write_text(WORDS[9:])
+    for options in ([], ["--calibrate", other]):
+        assert "other settings" in refuse(source, out, *options)
+    result = run(source, out, "--calibrate", text)
+    assert result.exit_code == 0
+    assert "2 of them from before" in result.output
+    assert content(out) == content(tmp_path / "once")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calibrate", "{tmp}/none.txt"], "none.txt"),
+        (["--calibrate", "{tmp}/latin1.txt"], "--calibrate .*not UTF-8"),
+        (["--calibrate", "{tmp}/empty.txt"], "at least 2"),
+        (["--calibrate", "{tmp}/text.txt", "--device", "cpu,cpu"], "no device 'cpu,cpu'. Use one of"),
+    ],
+)
+def test_refuses_before_it_writes(tmp_path, text, options, message):
+    source = build_with_tokenizer("llama", tmp_path / "in")
+    (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
+    (tmp_path / "empty.txt").write_text("")
+    before = sorted(tmp_path.iterdir())
+    given = [str(option).format(tmp=tmp_path) for option in options]
+    said = refuse(source, tmp_path / "out", *given)
+    assert re.search(message, said), said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, text):
+    source = build_with_tokenizer("llama", tmp_path / "in")
+    file = source / "tokenizer.json"
+    file.write_text(file.read_text().replace('"w71": 71', '"w71": 72').replace('"w71":71', '"w71":72'))
+    assert "ids up to 72" in refuse(source, tmp_path / "out", "--calibrate", text)
+    assert not (tmp_path / "out.partial").exists()
