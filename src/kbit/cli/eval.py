@@ -56,11 +56,11 @@ def evaluate(
         )
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
+    samples = None
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens)
     else:
         methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
-        samples = None
         if calibrate is not None:
             samples = encode_windows(folder, read_text(calibrate, "--calibrate"), window, SAMPLED)
         ids = encode_windows(folder, read_text(text), window, max_tokens)
@@ -69,7 +69,9 @@ def evaluate(
 
     show(_table(rows, window))
     name = folder.resolve().name
-    write_json(json_file, {"machine": machine.describe(), "model": name, "window": window, "rows": rows})
+    sampled = None if samples is None else samples.numel()
+    about = {"machine": machine.describe(), "model": name, "window": window, "calibration_tokens": sampled}
+    write_json(json_file, about | {"rows": rows})
 
 
 def _saved(

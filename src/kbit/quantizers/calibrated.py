@@ -15,8 +15,11 @@ from kbit.format.codebook import BLOCK_SIZE, bits_of
 from kbit.format.scales import absmax_format
 from kbit.quantizers import absmax, scale_search
 
-# Of the mean of H's diagonal, added to it: with few activations H has no inverse.
-_DAMPING = 0.01
+# Of the mean of H's diagonal, added to it: with few activations H has no inverse. The usual 0.01 follows
+# samples too closely that are few or of another kind: of a 41 M parameter model at 3 bits, calibrated by 18
+# thousand tokens of other prose, the divergence was 0.0596 by that and is 0.0511; by 32 thousand of its own
+# kind 0.0388 and 0.0386. Columns by falling diagonal, block by block, changed neither.
+_DAMPING = 0.1
 
 
 def spread(hessian: torch.Tensor) -> torch.Tensor:
