@@ -91,3 +91,21 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, text):
     file.write_text(file.read_text().replace('"w71": 71', '"w71": 72').replace('"w71":71', '"w71":72'))
     assert "ids up to 72" in refuse(source, tmp_path / "out", "--calibrate", text)
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_a_gpu_is_as_exact(tmp_path, text, architecture):
+    source = build_with_tokenizer(architecture, tmp_path / "in")
+    ids = encode_windows(source, WORDS, 60, None)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+        errors = []
+        for name, options in (("search", []), ("cpu", ["cpu"]), ("cuda", ["cuda"])):
+            calibrated = ["--calibrate", text, "--device", *options] if options else []
+            assert run(source, tmp_path / name, "--bits", 3, *calibrated).exit_code == 0
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            errors.append(float((model(ids).logits - exact).square().mean()))
+    search, cpu, cuda = errors
+    assert cuda < search
+    assert cuda == pytest.approx(cpu, rel=0.2)

@@ -22,10 +22,9 @@ import kbit
 import tiny_models
 from kbit.backends import cpu
 from kbit.format.checkpoint import parts_to_save, validate_checkpoint
-from kbit.format.model_files import read_index
+from kbit.format.model_files import JOURNAL_NAME, read_index
 from kbit.format.safetensors_header import read_header
 from kbit.integrations import streaming
-from kbit.integrations.streaming import folder as work_folder
 from kbit.integrations.streaming import jobs
 from quantize_runs import SMALL_SHARD, altered, content, fail_at, refuse, run
 
@@ -105,7 +104,7 @@ def test_side_files_and_config(source, tmp_path, monkeypatch):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "additional_chat_templates" / "tools.jinja").is_file()
     assert not [*out.glob("*.bin"), *out.glob("*.h5")]
-    assert not (out / work_folder.JOURNAL).exists()
+    assert not (out / JOURNAL_NAME).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == kbit.QuantizationPolicy(bits=3).to_dict()
@@ -158,8 +157,9 @@ def test_fused_experts_on_disk_are_read_one_by_one(tmp_path, monkeypatch):
     save_file({"experts.down_proj": w}, tmp_path / "x.safetensors")
     monkeypatch.setattr(streaming.ops, "quantize", watch)
     header = read_header(tmp_path / "x.safetensors")["experts.down_proj"]
-    job = jobs.Job("experts.down_proj", header, 4, {}, "experts.down_proj")
-    parts = streaming._run(job, kbit.QuantizationPolicy(), {})
+    policy = kbit.QuantizationPolicy()
+    parts = jobs._parts("experts.down_proj", header, 4, policy)
+    parts = streaming._run(jobs.Job("experts.down_proj", header, 4, parts, "experts.down_proj"), policy, {})
     expected = parts_to_save("experts.down_proj", quantize(w, 4))
     assert shapes == [(16, 40)] * 3
     assert parts.keys() == expected.keys()

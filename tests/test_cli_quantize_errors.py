@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import kbit
 import tiny_models
 from kbit.format.checkpoint import validate_checkpoint
-from kbit.format.model_files import read_index
+from kbit.format.model_files import JOURNAL_NAME, read_config, read_index
 from kbit.integrations import streaming
 from kbit.integrations.streaming import folder as work_folder
 from quantize_runs import altered, content, fail_at, refuse, run
@@ -44,6 +44,9 @@ def test_disk_full(source, tmp_path, small_shards, monkeypatch, wrapped):
         assert part in message
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "out.partial").glob("*.writing"))
+    for folder in ("out", "out.partial"):
+        with pytest.raises(ValueError, match="out.partial is of a kbit quantize that did not end"):
+            read_config(tmp_path / folder)
     result = run(source, tmp_path / "out")
     assert result.exit_code == 0, result.output
     validate_checkpoint(tmp_path / "out")
@@ -251,7 +254,7 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(source, tmp_path, monke
 def test_a_journal_that_is_no_text_is_begun_anew(source, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    (partial / work_folder.JOURNAL).write_bytes(b"\xff\x00")
+    (partial / JOURNAL_NAME).write_bytes(b"\xff\x00")
     assert run(source, tmp_path / "out").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -175,6 +175,7 @@ def _multiply_many(weight, dtype) -> None:
     launches += [(300, 176, 1, 1, 128, True)]
     if not gated:
         launches += [(40, 16, 1, 2, 64, False), (200, 64, 2, 2, 64, False), (200, 128, 1, 2, 64, False)]
+        launches += [(200, 96, 2, 1, 192, False), (200, 128, 1, 1, 192, False)]
     for m, tokens, cluster, teams, rows, multicast in launches:
         block = wgmma_config.Config(bits, tokens, teams, rows=rows)
         if cluster == 1 or block.splits(k, cluster):

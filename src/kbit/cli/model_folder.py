@@ -91,12 +91,12 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         ValueError: the config is no JSON object, or there are no safetensors files.
     """
     from kbit.format.checkpoint import read_policy
-    from kbit.format.model_files import GIVE_FOLDER, checkpoint_files, read_config
+    from kbit.format.model_files import checkpoint_files, read_config, remedy_for
     from kbit.format.policy import QUANT_METHOD
 
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(f"{folder} {what}. {GIVE_FOLDER}")
+        raise FileNotFoundError(f"{folder} {what}. {remedy_for(folder)}")
     config = read_config(folder)
     section = config.get("quantization_config") or {}
     if not isinstance(section, Mapping) or section.get("quant_method") == QUANT_METHOD:

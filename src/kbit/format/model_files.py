@@ -15,16 +15,23 @@ INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # What else holds the weights of a model, beside its safetensors files.
 OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".ot")
-# The remedy for a path with no model, which often is a model's name on a hub.
-GIVE_FOLDER = (
-    "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
-)
+# The folder that `kbit quantize OUT` works in, beside OUT, and its file there.
+PARTIAL_SUFFIX, JOURNAL_NAME = ".partial", "kbit-journal.json"
 
 # The reason why transformers cannot load a model where it asks for trust_remote_code.
 OWN_CODE = (
     "it needs code of its own (auto_map), and kbit runs none. Does a newer transformers know this "
     "architecture?"
 )
+
+
+def remedy_for(folder: Path) -> str:
+    """What to do about a path with no model, which often is a model's name on a hub."""
+    beside = folder.with_name(folder.name + PARTIAL_SUFFIX) if folder.name else folder
+    for work in (folder, beside):
+        if (work / JOURNAL_NAME).is_file():
+            return f"{work} is of a kbit quantize that did not end: the same command goes on with it."
+    return "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     path = Path(folder) / CONFIG_NAME
-    return _read_object(path, GIVE_FOLDER)
+    return _read_object(path, remedy_for(path.parent))
 
 
 def _read_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder. {GIVE_FOLDER}")
+        raise ValueError(f"{folder}: no such folder. {remedy_for(folder)}")
     if weight_map := _weight_map(folder):
         return _shards(folder, weight_map)
     if (folder / SINGLE_NAME).is_file():

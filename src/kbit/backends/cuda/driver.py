@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from kbit.backends.cuda.compiler import INSTALL, CompilerUnavailableError, arch_of
 from kbit.format.errors import KbitError
 
+WARP = 32  # threads
+MAX_GRID_Y = 65535  # blocks along y, and along z
+
 
 class DriverError(KbitError, RuntimeError):
     """NVIDIA's driver is missing, too old for what was compiled, or refused a call."""

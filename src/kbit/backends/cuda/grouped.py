@@ -19,7 +19,6 @@ from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 _FORMAT = "QQQQQQQ" + "i" * 14
-_WARP = 32
 _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
@@ -234,7 +233,7 @@ def linear(
         index,
         kernel,
         (chosen.grid, 1, 1),
-        chosen.config.warps * _WARP,
+        chosen.config.warps * driver.WARP,
         (
             *(tensor.data_ptr() for tensor in pointers),
             0 if source is None else source.data_ptr(),

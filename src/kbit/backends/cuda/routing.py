@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import launcher
+from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
@@ -20,7 +20,7 @@ from kbit.ops.moe_checks import SHARED
 _LOGITS_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiiiiiif"
 _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
 _HALVES = (torch.float16, torch.bfloat16)
-_WARP, _MAX_THREADS = 32, 1024
+_MAX_THREADS = 1024
 # Up to so many ids one block sorts them all, in one launch.
 MAX_ALONE = 4096
 _PER_BLOCK, _MAX_BLOCKS = 2048, 128
@@ -35,8 +35,7 @@ _ROUTER_WARPS = 4
 _MOST_TOKENS = 8
 # moe_route.cu: warps of a token, experts that a lane of them takes; and choices of a token.
 _TEAMS = ((1, 1), (1, 4), (4, 4), (4, 8))
-_MAX_ROUTED, _MOST_CHOICES = _WARP * _TEAMS[-1][0] * _TEAMS[-1][1], _WARP
-_MAX_GRID_Y = 65535
+_MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver.WARP
 
 
 @functools.cache
@@ -96,7 +95,7 @@ def moe_logits(
     rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())
     args = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
     grid = (-(-experts // _ROUTER_WARPS), tokens, 1)
-    launcher.launch_on(index, kernel, grid, _ROUTER_WARPS * _WARP, args, pdl=True)
+    launcher.launch_on(index, kernel, grid, _ROUTER_WARPS * driver.WARP, args, pdl=True)
     return logits
 
 
@@ -124,14 +123,14 @@ def moe_route(
     if experts > _MAX_ROUTED or ids.shape[1] > _MOST_CHOICES:
         reference.moe_route(logits, scoring, normalize, bias, factor, shared, ids, weights)
         return
-    team, per_lane = next(each for each in _TEAMS if experts <= _WARP * each[0] * each[1])
+    team, per_lane = next(each for each in _TEAMS if experts <= driver.WARP * each[0] * each[1])
     kernel = launcher.load(route_spec(logits.dtype, team, per_lane), index, _ROUTE_FORMAT)
     pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
     how = (int(scoring == "sigmoid"), int(normalize), SHARED.index(shared))
     sizes = (tokens, experts, choices, *how)
     per_block = min(tokens, _ROUTER_WARPS // team)
     grid = (-(-tokens // per_block), 1, 1)
-    threads = per_block * team * _WARP
+    threads = per_block * team * driver.WARP
     launcher.launch_on(index, kernel, grid, threads, (*pointers, *sizes, factor), pdl=True)
 
 
@@ -150,11 +149,11 @@ class AlignPlan:
 def align_plan(count: int, experts: int) -> AlignPlan:
     """How so many ids of 1 to `MAX_EXPERTS` experts are sorted."""
     blocks = 1 if count <= MAX_ALONE else min(_MAX_BLOCKS, -(-count // _PER_BLOCK))
-    per_block = max(_WARP, -(-count // (blocks * _WARP)) * _WARP)
+    per_block = max(driver.WARP, -(-count // (blocks * driver.WARP)) * driver.WARP)
     blocks = max(1, -(-count // per_block))
     keys = experts + 1
-    sorters = min(_MAX_THREADS // _WARP, _TABLE_WORDS // keys, per_block // _WARP)
-    threads = min(_MAX_THREADS, max(sorters, -(-keys // _WARP)) * _WARP)
+    sorters = min(_MAX_THREADS // driver.WARP, _TABLE_WORDS // keys, per_block // driver.WARP)
+    threads = min(_MAX_THREADS, max(sorters, -(-keys // driver.WARP)) * driver.WARP)
     return AlignPlan(blocks, threads, sorters, per_block, 4 * (sorters * keys + 32))
 
 
@@ -206,7 +205,7 @@ def moe_combine(
     per_piece = 16 // y.element_size()
     vector = columns % per_piece == 0 and y.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     blocks = -(-columns // (_COMBINE_THREADS * (per_piece if vector else 1)))
-    if blocks > _MAX_GRID_Y:
+    if blocks > driver.MAX_GRID_Y:
         reference.moe_combine(y, inverse, weights, bounds, out)
         return
     end = 0 if bounds is None else bounds.data_ptr() + 4 * (bounds.shape[0] - 1)

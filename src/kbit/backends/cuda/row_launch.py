@@ -12,8 +12,6 @@ Grid = tuple[int, int, int]
 
 _TILES = 32  # blocks a warp takes at a time in quantize and dequantize
 _MAX_BLOCKS = 2**31 - 1  # of one matrix: their numbers are 32 bits in the kernels
-_MAX_GRID = 65535  # in y and z
-_WARP = 32
 _TILED_PER_SM = 8  # blocks of repack: a few times what runs at once, which evens out the end
 
 
@@ -30,14 +28,14 @@ def block_grid(device: torch.device, matrices: int, n: int, blocks: int, per_sm:
             f"Split its rows."
         )
     wanted = driver.device_limits(device.index).multiprocessors * per_sm
-    y = min(matrices, wanted, _MAX_GRID)
+    y = min(matrices, wanted, driver.MAX_GRID_Y)
     needed = -(-n * blocks // (_TILES * 4))
     return min(needed, -(-wanted // y)), y, 1
 
 
 def tile_grid(device: torch.device, matrices: int, row_tiles: int, column_tiles: int) -> Grid:
     """Eight warps a block of threads, each a tile of 16 x 64 at a time."""
-    z, y = min(matrices, _MAX_GRID), min(row_tiles, _MAX_GRID)
+    z, y = min(matrices, driver.MAX_GRID_Y), min(row_tiles, driver.MAX_GRID_Y)
     wanted = -(-driver.device_limits(device.index).multiprocessors * _TILED_PER_SM // (z * y))
     return min(-(-column_tiles // 8), wanted), y, z
 
@@ -61,4 +59,4 @@ def launch(
 ) -> None:
     """Launch `warps` a block; `dependent`: may start before the previous kernel is done."""
     kernel = launcher.load(spec, device.index, format)
-    launcher.launch_on(device.index, kernel, grid, warps * _WARP, args, smem=smem, pdl=dependent)
+    launcher.launch_on(device.index, kernel, grid, warps * driver.WARP, args, smem=smem, pdl=dependent)

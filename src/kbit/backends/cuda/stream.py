@@ -31,7 +31,6 @@ from kbit.format.codebook import bits_of
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
 GROUP_COLUMNS = layout.TILE_COLUMNS * GROUP_TILES
-_WARP = 32
 _BARRIER_BYTES = 1024
 _ROW_BYTES = 128  # of 32 sums
 
@@ -170,7 +169,7 @@ def launch(
         x.device.index,
         launcher.load(spec, x.device.index, _FORMAT),
         (chosen.grid, 1, 1),
-        (chosen.workers + 1) * _WARP,
+        (chosen.workers + 1) * driver.WARP,
         (
             tiled.data_ptr(),
             codebook.data_ptr(),

@@ -18,18 +18,16 @@ from safetensors.torch import save_file
 
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy
-from kbit.format.model_files import CONFIG_NAME
+from kbit.format.model_files import CONFIG_NAME, JOURNAL_NAME, PARTIAL_SUFFIX
 from kbit.format.names import SCALE
 from kbit.format.safetensors_header import read_header
 from kbit.format.words import counted
 from kbit.integrations.streaming.jobs import Job, assign_shards
 
-JOURNAL = "kbit-journal.json"
-
 
 def partial_of(target: Path) -> Path:
     """The work folder of a target."""
-    return target.with_name(target.name + ".partial")
+    return target.with_name(target.name + PARTIAL_SUFFIX)
 
 
 def finished_shards(partial: Path) -> list[Path]:
@@ -110,7 +108,7 @@ def prepare(
     """
     shards = assign_shards(jobs)
     journal = {"task": _fingerprint(source, policy, shards, key), "shards": list(shards)}
-    file = partial / JOURNAL
+    file = partial / JOURNAL_NAME
     same = file.is_file() and file.read_bytes() == json.dumps(journal).encode()
     if partial.exists() and not same:
         if not file.is_file() and any(partial.iterdir()):
@@ -206,7 +204,7 @@ def publish(partial: Path, target: Path) -> None:
             f"{partial} is complete but cannot be renamed to {target}: {error.strerror}. Rename it, or fix "
             f"the cause and run the same command again.",
         ) from error
-    (target / JOURNAL).unlink()
+    (target / JOURNAL_NAME).unlink()
     if exists and old.is_symlink():
         old.unlink()  # what it points to is not ours
     elif exists:

@@ -12,7 +12,6 @@ SUB_BLOCK = nvfp4_layout.BLOCK
 THREADS = 256  # of a block, at most
 # Eight blocks of 256 threads fill a multiprocessor; four times that evens out the end.
 _PER_SM = 32
-WARP = 32
 _MAX_ITEMS = 2**31 - 1  # numbers of work items are 32 bits in the kernels
 
 
@@ -59,7 +58,7 @@ def run_items(
         return
     multiprocessors = driver.device_limits(device.index).multiprocessors
     if per_block == THREADS:
-        threads = per_block = min(THREADS, -(-items // (multiprocessors * WARP)) * WARP)
+        threads = per_block = min(THREADS, -(-items // (multiprocessors * driver.WARP)) * driver.WARP)
     most = multiprocessors * _PER_SM * (THREADS // threads)
     kernel = launcher.load(spec, device.index, format)
     grid = (min(-(-items // per_block), most), 1, 1)

@@ -29,8 +29,7 @@ _FORMAT = "QQQQQQQQQQiiiifi"
 _COLUMN_MULTIPLE = 64
 _STEP_COLUMNS = 256
 _STAGE_BYTES = 16 * 144  # of a warp: 16 rows of 128 bytes of codes and 16 of scales
-_WARP, _MAX_WARPS = 32, 8  # of a team
-_MAX_GRID_Y = 65535
+_MAX_WARPS = 8  # of a team
 # Split K until each multiprocessor has so many warps: fewer do not keep its memory busy.
 _WARPS_PER_SM = 8
 FINISH = KernelSpec("nvfp4_finish.cu")
@@ -183,17 +182,17 @@ def launch(
     Raises:
         ValueError: more tiles of tokens than a grid has.
     """
-    if token_tiles > _MAX_GRID_Y:
+    if token_tiles > driver.MAX_GRID_Y:
         raise ValueError(
-            f"nvfp4: {y.shape[0]} rows are {token_tiles} tiles of {chosen.tokens}, at most {_MAX_GRID_Y} can "
-            f"be launched. Split the rows."
+            f"nvfp4: {y.shape[0]} rows are {token_tiles} tiles of {chosen.tokens}, at most "
+            f"{driver.MAX_GRID_Y} can be launched. Split the rows."
         )
     a_codes, a_scales, w_codes, w_scales = operands
     ordered = (a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scale, row_scale, y, partial)
     kernel = launcher.load(gemm_spec(accum, chosen.tokens), y.device.index, _FORMAT)
     grid = (-(-y.shape[1] // (16 * chosen.warps)), token_tiles, chosen.split)
     args = (*(address(t) for t in ordered), *numbers)
-    threads = chosen.warps * teams(accum, chosen.tokens) * _WARP
+    threads = chosen.warps * teams(accum, chosen.tokens) * driver.WARP
     launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes, pdl=True)
 
 

@@ -11,7 +11,6 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import (
     SUB_BLOCK,
     THREADS,
-    WARP,
     address,
     empty_coded,
     groups_of,
@@ -106,7 +105,7 @@ def quantize_rows(
     tensors = tuple(address(t) for t in (x, row_scale, codes, scales))
     args = (*tensors, rows, columns, groups, global_scale, int(search), int(_is_wide(x)))
     # Threads that all have as much to do, in as few passes over a row as THREADS need.
-    threads = -(-groups // (-(-groups // THREADS) * WARP)) * WARP
+    threads = -(-groups // (-(-groups // THREADS) * driver.WARP)) * driver.WARP
     run_items(quantize_rows_spec(x.dtype, ties_even), "QQQQiiifii", x.device, rows, args, 1, threads)
     return codes, scales, row_scale
 
