@@ -271,17 +271,17 @@ DEVICE void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 b
 }
 
 // All lanes of the warp have read what a copy will overwrite; 0, for that copy's address. The copy engine is
-// not ordered behind loads that are still queued (a __syncwarp alone was a race), so the address depends on
-// `last`, a word that each lane loaded last. `zero`: a zero that the compiler does not know.
-DEVICE u32 after_loads(u32 last, u32 zero) {
+// not ordered behind queued loads (a __syncwarp was a race), so the address depends on `loaded`, words of all
+// loads but those that look-ups in front of the copy wait for. `zero`: one that the compiler does not know.
+DEVICE u32 after_loads(u32 loaded, u32 zero) {
 #if __CUDA_ARCH__ < 900 || defined(KBIT_ALL_LANES_ARRIVE)
     __syncwarp();
 #endif
 #if __CUDA_ARCH__ >= 900
     // Waits for all lanes (racecheck does not know); in a uniform register, which the copy engine takes.
-    return __reduce_or_sync(~0u, last & zero);
+    return __reduce_or_sync(~0u, loaded & zero);
 #else
-    return last & zero;
+    return loaded & zero;
 #endif
 }
 

@@ -115,6 +115,9 @@ struct Decoder {
         }
     }
 
+    // A word of each of `load`'s loads; see after_loads.
+    static DEVICE u32 loaded(const u32 (&w)[BITS]) { return BITS % 2 ? w[0] | w[BITS - 1] : w[0]; }
+
     DEVICE u32 look_up(u32 offset) const { return *reinterpret_cast<const u32*>(table + offset); }
 
     // Offset of the row whose number is in bits [FIRST, FIRST + kFieldBits) of a word.
@@ -220,6 +223,7 @@ struct Scales<false, BF16> {
     typedef u32 Words;
 
     static DEVICE Words load(u32 address) { return load_shared(address); }
+    static DEVICE u32 loaded(Words words) { return words; }
 
     // Low half: row g, high half: row g + 8, of one block, as float16 in units of 16.
     template <int BLOCK>
@@ -255,6 +259,7 @@ struct Scales<true, BF16> {
     typedef uint2 Words;
 
     static DEVICE Words load(u32 address) { return load_shared2(address); }
+    static DEVICE u32 loaded(Words words) { return words.x; }
     // Steps STEP % 2 and STEP % 2 + 2, low and high half.
     template <int STEP, int LOWER, bool WIDE>
     static DEVICE u32 two(Words words) {

@@ -72,7 +72,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
                           u32 x_tile, u32 x_bytes, u32 zero, int lane) {
     for (int tile = ring.first_tile; tile < ring.end_tile; tile += kTiles) {
         const u32 stage = ring.wait();
-        u32 w[kTiles][2][Config::bits];
+        u32 w[kTiles][2][Config::bits], loaded = 0;
         S::Words scales[kTiles][2];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
@@ -81,6 +81,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
                 const u32 at = stage + half * kHalfBytes + i * D::kTileBytes;
                 scales[i][half] = S::load(at + D::kScalesAt + lane / 4 * S::kBytes);
                 D::load(w[i][half], at, lane);
+                loaded |= S::loaded(scales[i][half]) | D::loaded(w[i][half]);
             }
         }
 #pragma unroll
@@ -90,7 +91,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
             u32 b[kColumns][8];
             Activations::load(b, x, x_tile + (there ? tile + i : tile) * x_bytes);
             if (i == kTiles - 1) {
-                ring.refill(p, w[i][1][Config::bits - 1], zero);
+                ring.refill(p, loaded, zero);
             }
             if (i > 0 && !there) {
                 break;

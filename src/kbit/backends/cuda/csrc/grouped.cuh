@@ -112,8 +112,8 @@ struct Ring {
         return base + taken % kStages * kStageBytes;
     }
     // The next tiles into the stage that all lanes have read; see after_loads.
-    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        fetch(p, taken % kStages, after_loads(last, zero));
+    DEVICE void refill(const Problem& p, u32 loaded, u32 zero) {
+        fetch(p, taken % kStages, after_loads(loaded, zero));
         ++taken;
     }
 };

@@ -130,15 +130,14 @@ struct Beside {
 };
 
 // sums += kStepTiles tiles at a shared address. Tiles that K does not reach hold old codes and scales,
-// all of them finite, and meet activations of zero. NEW: x was just loaded. Returns a word that was loaded
-// last.
+// all of them finite, and meet activations of zero. NEW: x was just loaded. Returns what after_loads takes.
 template <bool NEW, class S>
 DEVICE u32 multiply_tiles(Sums& sums, const D& decode, Activations& x, u32 group, int lane) {
     const int t = lane & 3;
     typename S::Words scales[kStepTiles];
     Beside<S> beside(t);
     constexpr int kAhead = kScaleWeights || kStepTiles > 4 ? 0 : 1;
-    const u32 last = for_tiles<kAhead>(group, lane, scales, [&](int q, const auto& w) {
+    const u32 loaded = for_tiles<kAhead>(group, lane, scales, [&](int q, const auto& w) {
         if constexpr (kScaleWeights) {
             multiply_block<0, NEW>(sums, decode, w, scales[q], x, q, t);
             multiply_block<1, NEW>(sums, decode, w, scales[q], x, q, t);
@@ -157,7 +156,7 @@ DEVICE u32 multiply_tiles(Sums& sums, const D& decode, Activations& x, u32 group
             }
         }
     });
-    return last;
+    return loaded;
 }
 
 // sums += the group at a shared address, likewise.
@@ -169,14 +168,14 @@ DEVICE u32 multiply_group(Sums& sums, const D& decode, Activations& x, u32 group
         if (NEW) {
             x.prepare(0, decode, lane & 3);
         }
-        u32 last;
+        u32 loaded = 0;
 #pragma unroll 1
         for (int step = 0; step < kGroupTiles / kStepTiles; ++step) {
             Activations of = of_step(x, step);
             const u32 at = group + step * kStepTiles * D::kTileBytes;
-            last = multiply_tiles<false, S>(sums, decode, of, at, lane);
+            loaded |= multiply_tiles<false, S>(sums, decode, of, at, lane);
         }
-        return last;
+        return loaded;
     }
 }
 
@@ -224,14 +223,14 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
             const u32 group_at = ring.wait();
             Sums fresh = {};
             Sums& into = kExperts == kExpertColumns ? fresh : sums;
-            const u32 last = multiply<new_x.value>(into, decode, act, group_at, lane);
-            ring.refill(p, last, zero);
+            const u32 loaded = multiply<new_x.value>(into, decode, act, group_at, lane);
             if constexpr (kExperts == kExpertColumns) {
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) {
                     sum_at(sums, i) += sum_at(fresh, i) * factor;
                 }
             }
+            ring.refill(p, loaded, zero);
         };
         const auto hand_over = [&](Sums& sums) {
             const u32 slot = out.slot();

@@ -179,27 +179,29 @@ struct Ring {
         return base + at.slot() * kGroupBytes;
     }
     // The next group into the slot that all lanes have read; see after_loads.
-    DEVICE void refill(const Problem& p, u32 last, u32 zero) {
-        fetch(p, at.slot(), after_loads(last, zero));
+    DEVICE void refill(const Problem& p, u32 loaded, u32 zero) {
+        fetch(p, at.slot(), after_loads(loaded, zero));
         at.next();
     }
 };
 
 // f(q, w) for tile q of the group at a shared address and its words, which are loaded AHEAD tiles before they
-// are needed. `scales` are those of tile q, or, M = 1, scales[0] those of tile t. Returns a word that was
-// loaded last.
+// are looked up. `scales` are those of tile q, or, M = 1, scales[0] those of tile t. Returns what after_loads
+// takes: scales.
 template <int AHEAD, class F>
 DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kStepTiles], F f) {
     const u32 scales_at = group + D::kScalesAt + S::kBytes * (lane >> 2);
-    u32 w[kStepTiles][Config::bits];
+    u32 w[kStepTiles][Config::bits], loaded = 0;
     if constexpr (kOne) {
         scales[0] = S::load(scales_at + (lane & 3) * D::kTileBytes);
+        loaded = S::loaded(scales[0]);
     }
 #pragma unroll
     for (int i = 0; i < kStepTiles + AHEAD; ++i) {
         if (i < kStepTiles) {
             if constexpr (!kOne) {
                 scales[i] = S::load(scales_at + i * D::kTileBytes);
+                loaded |= S::loaded(scales[i]);
             }
             D::load(w[i], group + i * D::kTileBytes, lane);
         }
@@ -207,5 +209,5 @@ DEVICE u32 for_tiles(u32 group, int lane, S::Words (&scales)[kStepTiles], F f) {
             f(i - AHEAD, w[i - AHEAD]);
         }
     }
-    return w[kStepTiles - 1][Config::bits - 1];
+    return loaded;
 }
