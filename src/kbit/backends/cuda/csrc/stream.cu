@@ -137,7 +137,7 @@ DEVICE u32 multiply_tiles(Sums& sums, const D& decode, Activations& x, u32 group
     typename S::Words scales[kStepTiles];
     Beside<S> beside(t);
     constexpr int kAhead = kScaleWeights || kStepTiles > 4 ? 0 : 1;
-    const u32 loaded = for_tiles<kAhead>(group, lane, scales, [&](int q, const auto& w) {
+    return for_tiles<kAhead>(group, lane, scales, [&](int q, const auto& w) {
         if constexpr (kScaleWeights) {
             multiply_block<0, NEW>(sums, decode, w, scales[q], x, q, t);
             multiply_block<1, NEW>(sums, decode, w, scales[q], x, q, t);
@@ -156,7 +156,6 @@ DEVICE u32 multiply_tiles(Sums& sums, const D& decode, Activations& x, u32 group
             }
         }
     });
-    return loaded;
 }
 
 // sums += the group at a shared address, likewise.
@@ -230,7 +229,9 @@ DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_ful
                     sum_at(sums, i) += sum_at(fresh, i) * factor;
                 }
             }
-            ring.refill(p, loaded, zero);
+            // Sums of 16 tokens need all scales; those, kept for this, spilled in NVFP4 and at 5 bits.
+            constexpr bool kBySums = kColumns == 2 && (kUe4m3 || Config::bits == 5);
+            ring.refill(p, kBySums ? __float_as_uint(into[kColumns - 1][3]) : loaded, zero);
         };
         const auto hand_over = [&](Sums& sums) {
             const u32 slot = out.slot();
