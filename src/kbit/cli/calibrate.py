@@ -44,7 +44,10 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
         model = load_model(source, device=str(place))
         known, most = model.config.get_text_config().vocab_size, int(samples.max())
         if most >= known:
-            raise ValueError(f"{source}: its tokenizer gives ids up to {most}, its model knows {known}.")
+            raise ValueError(
+                f"{source}: its tokenizer gives ids up to {most}, its model knows {known}. Fetch "
+                f"the tokenizer of this model."
+            )
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("calibrating layers", total=None)
