@@ -1,5 +1,5 @@
-// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: every thread of a block is a
-// thread, blocks of a cluster run at once, clusters in turn.
+// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: threads of a block, and blocks of
+// a cluster, take turns, each until it waits for others; clusters run one after the other.
 //
 // Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
 // included, go through memory between two barriers; misaligned accesses abort, as they fault on a GPU.
@@ -7,16 +7,12 @@
 // add up (here exactly, rounded once).
 #pragma once
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <thread>
-#include <vector>
+
+#include "cuda_threads_on_cpu.h"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -45,15 +41,10 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
     return {x, y, z, w};
 }
 
-struct Index3 {
-    u32 x, y, z;
-};
-inline thread_local Index3 threadIdx, blockIdx;
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
 constexpr int kMostBlocks = 8, kWindowBytes = 1 << 19;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
-inline thread_local int block_rank;
 inline int cluster_blocks;
 
 constexpr u32 kAll = ~0u;
@@ -62,12 +53,12 @@ constexpr int kBlock = 32;
 // ---- a warp and a block
 
 struct Warp {
-    pthread_barrier_t barrier;
+    turns::Meeting barrier;
     u64 values[32];
     u32 a[32][4], b[32][2];
 };
 inline Warp warps[kMostBlocks][32];
-inline pthread_barrier_t block_barriers[kMostBlocks], cluster_barrier;
+inline turns::Meeting block_barriers[kMostBlocks], cluster_barrier;
 
 inline Warp& warp() {
     return warps[block_rank][threadIdx.x / 32];
@@ -76,29 +67,20 @@ inline int lane_id() {
     return int(threadIdx.x % 32);
 }
 inline void __syncwarp() {
-    pthread_barrier_wait(&warp().barrier);
+    warp().barrier.wait();
 }
 inline void __syncthreads() {
-    pthread_barrier_wait(&block_barriers[block_rank]);
+    block_barriers[block_rank].wait();
 }
 
 // Some threads of a block wait for each other, by a number; always as many by the same one in a launch.
-struct Named {
-    pthread_barrier_t barrier;
-    int threads;
-};
-inline Named named[kMostBlocks][16];
-inline std::mutex named_lock;
+inline turns::Meeting named[kMostBlocks][16];
 inline void sync_some(int number, int threads) {
-    Named& one = named[block_rank][number];
-    {
-        const std::lock_guard<std::mutex> guard(named_lock);
-        if (one.threads != threads) {
-            pthread_barrier_init(&one.barrier, nullptr, threads);
-            one.threads = threads;
-        }
+    turns::Meeting& one = named[block_rank][number];
+    if (one.threads != threads) {
+        one.init(threads);
     }
-    pthread_barrier_wait(&one.barrier);
+    one.wait();
 }
 
 template <class T>
@@ -350,12 +332,10 @@ inline void store16(void* to, uint4 value) {
 // ---- barriers in shared memory, and copies that arrive at them
 
 struct Barrier {
-    std::mutex lock;
     int count, pending, bytes;  // those to come
     u32 phase;
 
     void update(int arrivals, int more_bytes) {
-        const std::lock_guard<std::mutex> guard(lock);
         pending -= arrivals;
         bytes += more_bytes;
         if (pending == 0 && bytes == 0) {
@@ -386,17 +366,7 @@ inline void barrier_expect(u32 address, u32 bytes) {
 }
 inline void barrier_wait(u32 address, u32 parity) {
     Barrier& b = barrier_at(address);
-    const auto start = std::chrono::steady_clock::now();
-    while (std::chrono::steady_clock::now() - start < std::chrono::minutes(5)) {
-        {
-            const std::lock_guard<std::mutex> guard(b.lock);
-            if (b.phase != parity) {
-                return;
-            }
-        }
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-    std::abort();  // nobody will come: bytes or arrivals are counted wrongly
+    turns::wait_until([&] { return b.phase != parity; });
 }
 constexpr int kWarpArrivals = 1, kCopyArrivals = 1;
 inline void warp_arrive(u32 address, int lane) {
@@ -429,7 +399,7 @@ inline u32 cluster_rank() {
     return block_rank;
 }
 inline void cluster_sync() {
-    pthread_barrier_wait(&cluster_barrier);
+    cluster_barrier.wait();
 }
 inline u32 cluster_address(u32 address, u32 rank) {
     return address % kWindowBytes + rank * kWindowBytes;
@@ -493,34 +463,29 @@ void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bo
     blockDim = {u32(threads), 1, 1};
     gridDim = {u32(x), u32(y), u32(z)};
     cluster_blocks = cluster;
-    pthread_barrier_init(&cluster_barrier, nullptr, cluster * threads);
+    cluster_barrier.init(cluster * threads);
     for (int rank = 0; rank < cluster; ++rank) {
-        pthread_barrier_init(&block_barriers[rank], nullptr, threads);
+        block_barriers[rank].init(threads);
         for (int w = 0; w < threads / 32; ++w) {
-            pthread_barrier_init(&warps[rank][w].barrier, nullptr, 32);
+            warps[rank][w].barrier.init(32);
         }
     }
     for (int first = 0; first < x * y * z; first += cluster) {
-        std::vector<std::thread> all;
         for (int rank = 0; rank < cluster; ++rank) {
             std::memset(cluster_memory + rank * kWindowBytes, 0xa5, shared_bytes);
         }
-        for (int i = 0; i < cluster * threads; ++i) {
-            const auto run = [=] {
-                const int block = first + i / threads;
-                block_rank = i / threads;
-                threadIdx = {u32(i % threads), 0, 0};
-                blockIdx = {u32(block % x), u32(block / x % y), u32(block / x / y)};
-                kernel();
-            };
-            if (together) {
-                all.emplace_back(run);
-            } else {
-                run();
-            }
+        const auto place = [=](int i, turns::Place& one) {
+            const int block = first + i / threads;
+            one.rank = i / threads;
+            one.thread = {u32(i % threads), 0, 0};
+            one.block = {u32(block % x), u32(block / x % y), u32(block / x / y)};
+        };
+        if (together) {
+            turns::run_together(cluster * threads, place, kernel);
+            continue;
         }
-        for (std::thread& each : all) {
-            each.join();
+        for (int i = 0; i < cluster * threads; ++i) {
+            turns::run_alone(i, place, kernel);
         }
     }
 }

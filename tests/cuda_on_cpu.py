@@ -30,7 +30,7 @@ TOGETHER = ("stream", "grouped", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.
 KNOWN = ("common.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w", "-fsigned-char")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-fsigned-char")
 
 # PTX statements and what stands for them.
 PTX = (
@@ -55,10 +55,10 @@ def unavailable_reason() -> str | None:
     """Why nothing can be compiled here, or None."""
     if not shutil.which(COMPILER):
         return f"there is no C++ compiler ({COMPILER})"
-    probe = "#include <pthread.h>\n_Float16 h; pthread_barrier_t b; int main() {}"
+    probe = "#include <ucontext.h>\n_Float16 h; ucontext_t c; int main() {}"
     command = [COMPILER, "-x", "c++", "-fsyntax-only", "-"]
     known = subprocess.run(command, input=probe, text=True, capture_output=True).returncode == 0
-    return None if known else f"{COMPILER} knows no _Float16, or the system no pthread barriers"
+    return None if known else f"{COMPILER} knows no _Float16, or the system no contexts"
 
 
 def translated(name: str, seen: set[str]) -> str:

@@ -23,22 +23,15 @@ inline u32 __reduce_max_sync(u32, u32 value) {
 inline u32 __reduce_min_sync(u32, u32 value) {
     return reduced(value, [](u32 a, u32 b) { return a < b; });
 }
-inline pthread_mutex_t atomic_lock = PTHREAD_MUTEX_INITIALIZER;
 inline void atomicMax(u32* to, u32 value) {
-    pthread_mutex_lock(&atomic_lock);
     *to = max(*to, value);
-    pthread_mutex_unlock(&atomic_lock);
 }
 inline void atomicMin(u32* to, u32 value) {
-    pthread_mutex_lock(&atomic_lock);
     *to = min(*to, value);
-    pthread_mutex_unlock(&atomic_lock);
 }
 inline u32 atomicAdd(u32* to, u32 value) {
-    pthread_mutex_lock(&atomic_lock);
     const u32 before = *to;
     *to += value;
-    pthread_mutex_unlock(&atomic_lock);
     return before;
 }
 inline u32 __match_any_sync(u32, u32 value) {
