@@ -1,5 +1,5 @@
-// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: threads of a block, and blocks of
-// a cluster, take turns, each until it waits for others; clusters run one after the other.
+// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: threads of a block, and blocks
+// of a cluster, take turns, each until it waits for others; clusters run one after the other.
 //
 // Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
 // included, go through memory between two barriers; misaligned accesses abort, as they fault on a GPU.

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model
-from kbit.cli.texts import SAMPLED, encode_windows, read_text
+from kbit.cli.texts import WINDOW, calibration_samples
 from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from kbit.format import QuantizationPolicy
     from kbit.integrations.streaming import Codes
-
-WINDOW = 512  # tokens that the model sees at a time
 
 
 def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str) -> Codes:
@@ -35,7 +33,7 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
     from kbit.integrations.streaming import Codes
 
     place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
-    samples = encode_windows(source, read_text(text, "--calibrate"), WINDOW, SAMPLED)
+    samples = calibration_samples(source, text, WINDOW)
 
     def make() -> Mapping[str, torch.Tensor]:
         from kbit import quantize_model

@@ -68,7 +68,7 @@ def demo(
     """Quantize a small model and talk to it. SmolLM2-135M, compared with bfloat16 in one table."""
     from kbit.bench import machine
     from kbit.cli.model_folder import load_model
-    from kbit.cli.texts import encode_windows, read_text
+    from kbit.cli.texts import WINDOW, encode_windows, read_text
     from kbit.format import QuantizationPolicy
 
     start = time.perf_counter()
@@ -78,7 +78,7 @@ def demo(
     variants: list[tuple[Path, QuantizationPolicy | None]] = [(base, None)]
     variants += [(quantized_folder(base, policy), policy) for policy in policies]
 
-    ids = encode_windows(base, read_text(None), 512, eval_tokens)
+    ids = encode_windows(base, read_text(None), WINDOW, eval_tokens)
     reference = load_model(base, "float32")
     rows = []
     models = [load_model(path, "bfloat16") for path, _ in variants]

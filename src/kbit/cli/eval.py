@@ -19,7 +19,7 @@ from kbit.cli.model_folder import check_model_folder, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
-from kbit.cli.texts import SAMPLED, encode_windows, read_text
+from kbit.cli.texts import WINDOW, calibration_samples, encode_windows, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def evaluate(
         Path | None, typer.Option(help="With --bits: also quantized by what this other text feeds layers.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; one ships with kbit.")] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = WINDOW,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Score so many tokens of the text at most.")
     ] = None,
@@ -62,7 +62,7 @@ def evaluate(
     else:
         methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
         if calibrate is not None:
-            samples = encode_windows(folder, read_text(calibrate, "--calibrate"), window, SAMPLED)
+            samples = calibration_samples(folder, calibrate, window)
         ids = encode_windows(folder, read_text(text), window, max_tokens)
         rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples)
     from kbit.bench import machine

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 SHIPPED_TEXT = "text.txt"
-SAMPLED = 2**15  # tokens of a text to calibrate by, at most
+WINDOW = 512  # tokens that a model sees at a time, where nobody says otherwise
+_SAMPLED = 2**15  # tokens of a text to calibrate by, at most
 
 
 def read_text(file: Path | None, option: str = "--text") -> str:
@@ -37,3 +38,8 @@ def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     return windows(ids, size, max_tokens)
+
+
+def calibration_samples(folder: Path, file: Path, size: int) -> torch.Tensor:
+    """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does."""
+    return encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED)

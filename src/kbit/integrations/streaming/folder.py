@@ -97,7 +97,7 @@ def check_target(source: Path, target: Path, force: bool) -> None:
 
 
 def prepare(
-    partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job], force: bool, key: str = ""
+    partial: Path, source: Path, policy: QuantizationPolicy, jobs: list[Job], force: bool, key: str
 ) -> dict[str, list[Job]]:
     """Make the work folder, or take over one that the same task, of the same key, left; {shard file: jobs}.
 
