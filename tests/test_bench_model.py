@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 
 import pytest
@@ -169,17 +168,6 @@ def test_sliding_windows_are_refused():
     config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8)
     with pytest.raises(ValueError, match="sliding window's cache counts tokens in Python"):
         model_decode.DecodeLoop(MistralForCausalLM(config), 1, 4, 4)
-
-
-def test_compiled_kernels_may_overlap(monkeypatch):
-    import torch._inductor.config as inductor
-
-    monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
-    with inductor.patch("triton.enable_pdl", False):
-        bench.overlap_kernels()
-        assert inductor.triton.enable_pdl
-    assert not inductor.triton.enable_pdl
-    assert os.environ["TORCHINDUCTOR_ENABLE_PDL"] == "1"
 
 
 def test_blocks_can_be_compiled_whole():

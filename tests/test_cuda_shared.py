@@ -61,7 +61,9 @@ def differing(compute: Callable[[], Results], replays: int) -> int:
 
     def results() -> list[torch.Tensor]:
         given = compute()
-        return [each.reshape(-1).view(torch.uint8) for each in (given if isinstance(given, tuple) else (given,))]
+        return [
+            each.reshape(-1).view(torch.uint8) for each in (given if isinstance(given, tuple) else (given,))
+        ]
 
     expected = [each.clone() for each in results()]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

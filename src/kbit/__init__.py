@@ -21,6 +21,7 @@ from kbit.dispatch import explain
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
+from kbit.integrations.transformers.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
 from kbit.nn import dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
@@ -39,7 +40,9 @@ __all__ = [
     "__version__",
     "dequantize",
     "dequantize_model",
+    "disable_cuda_graphs",
     "embedding",
+    "enable_cuda_graphs",
     "explain",
     "grouped_linear",
     "linear",

@@ -8,7 +8,6 @@ record; the faster one is what quantized arms are compared with.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from kbit.bench import model_build, model_decode, model_profile
 from kbit.bench.moe_layer import recordable
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.cuda_graphs import compiled_layers
 from kbit.nn.experts import is_experts
 
 BASELINE = "bf16"
@@ -195,36 +195,15 @@ def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> Deco
     return row
 
 
-def overlap_kernels() -> None:
-    """Have torch.compile's kernels start while those in front of them end, from now on, in either arm.
-
-    To be called before any kernel of kbit is loaded, which then lets them.
-    """
-    import torch._inductor.config as config
-
-    os.environ["TORCHINDUCTOR_ENABLE_PDL"] = "1"  # of ranks that are started
-    if hasattr(config.triton, "enable_pdl"):
-        config.triton.enable_pdl = True
-
-
 @contextlib.contextmanager
 def compiled_blocks(model: Any) -> Iterator[None]:
-    """Every layer of a model compiled by itself, for one batch size.
-
-    A layer's number is a constant of its code, so each is traced; their equal graphs are built once.
-    """
+    """Every layer of a model compiled by itself, for one batch size, and forgotten afterwards."""
     import torch._dynamo
 
-    layers, config = list(model.get_decoder().layers), torch._dynamo.config
-    limits = {"recompile_limit": 8 * len(layers), "accumulated_recompile_limit": 64 * len(layers)}
-    for layer in layers:
-        layer.compile(fullgraph=True, dynamic=False)
     try:
-        with config.patch({name: max(limit, getattr(config, name)) for name, limit in limits.items()}):
+        with compiled_layers(model, {}):
             yield
     finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
         torch._dynamo.reset()
 
 

@@ -110,9 +110,10 @@ def model(
 
     from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
+    from kbit.integrations.transformers.cuda_graphs import overlap_kernels
 
     if compiled:
-        bench.overlap_kernels()
+        overlap_kernels()
     one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":
         gpu_timing.require_gpu("kbit bench model", or_cpu=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ import typer
 
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model, load_tokenizer
+from kbit.format.words import counted
 
 console = Console(stderr=True)
 LEAST_TEMPERATURE = 1e-3
@@ -46,6 +49,61 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
     return encoded["input_ids"]
 
 
+class Timer:
+    """A streamer that notes when tokens come, and hands them on."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+        self.started = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """The prompt first, then token by token."""
+        self.streamer.put(value)
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """No more tokens."""
+        self.streamer.end()
+
+    def summary(self) -> str:
+        """How many tokens came, and how fast."""
+        _, *tokens = self.times
+        line = f"{counted(len(tokens), 'token')} in {tokens[-1] - self.started:.1f} s"
+        if len(tokens) < 2:
+            return line
+        first = tokens[0] - self.started
+        apart = statistics.median(after - before for before, after in itertools.pairwise(tokens))
+        return f"{line}; the first after {first:.2f} s, then {1 / apart:.1f} tokens/s (median)"
+
+
+def _decode_fast(model: Any, compiled: bool) -> dict[str, Any]:
+    """Have a model on a GPU decode from CUDA graphs where it can; arguments of its `generate` for that."""
+    from transformers import StaticCache
+
+    from kbit.integrations.transformers.cuda_graphs import enable_cuda_graphs, why_not_recorded
+
+    if model.device.type != "cuda":
+        return {}
+    reason = why_not_recorded(StaticCache(config=model.config, max_cache_len=1))
+    if reason is not None:
+        console.print(f"[dim]without CUDA graphs: {reason}[/dim]")
+        return {}
+    enable_cuda_graphs(model, compile_layers=compiled)
+    return {"cache_implementation": "static"}
+
+
+def _check_sampling(temperature: float, top_p: float) -> None:
+    """Raises ValueError for options that contradict each other."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature {temperature:g} leaves nothing to sample. Use 0, which decodes greedily, or at "
+            f"least {LEAST_TEMPERATURE:g}."
+        )
+    if top_p < 1 and not temperature:
+        raise ValueError("--top-p is for sampling. Add --temperature, such as 0.8, or leave it out.")
+
+
 def generate(
     folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
@@ -64,18 +122,21 @@ def generate(
         str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="On a GPU, torch.compile the layers: minutes, then faster.")
+    ] = False,
 ) -> None:
     """Stream an answer to a prompt and say how fast it came."""
     import torch
     from transformers import TextStreamer
 
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(
-            f"--temperature {temperature:g} leaves nothing to sample. Use 0, which decodes greedily, or at "
-            f"least {LEAST_TEMPERATURE:g}."
-        )
-    if top_p < 1 and not temperature:
-        raise ValueError("--top-p is for sampling. Add --temperature, such as 0.8, or leave it out.")
+    from kbit.integrations.transformers.cuda_graphs import overlap_kernels
+
+    _check_sampling(temperature, top_p)
+    if compiled and not device.startswith("cuda"):
+        raise ValueError(f"--compile is for GPUs, and the device is {device}. Add --device cuda.")
+    if compiled:
+        overlap_kernels()
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():
@@ -85,15 +146,14 @@ def generate(
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}
-    start = time.perf_counter()
-    output = model.generate(
+    timer = Timer(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=timer,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         **(sampling or {"do_sample": False}),
+        **_decode_fast(model, compiled),
     )
-    seconds = time.perf_counter() - start
-    new = output.shape[1] - input_ids.shape[1]
-    console.print(f"[dim]{new} tokens in {seconds:.1f} s, {new / seconds:.1f} tokens/s[/dim]")
+    console.print(f"[dim]{timer.summary()}[/dim]")

@@ -1,0 +1,240 @@
+"""`generate`, its decoding steps replayed from CUDA graphs.
+
+    kbit.enable_cuda_graphs(model)
+    model.generate(ids, cache_implementation="static", max_new_tokens=64)
+
+A step launches a thousand kernels, most of which take less time than launching them; a graph launches them
+all at once. transformers asks a model for what runs its steps where the cache's tensors stay in their places
+(`get_compiled_call`), by default torch.compile of the whole model. Here it is `Steps`.
+
+What a recorded step of transformers' static cache rests on:
+* Inputs are copied into tensors of its own, so positions and masks are the step's; the cache counts its
+  tokens in a tensor, which the graph advances, and linear attention updates its states in place.
+* A sliding window counts in Python, which a replay would not advance: such models run as without graphs.
+* The steps in front of the recording are steps of the answer, too: they allocate, choose kernels, compile.
+* A graph writes to the cache that it was recorded with. `generate` makes one a call, unless it is given one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+WARM_STEPS = 2
+# Called with what runs a step: returns what runs it again into the same outputs, and these.
+Record = Callable[[Callable[[], dict[str, Any]]], tuple[Callable[[], None], dict[str, Any]]]
+
+
+class CUDAGraphWarning(UserWarning):
+    """A model's decoding steps cannot be recorded; they run as they would without CUDA graphs."""
+
+
+def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
+    """Have `model.generate` replay its decoding steps from CUDA graphs; for 16-bit models, too.
+
+    It does so on a GPU with a cache of fixed size, `generate(cache_implementation="static")`, instead of
+    transformers' torch.compile of the whole model. The first steps with a cache run kernel by kernel, then
+    one is recorded for each batch size. With a cache of your own, `past_key_values=cache` after
+    `cache.reset()`, later calls replay what the first recorded.
+
+    Args:
+        model: a causal language model of transformers.
+        compile_layers: torch.compile each decoder layer for these steps, too, which makes few kernels of many
+            and takes minutes, once for each batch size. See `overlap_kernels`.
+
+    Raises:
+        TypeError: the model has no `generate` of transformers, or, to be compiled, no decoder with layers.
+
+    >>> kbit.enable_cuda_graphs(model)
+    """
+    if not hasattr(model, "get_compiled_call"):
+        raise TypeError(
+            f"enable_cuda_graphs needs a model with transformers' generate(), got {type(model).__name__}. "
+            "For a loop of your own there is torch.cuda.CUDAGraph."
+        )
+    if compile_layers:
+        decoder_layers(model)
+    model.get_compiled_call = types.MethodType(_StepsOfModels(compile_layers), model)
+
+
+def disable_cuda_graphs(model: Any) -> None:
+    """Undo `enable_cuda_graphs`, and free its graphs; nothing happens where it was not called."""
+    vars(model).pop("get_compiled_call", None)
+
+
+def why_not_recorded(cache: Any) -> str | None:
+    """Why steps with this cache of transformers cannot be recorded; None if they can."""
+    if cache is None:
+        return "it keeps no cache"
+    if any(getattr(cache, "is_sliding", ())):
+        return "its cache has a sliding window, which counts tokens in Python"
+    return None
+
+
+class _StepsOfModels:
+    """What stands in for `get_compiled_call`: of a model, and of copies that are made of it."""
+
+    __name__ = "get_compiled_call"  # a pickled model has its class's again
+
+    def __init__(self, compile_layers: bool) -> None:
+        self.compile_layers = compile_layers
+        self._steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
+
+    def __call__(self, model: Any, compile_config: Any = None) -> Steps:
+        if model not in self._steps:
+            self._steps[model] = Steps(model, self.compile_layers)
+        return self._steps[model]
+
+
+def record_cuda_graph(run: Callable[[], dict[str, Any]]) -> tuple[Callable[[], None], dict[str, Any]]:
+    """A CUDA graph of a call. It must have run before, kernel by kernel."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may stream text
+        outputs = run()
+    return graph.replay, outputs
+
+
+@dataclass
+class _Step:
+    """Steps of equal shapes with one cache."""
+
+    runs: int = 0
+    failed: bool = False
+    inputs: list[torch.Tensor] = field(default_factory=list)  # what a replay reads
+    outputs: dict[str, Any] = field(default_factory=dict)  # what it writes
+    replay: Callable[[], None] | None = None
+
+
+class Steps:
+    """Decoding steps of a model: run a few times, then recorded, then replayed.
+
+    Args:
+        model: see `enable_cuda_graphs`; not kept alive.
+        compile_layers: see there.
+        record: see `record_cuda_graph`.
+    """
+
+    def __init__(self, model: Any, compile_layers: bool = False, record: Record = record_cuda_graph) -> None:
+        self._model = weakref.ref(model)
+        self._compile_layers, self._record = compile_layers, record
+        self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, _Step]] = weakref.WeakKeyDictionary()
+        self._compiled: dict[torch.nn.Module, Any] = {}
+        self._warned = False
+
+    def __call__(self, **inputs: Any) -> Any:
+        """A step of the model: what `model(**inputs)` returns."""
+        cache = inputs.pop("past_key_values", None)
+        leaves, structure = tree_flatten(inputs)
+        reason = why_not_recorded(cache) or _why_not_copied(leaves)
+        if reason is not None:
+            self._warn(reason)
+            return self._run(cache, inputs)
+        key = (*inputs, *((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves))
+        step = self._steps.setdefault(cache, {}).setdefault(key, _Step())
+        if step.replay is None:
+            if step.failed or step.runs < WARM_STEPS:
+                step.runs += 1
+                return self._run(cache, inputs)
+            kept = [leaf.clone() if _is_tensor(leaf) else leaf for leaf in leaves]
+            step.inputs = [leaf for leaf in kept if _is_tensor(leaf)]
+            self._try_to_record(step, cache, tree_unflatten(kept, structure))
+            return self(past_key_values=cache, **inputs)
+        for mine, given in zip(step.inputs, filter(_is_tensor, leaves), strict=True):
+            mine.copy_(given)
+        step.replay()
+        outputs = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, step.outputs)
+        return self._output_type(**outputs, past_key_values=cache)
+
+    def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
+        model = self._model()
+        with compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext():
+            return model(past_key_values=cache, **inputs)
+
+    def _try_to_record(self, step: _Step, cache: Any, inputs: dict[str, Any]) -> None:
+        its_cache = weakref.ref(cache)  # a recording goes with its cache, which it so must not keep
+
+        def run() -> dict[str, Any]:
+            outputs = self._run(its_cache(), inputs)
+            self._output_type = type(outputs)
+            return {name: value for name, value in outputs.items() if name != "past_key_values"}
+
+        try:
+            step.replay, step.outputs = self._record(run)
+        except RuntimeError as error:
+            step.failed = True
+            self._warn(str(error).splitlines()[0])
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"decoding steps of {type(self._model()).__name__} run without CUDA graphs: {reason}.",
+                CUDAGraphWarning,
+                stacklevel=3,
+            )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _why_not_copied(leaves: list[Any]) -> str | None:
+    others = (leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))))
+    return next((f"an input is a {type(leaf).__name__}, not a tensor" for leaf in others), None)
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The layers of a causal language model's decoder.
+
+    Raises:
+        TypeError: it has none.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise TypeError(f"{type(model).__name__} has no decoder with layers that could be compiled.")
+    return list(layers)
+
+
+@contextlib.contextmanager
+def compiled_layers(model: Any, compiled: dict[torch.nn.Module, Any]) -> Iterator[None]:
+    """Every decoder layer runs as compiled for its inputs' shapes; `compiled` keeps them for the next time.
+
+    A layer's number is a constant of its code, so each is traced; their equal graphs are built once.
+    """
+    import torch._dynamo
+
+    layers, config = decoder_layers(model), torch._dynamo.config
+    limits = {"recompile_limit": 8 * len(layers), "accumulated_recompile_limit": 64 * len(layers)}
+    for layer in layers:
+        if layer not in compiled:
+            layer.compile(fullgraph=True, dynamic=False)
+            compiled[layer] = layer._compiled_call_impl
+        layer._compiled_call_impl = compiled[layer]
+    try:
+        with config.patch({name: max(limit, getattr(config, name)) for name, limit in limits.items()}):
+            yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
+def overlap_kernels() -> None:
+    """Have torch.compile's kernels start while those in front of them end, from now on, on Hopper and newer.
+
+    To be called before any kernel of kbit is loaded, which then lets them.
+    """
+    import torch._inductor.config as config
+
+    os.environ["TORCHINDUCTOR_ENABLE_PDL"] = "1"  # of processes that are started
+    if hasattr(config.triton, "enable_pdl"):
+        config.triton.enable_pdl = True

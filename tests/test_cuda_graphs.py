@@ -1,0 +1,242 @@
+"""`generate` from recorded steps gives the same tokens: CUDA graphs, or, on a CPU, what stands for them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import CompileConfig, MistralConfig, MistralForCausalLM, StaticCache
+
+import kbit
+from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers import cuda_graphs
+from tiny_models import ARCHITECTURES, build
+
+gpu = pytest.mark.gpu
+TOKENS = 12
+IDS = torch.tensor([[3, 5, 7, 11, 13], [0, 0, 2, 4, 6]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])  # the second is shorter, padded on the left
+SETTINGS = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": True, "top_k": 0}
+
+
+class Recorder:
+    """Stands in for CUDA graphs: a replay runs the recorded step again, on the inputs as they are then."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.recorded, self.replayed = fails, 0, 0
+
+    def __call__(self, run):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.recorded += 1
+        outputs = {}
+
+        def replay() -> None:
+            self.replayed += 1
+            outputs.update(run())
+
+        return replay, outputs
+
+
+def quantized(architecture, dtype=torch.float32, device="cpu"):
+    model = kbit.quantize_model(build(architecture, dtype, spread=False), QuantizationPolicy())
+    return model.to(device)
+
+
+def sampled(model, ids=IDS, **more):
+    """Tokens drawn from a generator that begins anew."""
+    torch.manual_seed(1)
+    mask = MASK[: len(ids)].to(model.device)
+    return model.generate(ids.to(model.device), attention_mask=mask, **SETTINGS | more)
+
+
+def recorded(model, fails=False):
+    """A recorder that the model's steps go through; `generate` then compiles on a CPU, too."""
+    recorder = Recorder(fails)
+    steps = cuda_graphs.Steps(model, record=recorder)
+    model.get_compiled_call = lambda config=None: steps
+    anywhere = CompileConfig()
+    anywhere._compile_all_devices = True
+    model.generation_config.compile_config = anywhere
+    return recorder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recorded_steps_give_the_same_tokens(architecture):
+    model = quantized(architecture)
+    expected = sampled(model)
+    recorder = recorded(model)
+    assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    # The prompt gives the first token; steps of the warm-up follow.
+    assert (recorder.recorded, recorder.replayed) == (1, TOKENS - 1 - cuda_graphs.WARM_STEPS)
+
+
+def test_a_kept_cache_keeps_its_recording():
+    model = quantized("llama")
+    expected = sampled(model), sampled(model, IDS[:1])
+    recorder = recorded(model)
+    cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
+    for _ in range(3):
+        cache.reset()
+        assert torch.equal(sampled(model, past_key_values=cache), expected[0])
+    assert recorder.recorded == 1
+    assert recorder.replayed == 3 * (TOKENS - 1) - cuda_graphs.WARM_STEPS
+    for _ in range(2):
+        assert torch.equal(sampled(model, IDS[:1], cache_implementation="static"), expected[1])
+    assert recorder.recorded == 3  # a cache of its own each time
+
+
+def test_recordings_go_with_their_cache_and_their_model():
+    model = quantized("llama")
+    recorded(model)
+    cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
+    sampled(model, past_key_values=cache)
+    steps, seen = model.get_compiled_call(), weakref.ref(cache)
+    assert len(steps._steps) == 1
+    del cache
+    gc.collect()
+    assert seen() is None
+    assert len(steps._steps) == 0
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_cannot_be_recorded_runs_all_the_same():
+    model = quantized("qwen3")
+    expected = sampled(model)
+    recorder = recorded(model, fails=True)
+    with pytest.warns(
+        cuda_graphs.CUDAGraphWarning,
+        match=r"Qwen3ForCausalLM run without CUDA graphs: operation not permitted",
+    ):
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)  # one is enough
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    assert recorder.recorded == 0
+
+
+def test_sliding_windows_are_not_recorded():
+    config = MistralConfig(**ARCHITECTURES["llama"]().to_diff_dict() | {"sliding_window": 4})
+    model = MistralForCausalLM(config).eval()
+    expected = sampled(model, cache_implementation="static")
+    recorder = recorded(model)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="its cache has a sliding window"):
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    assert recorder.recorded == 0
+
+
+def test_inputs_that_cannot_be_copied_are_not_recorded():
+    class Mask:
+        pass
+
+    model = quantized("llama")
+    recorder = Recorder()
+    steps = cuda_graphs.Steps(model, record=recorder)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="an input is a Mask, not a tensor"):
+        steps(input_ids=IDS, past_key_values=StaticCache(config=model.config, max_cache_len=8), extra=Mask())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(input_ids=IDS)
+    assert recorder.recorded == 0
+
+
+def test_outputs_of_every_layer_are_the_steps_own():
+    model = quantized("llama")
+    more = {"output_hidden_states": True, "output_logits": True, "return_dict_in_generate": True}
+    expected = sampled(model, cache_implementation="static", **more)
+    recorder = recorded(model)
+    have = sampled(model, cache_implementation="static", **more)
+    assert recorder.replayed > 2
+    for one, other in zip(have.logits, expected.logits, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(have.hidden_states, expected.hidden_states, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_on_a_cpu_nothing_changes():
+    model = quantized("llama")
+    expected = sampled(model)
+    kbit.enable_cuda_graphs(model)
+    assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    twin = copy.deepcopy(model)
+    steps = [each.get_compiled_call(None) for each in (model, twin, model, twin)]
+    assert steps[:2] == steps[2:]
+    assert steps[0] is not steps[1]
+    read = pickle.loads(pickle.dumps(model))
+    for _ in range(2):
+        kbit.disable_cuda_graphs(model)
+    for plain in (model, read):
+        assert not isinstance(plain.get_compiled_call(None), cuda_graphs.Steps)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"needs a model with transformers' generate\(\), got Linear"):
+        kbit.enable_cuda_graphs(torch.nn.Linear(2, 2))
+    model = quantized("llama")
+    model.model.layers = torch.nn.Sequential(*model.model.layers)
+    with pytest.raises(TypeError, match="LlamaForCausalLM has no decoder with layers"):
+        kbit.enable_cuda_graphs(model, compile_layers=True)
+
+
+def test_compiled_kernels_may_overlap(monkeypatch):
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
+    with inductor.patch("triton.enable_pdl", False):
+        cuda_graphs.overlap_kernels()
+        assert inductor.triton.enable_pdl
+    assert not inductor.triton.enable_pdl
+    assert os.environ["TORCHINDUCTOR_ENABLE_PDL"] == "1"
+
+
+def test_layers_are_compiled_for_steps_alone(own_compilations):
+    model = quantized("llama")
+    compiled = {}
+    with cuda_graphs.compiled_layers(model, compiled):
+        first = [layer._compiled_call_impl for layer in model.model.layers]
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+    with cuda_graphs.compiled_layers(model, compiled):
+        assert [layer._compiled_call_impl for layer in model.model.layers] == first
+        output = model(IDS).logits
+    torch.testing.assert_close(output, model(IDS).logits, rtol=1e-3, atol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_graphs_give_the_same_tokens(architecture, dtype):
+    model = quantized(architecture, dtype, "cuda")
+    expected = sampled(model, cache_implementation="static", disable_compile=True)
+    kbit.enable_cuda_graphs(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)
+        for _ in range(2):
+            assert torch.equal(sampled(model, cache_implementation="static"), expected)
+        cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
+        for _ in range(3):
+            cache.reset()
+            assert torch.equal(sampled(model, past_key_values=cache), expected)
+    kbit.disable_cuda_graphs(model)
+    assert torch.equal(sampled(model, cache_implementation="static", disable_compile=True), expected)
+
+
+@gpu
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+def test_graphs_of_compiled_layers(architecture, own_compilations):
+    model = quantized(architecture, torch.float32, "cuda")
+    more = {"output_logits": True, "return_dict_in_generate": True, "cache_implementation": "static"}
+    expected = sampled(model, disable_compile=True, **more).logits
+    kbit.enable_cuda_graphs(model, compile_layers=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)
+        have = sampled(model, **more).logits
+    torch.testing.assert_close(torch.stack(have), torch.stack(expected), rtol=1e-2, atol=1e-3)
