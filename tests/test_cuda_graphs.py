@@ -92,6 +92,39 @@ def test_a_kept_cache_keeps_its_recording():
     assert recorder.recorded == 3  # a cache of its own each time
 
 
+def test_the_last_cache_is_kept_where_nobody_has_it():
+    model = quantized("qwen3_next")
+    expected = sampled(model), sampled(model, IDS[:1]), sampled(model, max_new_tokens=TOKENS + 20)
+    kbit.enable_cuda_graphs(model)
+    recorder = recorded(model)
+    for _ in range(3):
+        assert torch.equal(sampled(model, cache_implementation="static"), expected[0])
+    assert recorder.recorded == 1
+    assert torch.equal(sampled(model, IDS[:1], cache_implementation="static"), expected[1])  # another batch
+    assert recorder.recorded == 2
+    longer = {"max_new_tokens": TOKENS + 20, "cache_implementation": "static"}
+    assert torch.equal(sampled(model, **longer), expected[2])
+    assert recorder.recorded == 3
+    held = sampled(model, return_dict_in_generate=True, **longer)
+    keys = held.past_key_values.layers[1].keys.clone()
+    assert recorder.recorded == 3
+    assert torch.equal(sampled(model, cache_implementation="static"), expected[0])
+    assert torch.equal(held.past_key_values.layers[1].keys, keys)
+    assert recorder.recorded == 4
+
+
+def test_a_cache_whose_tensors_were_replaced_is_recorded_again():
+    model = quantized("qwen3_next")
+    expected = sampled(model)
+    recorder = recorded(model)
+    cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
+    for times in (1, 2):
+        cache.reset()
+        assert torch.equal(sampled(model, past_key_values=cache), expected)
+        assert recorder.recorded == times
+        cache.reorder_cache(torch.tensor([1, 0]))
+
+
 def test_recordings_go_with_their_cache_and_their_model():
     model = quantized("llama")
     recorded(model)
@@ -217,6 +250,10 @@ def test_graphs_give_the_same_tokens(architecture, dtype):
     model = quantized(architecture, dtype, "cuda")
     expected = sampled(model, cache_implementation="static", disable_compile=True)
     kbit.enable_cuda_graphs(model)
+    if dtype == torch.float32 and kbit.nn.KbitExperts in map(type, model.modules()):
+        with pytest.warns(cuda_graphs.CUDAGraphWarning, match="without CUDA graphs: Cannot copy between CPU"):
+            assert torch.equal(sampled(model, cache_implementation="static"), expected)
+        return  # experts in float32 are decoded, which ones, the host has to know
     with warnings.catch_warnings():
         warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)
         for _ in range(2):
@@ -230,13 +267,18 @@ def test_graphs_give_the_same_tokens(architecture, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
 def test_graphs_of_compiled_layers(architecture, own_compilations):
-    model = quantized(architecture, torch.float32, "cuda")
+    model = quantized(architecture, torch.float16, "cuda")
     more = {"output_logits": True, "return_dict_in_generate": True, "cache_implementation": "static"}
-    expected = sampled(model, disable_compile=True, **more).logits
+    expected = sampled(model, disable_compile=True, **more)
     kbit.enable_cuda_graphs(model, compile_layers=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)
-        have = sampled(model, **more).logits
-    torch.testing.assert_close(torch.stack(have), torch.stack(expected), rtol=1e-2, atol=1e-3)
+        have = sampled(model, **more)
+    # Fused kernels round otherwise, so that another token may be drawn; from there on all differs.
+    same = (have.sequences == expected.sequences).all(0)[IDS.shape[1] :].long().cumprod(0)
+    compared = min(int(same.sum()) + 1, TOKENS)
+    assert compared > cuda_graphs.WARM_STEPS + 2
+    for one, other in zip(have.logits[:compared], expected.logits[:compared], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-3)

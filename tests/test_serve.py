@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app
+from kbit.cli import app, serve_graphs
+from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
@@ -55,12 +56,12 @@ def served(request, folders):
         yield started
 
 
-def expected(folder, prompt, tokens):
+def expected(folder, prompt, tokens, device="cpu"):
     """What the model generates greedily in this process."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = tokenizer(f"<s>{prompt}", return_tensors="pt", add_special_tokens=False)["input_ids"]
-    generated = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    generated = model.generate(ids.to(device), max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
     return tokenizer.decode(generated, skip_special_tokens=True)
 
 
@@ -173,6 +174,41 @@ def test_generate_batch_equals_generate(folders):
         assert list(output.generated_tokens) == alone[0, len(prompt) :].tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
+def test_answers_from_cuda_graphs(options, folders):
+    model = folders["kbit"]
+    with bench.server(model, ["--device", "cuda", "--cuda-graphs", *options], 120) as (port, _):
+        for prompt in ("w1 w2 w3", "w7", "w1 w2 w3"):
+            answer = bench.chat(port, str(model), prompt, 12)
+            assert answer["choices"][0]["message"]["content"] == expected(model, prompt, 12, "cuda")
+
+
+def test_cuda_graphs_need_a_gpu(folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["serve", str(folders["kbit"]), "--cuda-graphs"])
+    assert "--cuda-graphs needs a GPU" in str(result.exception)
+
+
+def test_cuda_graphs_of_the_server_are_padded_less(monkeypatch):
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ModelManager, "_load_model", lambda self, name: build_parallel("llama"))
+    monkeypatch.setattr(CBGenerateManager, "__init__", CBGenerateManager.__init__)  # restored by the fixture
+    serve_graphs.use_cuda_graphs()
+    model = ModelManager._load_model(None, "model@main")
+    assert isinstance(model.get_compiled_call(None), Steps)
+    for own, padding in ((0, 1024), (512, 512)):
+        config = ContinuousBatchingConfig(use_cuda_graph=True, kv_padding_interval_size=own)
+        manager = CBGenerateManager(config)
+        assert (config.q_padding_interval_size, config.kv_padding_interval_size) == (16, padding)
+        assert manager._cb_config is config
+    assert serve_graphs.options(["m"]) == ["m", "--compile"]
+    assert serve_graphs.options(["m", "--continuous-batching"])[-1] == "--cb-use-cuda-graph"
+
+
 def test_bench_serve(folders, tmp_path):
     out = tmp_path / "serve.json"
     options = ["--clients", "1,2", "--requests", "1", "--new-tokens", "4", "--prompt-words", "8"]
@@ -269,7 +305,7 @@ def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, opti
 
 def test_the_command_hands_every_option_over(monkeypatch):
     taken = []
-    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", taken.extend)
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda given, _: taken.extend(given))
     result = CliRunner().invoke(app, ["serve", "org/model", "--port", "8000", "--continuous-batching"])
     assert result.exit_code == 0, result.output
     assert taken == ["org/model", "--port", "8000", "--continuous-batching"]

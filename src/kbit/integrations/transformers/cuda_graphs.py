@@ -12,13 +12,15 @@ What a recorded step of transformers' static cache rests on:
   tokens in a tensor, which the graph advances, and linear attention updates its states in place.
 * A sliding window counts in Python, which a replay would not advance: such models run as without graphs.
 * The steps in front of the recording are steps of the answer, too: they allocate, choose kernels, compile.
-* A graph writes to the cache that it was recorded with. `generate` makes one a call, unless it is given one.
+* A graph writes to the cache that it was recorded with. `generate` makes a new one at every call; it is given
+  the last one again where that has the right size and nobody else has kept it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import types
 import warnings
 import weakref
@@ -30,6 +32,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 WARM_STEPS = 2
+_UNSHARED = 3  # references to a cache: the one that is kept, a variable, an argument
 # Called with what runs a step: returns what runs it again into the same outputs, and these.
 Record = Callable[[Callable[[], dict[str, Any]]], tuple[Callable[[], None], dict[str, Any]]]
 
@@ -43,8 +46,8 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
     It does so on a GPU with a cache of fixed size, `generate(cache_implementation="static")`, instead of
     transformers' torch.compile of the whole model. The first steps with a cache run kernel by kernel, then
-    one is recorded for each batch size. With a cache of your own, `past_key_values=cache` after
-    `cache.reset()`, later calls replay what the first recorded.
+    one is recorded. The last call's cache stays, and with it the graph, until one has another batch size or
+    needs more tokens.
 
     Args:
         model: a causal language model of transformers.
@@ -64,11 +67,13 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     if compile_layers:
         decoder_layers(model)
     model.get_compiled_call = types.MethodType(_StepsOfModels(compile_layers), model)
+    model._prepare_static_cache = types.MethodType(_CachesOfModels(), model)
 
 
 def disable_cuda_graphs(model: Any) -> None:
-    """Undo `enable_cuda_graphs`, and free its graphs; nothing happens where it was not called."""
-    vars(model).pop("get_compiled_call", None)
+    """Undo `enable_cuda_graphs`, and free its graphs and cache; nothing happens where it was not called."""
+    for name in (_StepsOfModels.name, _CachesOfModels.name):
+        vars(model).pop(name, None)
 
 
 def why_not_recorded(cache: Any) -> str | None:
@@ -81,18 +86,46 @@ def why_not_recorded(cache: Any) -> str | None:
 
 
 class _StepsOfModels:
-    """What stands in for `get_compiled_call`: of a model, and of copies that are made of it."""
+    """What runs the steps of a model, and of copies that are made of it."""
 
-    __name__ = "get_compiled_call"  # a pickled model has its class's again
+    name = "get_compiled_call"
 
     def __init__(self, compile_layers: bool) -> None:
         self.compile_layers = compile_layers
+        self.__name__ = self.name  # by which a pickled model finds its class's method again
         self._steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
 
     def __call__(self, model: Any, compile_config: Any = None) -> Steps:
         if model not in self._steps:
             self._steps[model] = Steps(model, self.compile_layers)
         return self._steps[model]
+
+
+class _CachesOfModels:
+    """Gives `generate(cache_implementation="static")` its cache."""
+
+    name = "_prepare_static_cache"
+
+    def __init__(self) -> None:
+        self.__name__ = self.name
+        self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        # Without tensors yet, and as long as the longest so far.
+        fresh = type(model)._prepare_static_cache(model, *arguments, **named)
+        size = _size(fresh), named.get("batch_size")
+        last_size, last = self._last.get(model, (None, None))
+        if last is None or last_size != size or None in size or sys.getrefcount(last) > _UNSHARED:
+            self._last[model] = size, fresh
+            return fresh
+        last.reset()
+        return last
+
+
+def _size(cache: Any) -> tuple[Any, ...] | None:
+    """Kinds and lengths of a cache's layers; None for caches of other kinds."""
+    layers = getattr(cache, "layers", None)
+    return layers and tuple((type(layer), getattr(layer, "max_cache_len", None)) for layer in layers)
 
 
 def record_cuda_graph(run: Callable[[], dict[str, Any]]) -> tuple[Callable[[], None], dict[str, Any]]:
@@ -112,6 +145,11 @@ class _Step:
     inputs: list[torch.Tensor] = field(default_factory=list)  # what a replay reads
     outputs: dict[str, Any] = field(default_factory=dict)  # what it writes
     replay: Callable[[], None] | None = None
+    state: list[tuple[Any, Any, torch.Tensor]] = field(default_factory=list)  # container, key, tensor
+
+    def is_stale(self) -> bool:
+        """Whether the cache has tensors in other places than those that were recorded."""
+        return not all(container[key] is tensor for container, key, tensor in self.state)
 
 
 class Steps:
@@ -124,7 +162,7 @@ class Steps:
     """
 
     def __init__(self, model: Any, compile_layers: bool = False, record: Record = record_cuda_graph) -> None:
-        self._model = weakref.ref(model)
+        self._model: Callable[[], Any] = weakref.ref(model)
         self._compile_layers, self._record = compile_layers, record
         self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, _Step]] = weakref.WeakKeyDictionary()
         self._compiled: dict[torch.nn.Module, Any] = {}
@@ -139,7 +177,10 @@ class Steps:
             self._warn(reason)
             return self._run(cache, inputs)
         key = (*inputs, *((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves))
-        step = self._steps.setdefault(cache, {}).setdefault(key, _Step())
+        steps = self._steps.setdefault(cache, {})
+        step = steps.setdefault(key, _Step())
+        if step.is_stale():
+            step = steps[key] = _Step()
         if step.replay is None:
             if step.failed or step.runs < WARM_STEPS:
                 step.runs += 1
@@ -169,6 +210,7 @@ class Steps:
 
         try:
             step.replay, step.outputs = self._record(run)
+            step.state = list(_tensors_of(cache))
         except RuntimeError as error:
             step.failed = True
             self._warn(str(error).splitlines()[0])
@@ -185,6 +227,18 @@ class Steps:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _tensors_of(cache: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """The tensors of a cache's layers, and where each is to be found."""
+    containers: list[Any] = [vars(layer) for layer in getattr(cache, "layers", ())]
+    while containers:
+        container = containers.pop()
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if _is_tensor(value):
+                yield container, key, value
+            elif isinstance(value, (dict, list)):
+                containers.append(value)
 
 
 def _why_not_copied(leaves: list[Any]) -> str | None:

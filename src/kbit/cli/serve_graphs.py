@@ -1,0 +1,50 @@
+"""CUDA graphs under transformers' server, which otherwise decodes kernel by kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+# A graph of continuous batching is of so many tokens, or a multiple, and so many keys that they read.
+# transformers' own, 64 and 16384, are for other attention: with that of PyTorch, a few short requests would
+# spend most of a step on padding.
+PADDING = {"q_padding_interval_size": 16, "kv_padding_interval_size": 1024}
+
+
+def options(arguments: Sequence[str]) -> list[str]:
+    """Options of `transformers serve` and the one by which it uses graphs, batched or request by request."""
+    batched = "--continuous-batching" in arguments
+    return [*arguments, "--cb-use-cuda-graph" if batched else "--compile"]
+
+
+def use_cuda_graphs() -> None:
+    """Have the server's models replay their steps, and continuous batching pad less for it.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    import torch
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from kbit.integrations.transformers.cuda_graphs import enable_cuda_graphs
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("--cuda-graphs needs a GPU, and PyTorch finds none. Leave it out on a CPU.")
+    load, start = ModelManager._load_model, CBGenerateManager.__init__
+
+    @functools.wraps(load)
+    def loaded(self: Any, *arguments: Any, **named: Any) -> Any:
+        model = load(self, *arguments, **named)
+        enable_cuda_graphs(model)
+        return model
+
+    @functools.wraps(start)
+    def started(self: Any, cb_config: Any = None) -> None:
+        for name, size in PADDING.items():
+            if cb_config is not None and not getattr(cb_config, name):
+                setattr(cb_config, name, size)
+        start(self, cb_config)
+
+    ModelManager._load_model, CBGenerateManager.__init__ = loaded, started
