@@ -94,12 +94,22 @@ JOBS = (
         "--json {results}/{gpu}-qwen3-30b-a3b-compiled.json",
         after=("tune",),
     ),
+    Job(
+        "30b-generate",
+        "bench generate qwen3-30b-a3b --compile --json {results}/{gpu}-generate-qwen3-30b-a3b.json",
+        after=("tune",),
+    ),
+    Job(
+        "8b-generate",
+        "bench generate llama-3-8b --compile --json {results}/{gpu}-generate-llama-3-8b.json",
+        after=("tune",),
+    ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job(
         "serve",
-        "bench serve --random llama-3-8b --option=--cb-use-cuda-graph --json {results}/{gpu}-serve.json",
+        "bench serve --random llama-3-8b --option=--cuda-graphs --json {results}/{gpu}-serve.json",
         after=("tune",),
     ),
     Job("quantize", "bench quantize llama-3-8b --layers 8 --json {results}/{gpu}-quantize.json"),

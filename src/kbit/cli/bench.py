@@ -6,6 +6,7 @@ import typer
 
 from kbit.cli.bench_cpu import cpu
 from kbit.cli.bench_decode import decode
+from kbit.cli.bench_generate import generate
 from kbit.cli.bench_kernels import check, dequant, kernels, plot
 from kbit.cli.bench_model import model
 from kbit.cli.bench_moe import moe
@@ -23,6 +24,7 @@ app.command()(dequant)
 app.command()(plot)
 app.command()(workload)
 app.command()(model)
+app.command()(generate)
 app.command()(moe)
 app.command()(nvfp4)
 app.command()(report)

@@ -120,7 +120,7 @@ def model(
     counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)
     model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
-    policies = _policies(bits, embedding_bits, search, baseline)
+    policies = model_policies(bits, embedding_bits, search, baseline)
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
     settings |= {"linear_attention": _linear_attention(config)}
@@ -157,7 +157,7 @@ def _linear_attention(config: Any) -> str | None:
         return "PyTorch"
 
 
-def _policies(
+def model_policies(
     bits: str, embedding_bits: int | None, search: bool, baseline: bool
 ) -> dict[str, QuantizationPolicy | None]:
     """{arm: policy}, bf16 last."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import statistics
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +11,7 @@ import typer
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model, load_tokenizer
 from kbit.format.words import counted
+from kbit.integrations.transformers.token_times import TokenTimes
 
 console = Console(stderr=True)
 LEAST_TEMPERATURE = 1e-3
@@ -49,32 +47,12 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
     return encoded["input_ids"]
 
 
-class Timer:
-    """A streamer that notes when tokens come, and hands them on."""
-
-    def __init__(self, streamer: Any) -> None:
-        self.streamer = streamer
-        self.started = time.perf_counter()
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        """The prompt first, then token by token."""
-        self.streamer.put(value)
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """No more tokens."""
-        self.streamer.end()
-
-    def summary(self) -> str:
-        """How many tokens came, and how fast."""
-        _, *tokens = self.times
-        line = f"{counted(len(tokens), 'token')} in {tokens[-1] - self.started:.1f} s"
-        if len(tokens) < 2:
-            return line
-        first = tokens[0] - self.started
-        apart = statistics.median(after - before for before, after in itertools.pairwise(tokens))
-        return f"{line}; the first after {first:.2f} s, then {1 / apart:.1f} tokens/s (median)"
+def _summary(times: TokenTimes) -> str:
+    """How many tokens came, and how fast."""
+    line = f"{counted(len(times.tokens), 'token')} in {times.tokens[-1]:.1f} s"
+    if times.tokens_s is None:
+        return line
+    return f"{line}; the first after {times.tokens[0]:.2f} s, then {times.tokens_s:.1f} tokens/s (median)"
 
 
 def _decode_fast(model: Any, compiled: bool) -> dict[str, Any]:
@@ -146,14 +124,14 @@ def generate(
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}
-    timer = Timer(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    times = TokenTimes(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_new_tokens,
-        streamer=timer,
+        streamer=times,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         **(sampling or {"do_sample": False}),
         **_decode_fast(model, compiled),
     )
-    console.print(f"[dim]{timer.summary()}[/dim]")
+    console.print(f"[dim]{_summary(times)}[/dim]")

@@ -1,0 +1,77 @@
+"""`kbit bench generate` and the times of tokens, on a CPU; its graphs on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kbit.bench import generate as bench
+from kbit.cli import app
+from kbit.integrations.transformers import token_times
+from tiny_models import ARCHITECTURES
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    config = ARCHITECTURES["qwen3_moe"]()
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
+    return path
+
+
+def run(config_file, *options):
+    out = config_file.with_name("generate.json")
+    command = ["bench", "generate", str(config_file), "--prompt", "5", "--new-tokens", "6", *options]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(out.read_text()), result.output
+
+
+def test_on_a_cpu(config_file):
+    found, output = run(config_file, "--device", "cpu", "--bits", "3,4", "--compile")
+    assert found["plan"] == {"prompt": 5, "new_tokens": 6}
+    assert [row["arm"] for row in found["rows"]] == ["kbit k=3", "kbit k=4", "bf16"]
+    for row in found["rows"]:
+        assert row["way"] == bench.EAGER
+        assert row["first_call_s"] > row["first_token_s"] > 0
+        assert row["tokens_s"] > 0
+    assert "kernel by kernel" in output
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(config_file):
+    found, _ = run(config_file, "--compile")
+    ways = [bench.EAGER, bench.GRAPHS, bench.COMPILED]
+    assert [(row["arm"], row["way"]) for row in found["rows"]] == [
+        (arm, way) for arm in ("kbit k=4", "bf16") for way in ways
+    ]
+    assert all(row["reason"] is None for row in found["rows"][:3])
+
+
+def test_times_of_tokens(monkeypatch):
+    clock = iter([10.0, 10.5, 11.0, 11.25, 11.5, 13.0])
+    monkeypatch.setattr(token_times.time, "perf_counter", lambda: next(clock))
+    seen = []
+
+    class Streamer:
+        put = staticmethod(seen.append)
+        end = staticmethod(lambda: seen.append("end"))
+
+    times = token_times.TokenTimes(Streamer())
+    for value in "prompt", "a", "b", "c", "d":
+        times.put(value)
+    times.end()
+    assert seen == ["prompt", "a", "b", "c", "d", "end"]
+    assert times.tokens == [1.0, 1.25, 1.5, 3.0]
+    assert times.tokens_s == 4.0
+
+
+def test_one_token_has_no_speed():
+    times = token_times.TokenTimes()
+    for _ in range(2):
+        times.put(None)
+    times.end()
+    assert len(times.tokens) == 1
+    assert times.tokens_s is None
