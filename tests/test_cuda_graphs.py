@@ -167,6 +167,19 @@ def test_sliding_windows_are_not_recorded():
     assert recorder.recorded == 0
 
 
+def test_models_on_several_devices_are_not_recorded():
+    model = quantized("llama")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": 1}
+    recorder = Recorder()
+    steps = cuda_graphs.Steps(model, record=recorder)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="it is on 2 devices"):
+        steps(input_ids=IDS, past_key_values=cache)
+    for _ in range(3):
+        steps(input_ids=IDS, past_key_values=cache)
+    assert recorder.recorded == 0
+
+
 def test_inputs_that_cannot_be_copied_are_not_recorded():
     class Mask:
         pass

@@ -244,7 +244,8 @@ def serving() -> str:
             memory = [f"{level[key] / 1e9:.2f}" for key in ("resident_bytes", "device_bytes")]
             body.append([name, str(level["clients"]), str(len(level["errors"])), *figures, *memory])
     text = (
-        "Llama-3-8B's shape, random weights, answers of 64 tokens; the paged cache takes what memory is free."
+        "Llama-3-8B's shape, random weights, answers of 64 tokens, `--cuda-graphs --continuous-batching`; "
+        "the paged cache takes what memory is free."
     )
     header = ["model", "clients", "errors", *_SERVED, "resident GB", "GPU GB"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"

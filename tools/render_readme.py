@@ -20,6 +20,7 @@ GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h2
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
+GENERATE_FILES = "h200-generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 GPU_BITS = 4
@@ -242,6 +243,30 @@ def models() -> str:
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
 
+def generating() -> str:
+    """Tokens a second of model.generate: as it is, and from CUDA graphs."""
+    results = [load(path.name) for path in sorted(RESULTS.glob(GENERATE_FILES))]
+    body = []
+    for result in results:
+        by_arm: dict[str, list[dict[str, Any]]] = {}
+        for row in result["rows"]:
+            by_arm.setdefault(row["arm"].removeprefix("kbit "), []).append(row)
+        for arm, rows in by_arm.items():
+            speeds = [f"{row['tokens_s']:.0f} ({row['first_call_s']:.0f})" for row in rows]
+            body.append([f"{result['model']}, {arm}", *speeds])
+    if not body:
+        return "Not measured yet: `kbit bench generate` does."
+    ways = [row["way"] for row in results[0]["rows"] if row["arm"] == results[0]["rows"][0]["arm"]]
+    plan, commits = results[0]["plan"], dict.fromkeys(one["machine"]["commit"][:7] for one in results)
+    text = (
+        "`kbit bench generate`: tokens a second of `model.generate`, one sequence, "
+        f"{plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random weights; in brackets seconds of the whole first "
+        "call, which loads kernels (kbit's own were compiled before), records, and compiles layers. "
+        f"NVIDIA {_gpu_name(results[0])}, kbit at {' and '.join(commits)}."
+    )
+    return f"{text}\n\n{markdown(['model', *ways], body)}"
+
+
 def _run_name(result: dict[str, Any]) -> str:
     """A model, and what ran it beside kbit."""
     plan = result["plan"]
@@ -338,6 +363,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         gpu_peers,
         losses,
         models,
+        generating,
         cpu,
         cpu_all,
         quantizers,

@@ -5,6 +5,7 @@
     bench dequant      dequant, conversions
     bench moe, nvfp4   moe, moe_layer, moe_router; nvfp4, nvfp4_layer; both with routings
     bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
+    bench generate     generate
     bench train        train
     bench serve        serve, random_models, child
     bench quantize     quantize, random_models

@@ -71,7 +71,11 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
 
 def disable_cuda_graphs(model: Any) -> None:
-    """Undo `enable_cuda_graphs`, and free its graphs and cache; nothing happens where it was not called."""
+    """Undo `enable_cuda_graphs`, and free its graphs and cache.
+
+    Args:
+        model: any; nothing happens where it was not enabled.
+    """
     for name in (_StepsOfModels.name, _CachesOfModels.name):
         vars(model).pop(name, None)
 
@@ -172,7 +176,7 @@ class Steps:
         """A step of the model: what `model(**inputs)` returns."""
         cache = inputs.pop("past_key_values", None)
         leaves, structure = tree_flatten(inputs)
-        reason = why_not_recorded(cache) or _why_not_copied(leaves)
+        reason = why_not_recorded(cache) or _why_not_here(self._model()) or _why_not_copied(leaves)
         if reason is not None:
             self._warn(reason)
             return self._run(cache, inputs)
@@ -239,6 +243,11 @@ def _tensors_of(cache: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
                 yield container, key, value
             elif isinstance(value, (dict, list)):
                 containers.append(value)
+
+
+def _why_not_here(model: Any) -> str | None:
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    return f"it is on {len(devices)} devices" if len(devices) > 1 else None
 
 
 def _why_not_copied(leaves: list[Any]) -> str | None:
