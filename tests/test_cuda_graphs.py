@@ -14,8 +14,9 @@ import torch
 from transformers import CompileConfig, MistralConfig, MistralForCausalLM, StaticCache
 
 import kbit
+from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import cuda_graphs
+from kbit.integrations.transformers import compiled_layers, cuda_graphs
 from tiny_models import ARCHITECTURES, build
 
 gpu = pytest.mark.gpu
@@ -157,9 +158,13 @@ def test_what_cannot_be_recorded_runs_all_the_same():
     assert recorder.recorded == 0
 
 
-def test_sliding_windows_are_not_recorded():
+def sliding():
     config = MistralConfig(**ARCHITECTURES["llama"]().to_diff_dict() | {"sliding_window": 4})
-    model = MistralForCausalLM(config).eval()
+    return MistralForCausalLM(config).eval()
+
+
+def test_sliding_windows_are_not_recorded():
+    model = sliding()
     expected = sampled(model, cache_implementation="static")
     recorder = recorded(model)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="its cache has a sliding window"):
@@ -224,6 +229,24 @@ def test_on_a_cpu_nothing_changes():
         assert not isinstance(plain.get_compiled_call(None), cuda_graphs.Steps)
 
 
+def test_kbit_generate_decodes_from_graphs_on_a_gpu(monkeypatch, capsys):
+    def placed(model):
+        monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+        return model
+
+    assert _decode_fast(quantized("llama"), False) == {}
+    model = placed(quantized("llama"))
+    assert _decode_fast(model, True) == {"cache_implementation": "static"}
+    assert model.get_compiled_call(None)._compile_layers
+    assert _decode_fast(placed(sliding()), False) == {}
+    assert "without CUDA graphs: its cache has a sliding window" in capsys.readouterr().err
+
+
+def test_kbit_generate_compiles_on_gpus_alone(tmp_path):
+    with pytest.raises(ValueError, match="--compile is for GPUs, and the device is cpu. Add --device cuda"):
+        generate(tmp_path, "hi", compiled=True)
+
+
 def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"needs a model with transformers' generate\(\), got Linear"):
         kbit.enable_cuda_graphs(torch.nn.Linear(2, 2))
@@ -238,7 +261,7 @@ def test_compiled_kernels_may_overlap(monkeypatch):
 
     monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
     with inductor.patch("triton.enable_pdl", False):
-        cuda_graphs.overlap_kernels()
+        compiled_layers.overlap_kernels()
         assert inductor.triton.enable_pdl
     assert not inductor.triton.enable_pdl
     assert os.environ["TORCHINDUCTOR_ENABLE_PDL"] == "1"
@@ -247,10 +270,10 @@ def test_compiled_kernels_may_overlap(monkeypatch):
 def test_layers_are_compiled_for_steps_alone(own_compilations):
     model = quantized("llama")
     compiled = {}
-    with cuda_graphs.compiled_layers(model, compiled):
+    with compiled_layers.compiled_layers(model, compiled):
         first = [layer._compiled_call_impl for layer in model.model.layers]
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
-    with cuda_graphs.compiled_layers(model, compiled):
+    with compiled_layers.compiled_layers(model, compiled):
         assert [layer._compiled_call_impl for layer in model.model.layers] == first
         output = model(IDS).logits
     torch.testing.assert_close(output, model(IDS).logits, rtol=1e-3, atol=1e-4)

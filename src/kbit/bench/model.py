@@ -17,7 +17,7 @@ import torch
 from kbit.bench import model_build, model_decode, model_profile
 from kbit.bench.moe_layer import recordable
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers.cuda_graphs import compiled_layers
+from kbit.integrations.transformers.compiled_layers import compiled_layers
 from kbit.nn.experts import is_experts
 
 BASELINE = "bf16"

@@ -48,7 +48,7 @@ def generate(
 
     from kbit.bench import generate as bench
     from kbit.bench import gpu_timing, model_build
-    from kbit.integrations.transformers.cuda_graphs import overlap_kernels
+    from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda":

@@ -110,7 +110,7 @@ def model(
 
     from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
-    from kbit.integrations.transformers.cuda_graphs import overlap_kernels
+    from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     if compiled:
         overlap_kernels()

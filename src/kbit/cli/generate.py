@@ -63,7 +63,8 @@ def _decode_fast(model: Any, compiled: bool) -> dict[str, Any]:
 
     if model.device.type != "cuda":
         return {}
-    reason = why_not_recorded(StaticCache(config=model.config, max_cache_len=1))
+    config = model.config.get_text_config(decoder=True)
+    reason = why_not_recorded(StaticCache(config=config, max_cache_len=1))
     if reason is not None:
         console.print(f"[dim]without CUDA graphs: {reason}[/dim]")
         return {}
@@ -108,7 +109,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from kbit.integrations.transformers.cuda_graphs import overlap_kernels
+    from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     _check_sampling(temperature, top_p)
     if compiled and not device.startswith("cuda"):
