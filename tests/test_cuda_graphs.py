@@ -143,6 +143,60 @@ def test_recordings_go_with_their_cache_and_their_model():
     assert alive() is None
 
 
+def test_other_weights_are_recorded_again():
+    model = quantized("llama")
+    kbit.enable_cuda_graphs(model)
+    steps = model.get_compiled_call(None)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    for _ in range(2):
+        steps._steps[cache] = {}
+        assert model.get_compiled_call(None) is steps
+        assert len(steps._steps) == 1
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() * 2)
+        model.get_compiled_call(None)
+        assert len(steps._steps) == 0
+
+
+def test_other_adapters_are_recorded_again():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(quantized("llama"), config).eval()
+    kbit.enable_cuda_graphs(model)
+    base = model.get_base_model()
+    cache = StaticCache(config=base.config, max_cache_len=8)
+
+    def is_kept() -> bool:
+        kept = cache in base.get_compiled_call(None)._steps
+        base.get_compiled_call(None)._steps[cache] = {}
+        return kept
+
+    is_kept()
+    assert is_kept()
+    with model.disable_adapter():
+        assert not is_kept()
+        assert is_kept()
+    assert not is_kept()
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    assert not is_kept()
+    kbit.disable_cuda_graphs(model)
+    assert "get_compiled_call" not in vars(base)
+
+
+def test_a_cache_of_inference_mode_is_not_changed_outside():
+    model = quantized("llama")
+    expected = sampled(model)
+    kbit.enable_cuda_graphs(model)
+    recorder = recorded(model)
+    for times in (1, 2):
+        with torch.inference_mode():
+            assert torch.equal(sampled(model, cache_implementation="static"), expected)
+        assert recorder.recorded == 2 * times - 1
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+        assert recorder.recorded == 2 * times
+
+
 def test_what_cannot_be_recorded_runs_all_the_same():
     model = quantized("qwen3")
     expected = sampled(model)

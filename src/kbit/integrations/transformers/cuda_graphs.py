@@ -19,6 +19,7 @@ What a recorded step of transformers' static cache rests on:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import types
 import warnings
@@ -48,10 +49,11 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     It does so on a GPU with a cache of fixed size, `generate(cache_implementation="static")`, instead of
     transformers' torch.compile of the whole model. The first steps with a cache run kernel by kernel, then
     one is recorded. The last call's cache stays, and with it the graph, until one has another batch size or
-    needs more tokens.
+    needs more tokens, or the model's weights lie elsewhere, or other adapters of peft are active. After other
+    changes, such as a hook, enable it again, which forgets all graphs.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or one of peft around it.
         compile_layers: torch.compile each decoder layer for these steps, too, which makes few kernels of many
             and takes minutes, once for each batch size. See `overlap_kernels`.
 
@@ -60,6 +62,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
     >>> kbit.enable_cuda_graphs(model)
     """
+    model = _generating(model)
     if not hasattr(model, "get_compiled_call"):
         raise TypeError(
             f"enable_cuda_graphs needs a model with transformers' generate(), got {type(model).__name__}. "
@@ -78,7 +81,12 @@ def disable_cuda_graphs(model: Any) -> None:
         model: any; nothing happens where it was not enabled.
     """
     for name in (_StepsOfModels.name, _CachesOfModels.name):
-        vars(model).pop(name, None)
+        vars(_generating(model)).pop(name, None)
+
+
+def _generating(model: Any) -> Any:
+    """The model whose `generate` runs: the one inside, for models of peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def why_not_recorded(cache: Any) -> str | None:
@@ -103,6 +111,7 @@ class _StepsOfModels:
     def __call__(self, model: Any, compile_config: Any = None) -> Steps:
         if model not in self._steps:
             self._steps[model] = Steps(model, self.compile_layers)
+        self._steps[model].prepare()
         return self._steps[model]
 
 
@@ -118,16 +127,21 @@ class _CachesOfModels:
     def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
         # Without tensors yet, and as long as the longest so far.
         fresh = type(model)._prepare_static_cache(model, *arguments, **named)
-        size = _size(fresh), named.get("batch_size")
-        last_size, last = self._last.get(model, (None, None))
-        if last is None or last_size != size or None in size or sys.getrefcount(last) > _UNSHARED:
-            self._last[model] = size, fresh
+        kind = _layers(fresh), named.get("batch_size"), model.dtype, model.device, _inference_mode()
+        last_kind, last = self._last.get(model, (None, None))
+        if last is None or last_kind != kind or None in kind or sys.getrefcount(last) > _UNSHARED:
+            self._last[model] = kind, fresh
             return fresh
         last.reset()
         return last
 
 
-def _size(cache: Any) -> tuple[Any, ...] | None:
+def _inference_mode() -> bool:
+    """Whether tensors are made that only inference mode may change."""
+    return torch.is_inference_mode_enabled()
+
+
+def _layers(cache: Any) -> tuple[Any, ...] | None:
     """Kinds and lengths of a cache's layers; None for caches of other kinds."""
     layers = getattr(cache, "layers", None)
     return layers and tuple((type(layer), getattr(layer, "max_cache_len", None)) for layer in layers)
@@ -171,7 +185,15 @@ class Steps:
         self._compile_layers, self._record = compile_layers, record
         self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, _Step]] = weakref.WeakKeyDictionary()
         self._compiled: dict[torch.nn.Module, Any] = {}
+        self._rests_on: Hashable = None
         self._warned = False
+
+    def prepare(self) -> None:
+        """Before a call of `generate`: forget recordings that do not hold any more."""
+        rests_on = _what_recordings_rest_on(self._model())
+        if rests_on != self._rests_on:
+            self._rests_on = rests_on
+            self._steps.clear()
 
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
@@ -181,7 +203,8 @@ class Steps:
         if reason is not None:
             self._warn(reason)
             return self._run(cache, inputs)
-        key = (*inputs, *((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves))
+        sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
+        key = (_inference_mode(), *inputs, *sizes)
         steps = self._steps.setdefault(cache, {})
         step = steps.setdefault(key, _Step())
         if step.is_stale():
@@ -244,6 +267,18 @@ def _tensors_of(cache: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
                 yield container, key, value
             elif isinstance(value, (dict, list)):
                 containers.append(value)
+
+
+def _what_recordings_rest_on(model: Any) -> Hashable:
+    """Where weights lie, how attention is computed, and which adapters of peft take part."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    places = tuple(tensor.data_ptr() for tensor in tensors)
+    tuned = (module for module in model.modules() if hasattr(type(module), "merged_adapters"))
+    adapters = tuple(
+        (module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters))
+        for module in tuned
+    )
+    return model.training, model.config._attn_implementation, places, adapters
 
 
 def _why_not_here(model: Any) -> str | None:
