@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kbit.bench import generate as bench
+from kbit.bench import generate_plot
 from kbit.cli import app
 from kbit.integrations.transformers import token_times
 from tiny_models import ARCHITECTURES
@@ -48,6 +49,22 @@ def test_on_a_gpu(config_file):
         (arm, way) for arm in ("kbit k=4", "bf16") for way in ways
     ]
     assert all(row["reason"] is None for row in found["rows"][:3])
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"arm": arm, "way": way, "tokens_s": speed}
+        for arm, speed in (("kbit k=3", 30.0), ("kbit k=4", 20.0), ("bf16", 10.0))
+        for way in (bench.EAGER, bench.GRAPHS)
+    ]
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"model": "some/tiny.json", "machine": {"gpu": None}, "rows": rows}))
+    assert list(generate_plot.bars({"rows": rows})) == ["bf16", "kbit k=3", "kbit k=4"]
+    result = CliRunner().invoke(app, ["bench", "plot", str(file), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "generate-tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert not generate_plot.is_generate({"rows": [{"perplexity": 1.0}]})
 
 
 def test_times_of_tokens(monkeypatch):

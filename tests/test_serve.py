@@ -186,7 +186,7 @@ def test_answers_from_cuda_graphs(options, folders):
 
 def test_cuda_graphs_need_a_gpu(folders, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["serve", str(folders["kbit"]), "--cuda-graphs"])
+    result = CliRunner().invoke(app, ["serve", str(folders["kbit"]), "--port", "0", "--cuda-graphs"])
     assert "--cuda-graphs needs a GPU" in str(result.exception)
 
 
@@ -207,6 +207,26 @@ def test_cuda_graphs_of_the_server_are_padded_less(monkeypatch):
         assert manager._cb_config is config
     assert serve_graphs.options(["m"]) == ["m", "--compile"]
     assert serve_graphs.options(["m", "--continuous-batching"])[-1] == "--cb-use-cuda-graph"
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(folders, monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["--host=127.0.0.1", "--port", str(port), "--device", "cpu"]
+        result = CliRunner().invoke(app, ["serve", str(folders["kbit"]), *options])
+    assert f"cannot listen on port {port} of 127.0.0.1: " in str(result.exception)
+    assert "--port 8001" in str(result.exception)
+    result = CliRunner().invoke(app, ["serve", str(folders["kbit"]), "--port", "70000"])
+    assert "cannot listen on port 70000 of localhost" in str(result.exception)
+
+
+def test_a_missing_tokenizer_is_found_before_the_model_is_loaded(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    bare = shutil.copytree(folders["kbit"], tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    result = CliRunner().invoke(app, ["serve", str(bare)])
+    assert isinstance(result.exception, FileNotFoundError)
+    assert "has no tokenizer" in str(result.exception)
 
 
 def test_bench_serve(folders, tmp_path):
@@ -306,9 +326,9 @@ def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, opti
 def test_the_command_hands_every_option_over(monkeypatch):
     taken = []
     monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda given, _: taken.extend(given))
-    result = CliRunner().invoke(app, ["serve", "org/model", "--port", "8000", "--continuous-batching"])
+    result = CliRunner().invoke(app, ["serve", "org/model", "--port", "0", "--continuous-batching"])
     assert result.exit_code == 0, result.output
-    assert taken == ["org/model", "--port", "8000", "--continuous-batching"]
+    assert taken == ["org/model", "--port", "0", "--continuous-batching"]
 
 
 def test_an_option_in_front_of_the_model_is_named(monkeypatch):

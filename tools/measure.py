@@ -146,6 +146,12 @@ JOBS = (
         after=("widths",),
     ),
     Job("plots", "bench plot {results}/{gpu}-kernels.json --out docs/plots", gpus=0, after=("kernels",)),
+    Job(
+        "generate-plot",
+        "bench plot {results}/{gpu}-generate-qwen3-30b-a3b.json --out docs/plots",
+        gpus=0,
+        after=("30b-generate",),
+    ),
     # Its figures come from `kbit eval` on a CPU, with a model that is not in the repository.
     Job("quality-plot", "bench plot {results}/quality-tiny-moe.json --out docs/plots", gpus=0),
 )

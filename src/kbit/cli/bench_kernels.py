@@ -261,16 +261,20 @@ def dequant(
 
 
 def plot(
-    file: Annotated[Path, typer.Argument(help="A result of `bench kernels --json` or `eval --bits --json`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A result of `bench kernels`, `bench generate` or `eval --bits`, --json.")
+    ],
     out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result as PNGs. Speed-up against M and a roofline, or quality by width; needs matplotlib."""
-    from kbit.bench import kernel_rows, plots, quality_plot
+    """Draw a result as PNGs. Speed-up and roofline, tokens a second, or quality; needs matplotlib."""
+    from kbit.bench import generate_plot, kernel_rows, plots, quality_plot
     from kbit.bench.result_files import read_result
 
     found = read_result(file, kernel_rows.COMMAND)
     if quality_plot.is_quality(found):
         written = [quality_plot.write(found, out)]
+    elif generate_plot.is_generate(found):
+        written = [generate_plot.write(found, out)]
     else:
         written = plots.write(found, kernel_rows.rows_of(found, file), out)
     for path in written:

@@ -8,9 +8,11 @@ This imports it first and hands over everything else unchanged, but for requests
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit import _startup
-from kbit.cli.model_folder import bars_on_terminals_only, check_model_folder
+from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
@@ -115,6 +117,7 @@ def command(
     --host 127.0.0.1, --device cuda, --continuous-batching.
     """
     _check_model(model)
+    _check_address(context.args)
     serve([model, *context.args], cuda_graphs)
 
 
@@ -124,7 +127,7 @@ def _check_model(name: str) -> None:
         raise ValueError(f"MODEL comes before the options, got {name}: kbit serve MODEL {name} ...")
     folder = Path(name)
     if folder.exists():
-        check_model_folder(folder)
+        load_tokenizer(folder)  # checks the folder, too
         if "@" in name or (":" in name and name.endswith(".gguf")):
             raise ValueError(
                 f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "
@@ -134,3 +137,21 @@ def _check_model(name: str) -> None:
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )
+
+
+def _check_address(arguments: Sequence[str]) -> None:
+    """Raises OSError where the server could not listen, which it would find after loading the model."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", default="8000")
+    place, _ = parser.parse_known_args(arguments)
+    if not place.port.isdecimal():
+        return  # transformers' command line says so at once
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        socket.create_server((place.host, int(place.port)), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise OSError(
+            f"cannot listen on port {place.port} of {place.host}: {error}. Stop what has that port, or name "
+            "another: --port 8001, --host 127.0.0.1."
+        ) from None

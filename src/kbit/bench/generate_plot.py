@@ -1,0 +1,52 @@
+"""Picture of a result of `kbit bench generate --json`: tokens a second by way and by width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+
+_SHARE = 0.8  # of a way's place on the axis, taken by the bars of all arms
+
+
+def is_generate(result: Mapping[str, Any]) -> bool:
+    """Whether a result file is one of generating: rows with a way."""
+    rows = result.get("rows")
+    return isinstance(rows, list) and any(isinstance(row, Mapping) and "way" in row for row in rows)
+
+
+def bars(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """{arm: {way: tokens a second}}, 16 bits first, in the order of the file otherwise."""
+    found: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["arm"], {})[row["way"]] = row["tokens_s"] or 0.0
+    return dict(sorted(found.items(), key=lambda item: item[0].startswith("kbit")))
+
+
+def write(result: Mapping[str, Any], folder: Path) -> Path:
+    """Write generate-MODEL.png: a group of bars for each way, a bar for each arm.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the folder cannot be written.
+    """
+    figure, (axes,) = figure_of(1, 1)
+    arms = bars(result)
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    width = _SHARE / len(arms)
+    for i, (arm, speeds) in enumerate(arms.items()):
+        places = [way + (i - (len(arms) - 1) / 2) * width for way in range(len(ways))]
+        color = COLORS[int(arm.rpartition("=")[2])] if arm.startswith("kbit") else BASELINE_COLOR
+        drawn = axes.bar(places, [speeds.get(way, 0.0) for way in ways], width, color=color, label=arm)
+        axes.bar_label(drawn, fmt="%.0f", padding=2)
+    axes.set_xticks(range(len(ways)), [way.replace(", ", ",\n") for way in ways])
+    axes.set_ylabel("tokens a second, one sequence")
+    axes.margins(y=0.12)
+    axes.legend(loc="upper left")
+    axes.set_title(f"generate, {result['model']}, {result['machine'].get('gpu') or 'CPU'}")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"generate-{Path(result['model']).stem}.png"
+    figure.savefig(file)
+    return file
