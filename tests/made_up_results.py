@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbit.bench import conversions, nvfp4, quantize, serve, train
+from kbit.bench import conversions, generate, nvfp4, quantize, serve, train
 
 
 def training() -> dict[str, Any]:
@@ -19,6 +19,16 @@ def serving() -> dict[str, Any]:
     level = serve.Level(8, 32, 4.0, 2048, [0.5, 0.75, 1.0], ["refused <here>"], None, 9 * 10**9)
     levels = serve.as_json([level, serve.Level(32, 0)])
     return {"plan": {}, "options": [], "models": {"bf16": levels, "kbit-4": levels}}
+
+
+def generating() -> dict[str, Any]:
+    rows = [
+        generate.Row(arm, way, 1.5, 0.25, speed, None if speed else "it keeps <no> cache")
+        for arm, speed in (("kbit k=4", 40.0), ("bf16", 20.0), ("other", None))
+        for way in (generate.EAGER, generate.GRAPHS)
+    ]
+    plan = {"prompt": 8, "new_tokens": 8}
+    return {"model": "big", "layers": 2, "plan": plan, "rows": generate.as_json(rows)}
 
 
 def quantizing() -> dict[str, Any]:
@@ -42,6 +52,7 @@ def alone() -> dict[str, Any]:
 
 FILES = {
     "train": training,
+    "generate": generating,
     "serve": serving,
     "quantize": quantizing,
     "nvfp4": nvfp4_parts,

@@ -21,6 +21,7 @@ KINDS: Mapping[str, Iterable[str]] = {
     "cpu": ("linear", "quantize"),
     "decode": ("decode",),
     "model": ("arms", "plan"),
+    "generate": ("rows", "plan", "layers"),
     "serve": ("models", "options"),
     "quantize": ("runs", "policy"),
     "sanitizer": ("runs", "shapes"),

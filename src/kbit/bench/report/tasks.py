@@ -1,4 +1,4 @@
-"""What is done with whole models beside decoding: quantizing checkpoints, serving, training."""
+"""What is done with whole models: quantizing checkpoints, generating, serving, training."""
 
 from __future__ import annotations
 
@@ -31,6 +31,34 @@ def _run_row(run: Mapping[str, Any]) -> Row:
     speed = [f"{run['seconds']:.1f}", f"{run['weights_per_second'] / 1e6:.0f}"]
     sizes = [_gb(run["bytes_in"]), _gb(run["bytes_out"])]
     return Row([str(run["jobs"]), *speed, *sizes, f"{run['seconds_for_80b'] / 60:.1f}"])
+
+
+# -- generating ----------------------------------------------------------------------------------------------
+
+
+def _generate(results: Sequence[Result]) -> str:
+    parts = []
+    headers = ["arm", "way", "tokens/s", "first token, s", "first call, s", "vs bf16"]
+    for result in results:
+        plan = result.data["plan"]
+        caption = (
+            f"{result.data['model']}, {result.data['layers']} layers, {plan['prompt']} tokens of prompt and "
+            f"{plan['new_tokens']} of answer, {result.device}, {result.name}"
+        )
+        parts.append(markup.table(headers, _ways(result.data["rows"]), caption, left=2))
+    return "".join(parts)
+
+
+def _ways(rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    sixteen_bit = {row["way"]: row["tokens_s"] for row in rows if not row["arm"].startswith("kbit")}
+    previous = None
+    for row in rows:
+        speed, base = row["tokens_s"], sixteen_bit.get(row["way"])
+        times = [markup.number(row[key], ".2f") for key in ("first_token_s", "first_call_s")]
+        ratio = markup.heat(speed / base) if speed and base else markup.Cell(markup.MISSING)
+        cells = [row["arm"], row["way"], markup.number(speed, ".1f"), *times, ratio]
+        yield Row(cells, first=previous not in (None, row["arm"]))
+        previous = row["arm"]
 
 
 # -- serving -------------------------------------------------------------------------------------------------
@@ -91,6 +119,14 @@ SECTIONS = (
         ("quantize",),
         "kbit bench quantize llama-3-8b --json {folder}/quantize.json",
         _quantize,
+    ),
+    Section(
+        "generating",
+        "Generating",
+        "`model.generate` by itself and from CUDA graphs: one sequence, token by token.",
+        ("generate",),
+        "kbit bench generate llama-3-8b --compile --json {folder}/generate.json",
+        _generate,
     ),
     Section(
         "serving",
