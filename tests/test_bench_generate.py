@@ -14,6 +14,16 @@ from kbit.integrations.transformers import token_times
 from tiny_models import ARCHITECTURES
 
 
+@pytest.fixture(autouse=True)
+def overlap_is_undone(monkeypatch):
+    """--compile has kernels overlap from then on, in other tests too."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
+    with inductor.patch("triton.enable_pdl", getattr(inductor.triton, "enable_pdl", False)):
+        yield
+
+
 @pytest.fixture
 def config_file(tmp_path):
     config = ARCHITECTURES["qwen3_moe"]()
