@@ -1,8 +1,8 @@
 """stream.cu's machine code: nothing is overwritten in a ring that a warp may still be about to read.
 
 Shared memory is loaded in a warp's order, but the copy engine does not wait for loads that are queued. A load
-is past it if an instruction in front of the copy has read what it gave. No run shows reliably that one was
-not, and no sanitizer sees it: only what the compiler made of the source does. See after_loads in common.cuh.
+is past it if an instruction in front of the copy has read what it gave. No sanitizer sees that one was not,
+and runs do by chance alone (test_cuda_shared.py): what the compiler made of the source shows it. See after_loads in common.cuh.
 (grouped.cu has activations in shared memory, too, whose loads look the same and may be queued.)
 """
 
