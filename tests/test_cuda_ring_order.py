@@ -2,7 +2,8 @@
 
 Shared memory is loaded in a warp's order, but the copy engine does not wait for loads that are queued. A load
 is past it if an instruction in front of the copy has read what it gave. No sanitizer sees that one was not,
-and runs do by chance alone (test_cuda_shared.py): what the compiler made of the source shows it. See after_loads in common.cuh.
+and runs do by chance alone (test_cuda_shared.py): what the compiler made of the source shows it. See
+after_loads in common.cuh.
 (grouped.cu has activations in shared memory, too, whose loads look the same and may be queued.)
 """
 
