@@ -11,9 +11,10 @@ import weakref
 
 import pytest
 import torch
-from transformers import CompileConfig, MistralConfig, MistralForCausalLM, StaticCache
+from transformers import CompileConfig, DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
 import kbit
+from graph_tape import REFUSED, Recorder
 from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import compiled_layers, cuda_graphs
@@ -24,25 +25,6 @@ TOKENS = 12
 IDS = torch.tensor([[3, 5, 7, 11, 13], [0, 0, 2, 4, 6]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])  # the second is shorter, padded on the left
 SETTINGS = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": True, "top_k": 0}
-
-
-class Recorder:
-    """Stands in for CUDA graphs: a replay runs the recorded step again, on the inputs as they are then."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.recorded, self.replayed = fails, 0, 0
-
-    def __call__(self, run):
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        self.recorded += 1
-        outputs = {}
-
-        def replay() -> None:
-            self.replayed += 1
-            outputs.update(run())
-
-        return replay, outputs
 
 
 def quantized(architecture, dtype=torch.float32, device="cpu"):
@@ -57,9 +39,15 @@ def sampled(model, ids=IDS, **more):
     return model.generate(ids.to(model.device), attention_mask=mask, **SETTINGS | more)
 
 
-def recorded(model, fails=False):
+def logits(model):
+    """Of every step of a greedy answer."""
+    more = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    return torch.stack(sampled(model, cache_implementation="static", **more).logits)
+
+
+def recorded(model):
     """A recorder that the model's steps go through; `generate` then compiles on a CPU, too."""
-    recorder = Recorder(fails)
+    recorder = Recorder()
     steps = cuda_graphs.Steps(model, record=recorder)
     model.get_compiled_call = lambda config=None: steps
     anywhere = CompileConfig()
@@ -180,6 +168,8 @@ def test_other_adapters_are_recorded_again():
     model.add_adapter("other", config)
     model.set_adapter("other")
     assert not is_kept()
+    base.model.layers[0].self_attn.q_proj.set_scale("other", 3.0)
+    assert not is_kept()
     kbit.disable_cuda_graphs(model)
     assert "get_compiled_call" not in vars(base)
 
@@ -197,19 +187,85 @@ def test_a_cache_of_inference_mode_is_not_changed_outside():
         assert recorder.recorded == 2 * times
 
 
+def synchronize(module, arguments, output):
+    """A hook that looks at values on the host."""
+    assert output.sum().item() != 0.5
+
+
 def test_what_cannot_be_recorded_runs_all_the_same():
-    model = quantized("qwen3")
-    expected = sampled(model)
-    recorder = recorded(model, fails=True)
-    with pytest.warns(
-        cuda_graphs.CUDAGraphWarning,
-        match=r"Qwen3ForCausalLM run without CUDA graphs: operation not permitted",
-    ):
-        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    model = quantized("qwen3_next")
+    model.lm_head.register_forward_hook(synchronize)
+    expected = logits(model)
+    recorder = recorded(model)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match=f"CausalLM run without CUDA graphs: {REFUSED}."):
+        assert torch.equal(logits(model), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error", cuda_graphs.CUDAGraphWarning)  # one is enough
-        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+        assert torch.equal(logits(model), expected)
     assert recorder.recorded == 0
+
+
+def test_a_cache_that_counts_in_python_is_put_back(monkeypatch):
+    from transformers.cache_utils import StaticLayer
+
+    update = StaticLayer.update
+
+    def counting(self, *arguments, **named):
+        self.seen = [*getattr(self, "seen", []), 1.0]
+        keys, values = update(self, *arguments, **named)
+        return keys * len(self.seen), values
+
+    monkeypatch.setattr(StaticLayer, "update", counting)
+    model = quantized("qwen3")
+    expected = logits(model)
+    recorder = recorded(model)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="its cache counts or allocates in Python"):
+        assert torch.equal(logits(model), expected)
+    assert (recorder.recorded, recorder.replayed) == (1, 0)
+
+
+def test_caches_of_no_fixed_size_are_not_recorded():
+    model = quantized("llama")
+    recorder = Recorder()
+    steps = cuda_graphs.Steps(model, record=recorder)
+    cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="its cache is not of a fixed size"):
+        have = [steps(input_ids=IDS[:, :1], past_key_values=cache).logits for _ in range(5)]
+    want = [model(input_ids=IDS[:, :1], past_key_values=plain).logits for _ in range(5)]
+    assert torch.equal(torch.stack(have), torch.stack(want))
+    assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_prompts_in_chunks_are_not_recorded(architecture):
+    model = quantized(architecture)
+    prompts = [torch.randint(1, 72, (1, length)) for length in (16, 14, 16, 14, 16, 14)]
+    settings = {"prefill_chunk_size": 4, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    settings |= {"output_logits": True, "return_dict_in_generate": True, "cache_implementation": "static"}
+
+    def all_logits():
+        return [torch.stack(model.generate(ids, **settings).logits) for ids in prompts]
+
+    expected = all_logits()
+    kbit.enable_cuda_graphs(model)
+    recorded(model)
+    for have, want in zip(all_logits(), expected, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_hooks_are_recorded_again():
+    model = quantized("llama")
+    kbit.enable_cuda_graphs(model)
+    steps = model.get_compiled_call(None)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    steps._steps[cache] = {}
+    assert model.get_compiled_call(None) is steps
+    assert cache in steps._steps
+    hook = model.model.layers[1].register_forward_hook(lambda module, arguments, output: output * 2)
+    assert not model.get_compiled_call(None)._steps
+    steps._steps[cache] = {}
+    hook.remove()
+    assert not model.get_compiled_call(None)._steps
 
 
 def sliding():
@@ -233,9 +289,9 @@ def test_models_on_several_devices_are_not_recorded():
     steps = cuda_graphs.Steps(model, record=recorder)
     cache = StaticCache(config=model.config, max_cache_len=20)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="it is on 2 devices"):
-        steps(input_ids=IDS, past_key_values=cache)
+        steps(input_ids=IDS[:, :1], past_key_values=cache)
     for _ in range(3):
-        steps(input_ids=IDS, past_key_values=cache)
+        steps(input_ids=IDS[:, :1], past_key_values=cache)
     assert recorder.recorded == 0
 
 
@@ -246,8 +302,11 @@ def test_inputs_that_cannot_be_copied_are_not_recorded():
     model = quantized("llama")
     recorder = Recorder()
     steps = cuda_graphs.Steps(model, record=recorder)
+    cache = StaticCache(config=model.config, max_cache_len=8)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="an input is a Mask, not a tensor"):
-        steps(input_ids=IDS, past_key_values=StaticCache(config=model.config, max_cache_len=8), extra=Mask())
+        steps(input_ids=IDS[:, :1], past_key_values=cache, extra=Mask())
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="it has no past_key_values"):
+        steps(input_ids=IDS[:, :1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps(input_ids=IDS)
@@ -354,6 +413,16 @@ def test_graphs_give_the_same_tokens(architecture, dtype):
             assert torch.equal(sampled(model, past_key_values=cache), expected)
     kbit.disable_cuda_graphs(model)
     assert torch.equal(sampled(model, cache_implementation="static", disable_compile=True), expected)
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_on_another_device_than_the_current_one():
+    for device in ("cuda:0", "cuda:1"):
+        model = quantized("qwen3_moe", torch.float16, device)
+        expected = sampled(model, cache_implementation="static", disable_compile=True)
+        kbit.enable_cuda_graphs(model)
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
 
 
 @gpu

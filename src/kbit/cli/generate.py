@@ -63,8 +63,11 @@ def _decode_fast(model: Any, compiled: bool) -> dict[str, Any]:
 
     if model.device.type != "cuda":
         return {}
-    config = model.config.get_text_config(decoder=True)
-    reason = why_not_recorded(StaticCache(config=config, max_cache_len=1))
+    try:
+        config = model.config.get_text_config(decoder=True)
+        reason = why_not_recorded(StaticCache(config=config, max_cache_len=1))
+    except (LookupError, AttributeError, NotImplementedError, TypeError, ValueError):
+        reason = "it has no cache of a fixed size"
     if reason is not None:
         console.print(f"[dim]without CUDA graphs: {reason}[/dim]")
         return {}

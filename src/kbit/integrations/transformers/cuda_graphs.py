@@ -10,7 +10,8 @@ all at once. transformers asks a model for what runs its steps where the cache's
 What a recorded step of transformers' static cache rests on:
 * Inputs are copied into tensors of its own, so positions and masks are the step's; the cache counts its
   tokens in a tensor, which the graph advances, and linear attention updates its states in place.
-* A sliding window counts in Python, which a replay would not advance: such models run as without graphs.
+* What counts or replaces tensors in Python, such as a sliding window, no replay would advance. A cache that a
+  recording leaves changed is put back, and its steps run as without graphs.
 * The steps in front of the recording are steps of the answer, too: they allocate, choose kernels, compile.
 * A graph writes to the cache that it was recorded with. `generate` makes a new one at every call; it is given
   the last one again where that has the right size and nobody else has kept it.
@@ -20,11 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,19 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
+from kbit.integrations.transformers.static_caches import (
+    LONGEST,
+    LastCaches,
+    copied,
+    is_same,
+    states_of,
+    tensors_of,
+    why_not_recorded,
+)
 
 WARM_STEPS = 2
-_UNSHARED = 3  # references to a cache: the one that is kept, a variable, an argument
-# Called with what runs a step: returns what runs it again into the same outputs, and these.
-Record = Callable[[Callable[[], dict[str, Any]]], tuple[Callable[[], None], dict[str, Any]]]
+# Called with what runs a step, and its device: returns what runs it again into the same outputs, and these.
+Record = Callable[[Callable[[], dict[str, Any]], torch.device], tuple[Callable[[], None], dict[str, Any]]]
 
 
 class CUDAGraphWarning(UserWarning):
@@ -48,9 +56,9 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
     It does so on a GPU with a cache of fixed size, `generate(cache_implementation="static")`, instead of
     transformers' torch.compile of the whole model. The first steps with a cache run kernel by kernel, then
-    one is recorded. The last call's cache stays, and with it the graph, until one has another batch size or
-    needs more tokens, or the model's weights lie elsewhere, or other adapters of peft are active. After other
-    changes, such as a hook, enable it again, which forgets all graphs.
+    one is recorded. The last call's cache stays, unless you hold it, and with it the graph, until a call has
+    another batch size or needs more tokens, or the model's weights lie elsewhere, or other hooks or adapters
+    of peft are in it. After other changes enable it again, which forgets all graphs.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -71,7 +79,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     if compile_layers:
         decoder_layers(model)
     model.get_compiled_call = types.MethodType(_StepsOfModels(compile_layers), model)
-    model._prepare_static_cache = types.MethodType(_CachesOfModels(), model)
+    model._prepare_static_cache = types.MethodType(LastCaches(), model)
 
 
 def disable_cuda_graphs(model: Any) -> None:
@@ -80,22 +88,13 @@ def disable_cuda_graphs(model: Any) -> None:
     Args:
         model: any; nothing happens where it was not enabled.
     """
-    for name in (_StepsOfModels.name, _CachesOfModels.name):
+    for name in (_StepsOfModels.name, LastCaches.name, LONGEST):
         vars(_generating(model)).pop(name, None)
 
 
 def _generating(model: Any) -> Any:
     """The model whose `generate` runs: the one inside, for models of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def why_not_recorded(cache: Any) -> str | None:
-    """Why steps with this cache of transformers cannot be recorded; None if they can."""
-    if cache is None:
-        return "it keeps no cache"
-    if any(getattr(cache, "is_sliding", ())):
-        return "its cache has a sliding window, which counts tokens in Python"
-    return None
 
 
 class _StepsOfModels:
@@ -115,42 +114,13 @@ class _StepsOfModels:
         return self._steps[model]
 
 
-class _CachesOfModels:
-    """Gives `generate(cache_implementation="static")` its cache."""
-
-    name = "_prepare_static_cache"
-
-    def __init__(self) -> None:
-        self.__name__ = self.name
-        self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-
-    def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        # Without tensors yet, and as long as the longest so far.
-        fresh = type(model)._prepare_static_cache(model, *arguments, **named)
-        kind = _layers(fresh), named.get("batch_size"), model.dtype, model.device, _inference_mode()
-        last_kind, last = self._last.get(model, (None, None))
-        if last is None or last_kind != kind or None in kind or sys.getrefcount(last) > _UNSHARED:
-            self._last[model] = kind, fresh
-            return fresh
-        last.reset()
-        return last
-
-
-def _inference_mode() -> bool:
-    """Whether tensors are made that only inference mode may change."""
-    return torch.is_inference_mode_enabled()
-
-
-def _layers(cache: Any) -> tuple[Any, ...] | None:
-    """Kinds and lengths of a cache's layers; None for caches of other kinds."""
-    layers = getattr(cache, "layers", None)
-    return layers and tuple((type(layer), getattr(layer, "max_cache_len", None)) for layer in layers)
-
-
-def record_cuda_graph(run: Callable[[], dict[str, Any]]) -> tuple[Callable[[], None], dict[str, Any]]:
-    """A CUDA graph of a call. It must have run before, kernel by kernel."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may stream text
+def record_cuda_graph(
+    run: Callable[[], dict[str, Any]], device: torch.device
+) -> tuple[Callable[[], None], dict[str, Any]]:
+    """A CUDA graph of a call on a device. It must have run before, kernel by kernel."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    # Left out, the stream is of the device of the first capture. Other threads may stream text.
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs
 
@@ -186,7 +156,7 @@ class Steps:
         self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, _Step]] = weakref.WeakKeyDictionary()
         self._compiled: dict[torch.nn.Module, Any] = {}
         self._rests_on: Hashable = None
-        self._warned = False
+        self._reasons: set[str] = set()  # that were told
 
     def prepare(self) -> None:
         """Before a call of `generate`: forget recordings that do not hold any more."""
@@ -198,13 +168,15 @@ class Steps:
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
         cache = inputs.pop("past_key_values", None)
+        if not _is_of_one_token(inputs):  # a part of a prompt
+            return self._run(cache, inputs)
         leaves, structure = tree_flatten(inputs)
         reason = why_not_recorded(cache) or _why_not_here(self._model()) or _why_not_copied(leaves)
         if reason is not None:
             self._warn(reason)
             return self._run(cache, inputs)
         sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
-        key = (_inference_mode(), *inputs, *sizes)
+        key = (torch.is_inference_mode_enabled(), *inputs, *sizes)
         steps = self._steps.setdefault(cache, {})
         step = steps.setdefault(key, _Step())
         if step.is_stale():
@@ -236,16 +208,26 @@ class Steps:
             self._output_type = type(outputs)
             return {name: value for name, value in outputs.items() if name != "past_key_values"}
 
+        before = [(layer, copied(layer)) for layer in states_of(cache)]
         try:
-            step.replay, step.outputs = self._record(run)
-            step.state = list(_tensors_of(cache))
+            step.replay, step.outputs = self._record(run, self._model().device)
+            reason = (
+                None if all(is_same(*pair) for pair in before) else "its cache counts or allocates in Python"
+            )
         except RuntimeError as error:
-            step.failed = True
-            self._warn(str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+        if reason is None:
+            step.state = list(tensors_of(cache))
+            return
+        for layer, copy in before:
+            layer.clear()
+            layer.update(copy)
+        step.replay, step.failed = None, True
+        self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if reason not in self._reasons:
+            self._reasons.add(reason)
             warnings.warn(
                 f"decoding steps of {type(self._model()).__name__} run without CUDA graphs: {reason}.",
                 CUDAGraphWarning,
@@ -257,28 +239,31 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _tensors_of(cache: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """The tensors of a cache's layers, and where each is to be found."""
-    containers: list[Any] = [vars(layer) for layer in getattr(cache, "layers", ())]
-    while containers:
-        container = containers.pop()
-        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if _is_tensor(value):
-                yield container, key, value
-            elif isinstance(value, (dict, list)):
-                containers.append(value)
+def _is_of_one_token(inputs: dict[str, Any]) -> bool:
+    given = inputs.get("input_ids")
+    given = inputs.get("inputs_embeds") if given is None else given
+    return given is not None and given.shape[1] == 1
 
 
 def _what_recordings_rest_on(model: Any) -> Hashable:
-    """Where weights lie, how attention is computed, and which adapters of peft take part."""
+    """Where weights lie, how attention is computed, which hooks there are, and which adapters of peft."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    places = tuple(tensor.data_ptr() for tensor in tensors)
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    places = tuple(tensor.data_ptr() for tensor in local)
+    hooks = tuple(
+        hook for module in model.modules() for hook in (*module._forward_pre_hooks, *module._forward_hooks)
+    )
     tuned = (module for module in model.modules() if hasattr(type(module), "merged_adapters"))
     adapters = tuple(
-        (module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters))
+        (
+            module.disable_adapters,
+            tuple(module.active_adapters),
+            tuple(module.merged_adapters),
+            tuple(getattr(module, "scaling", {}).items()),
+        )
         for module in tuned
     )
-    return model.training, model.config._attn_implementation, places, adapters
+    return model.training, model.config._attn_implementation, places, hooks, adapters
 
 
 def _why_not_here(model: Any) -> str | None:

@@ -1,0 +1,98 @@
+"""Caches of transformers that recorded steps write to: which can be, which are kept, what is in them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
+
+
+def why_not_recorded(cache: Any) -> str | None:
+    """Why steps with this cache of transformers cannot be recorded; None if they can."""
+    if cache is None:
+        return "it has no past_key_values"
+    if not getattr(cache, "is_compileable", False):
+        return "its cache is not of a fixed size"
+    if any(getattr(cache, "is_sliding", ())):
+        return "its cache has a sliding window, which counts tokens in Python"
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded"
+    return None
+
+
+class LastCaches:
+    """Gives `generate(cache_implementation="static")` its cache."""
+
+    name = "_prepare_static_cache"
+
+    def __init__(self) -> None:
+        self.__name__ = self.name
+        self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """What the model's own method would give, or the last cache, emptied."""
+        if "prefill_chunk_size" in named:  # for which the cache would allocate at once
+            named["prefill_chunk_size"] = None
+        fresh = type(model)._prepare_static_cache(model, *arguments, **named)
+        layers, batch = _layers(fresh), named.get("batch_size")
+        if layers is None or batch is None:
+            return fresh
+        offloading = getattr(fresh, "offloading", False)
+        kind = layers, batch, model.dtype, model.device, offloading, torch.is_inference_mode_enabled()
+        if self._last.get(model, (None,))[0] != kind or _references(self._last, model) != _UNSHARED:
+            self._last[model] = kind, fresh
+            return fresh
+        last = self._last[model][1]
+        last.reset()
+        return last
+
+
+def _references(last: Mapping[Any, tuple[Any, Any]], model: Any) -> int:
+    return sys.getrefcount(last[model][1])
+
+
+_UNSHARED = _references({None: (None, object())}, None)  # to a cache that nobody else has
+
+
+def _layers(cache: Any) -> tuple[Any, ...] | None:
+    """Kinds and lengths of a cache's layers; None for caches of other kinds."""
+    layers = getattr(cache, "layers", None)
+    return layers and tuple((type(layer), getattr(layer, "max_cache_len", None)) for layer in layers)
+
+
+def states_of(cache: Any) -> list[dict[str, Any]]:
+    """The attributes of a cache's layers."""
+    return [vars(layer) for layer in getattr(cache, "layers", ())]
+
+
+def copied(value: Any) -> Any:
+    """A copy of dicts and lists in each other, with the same tensors in it."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def is_same(value: Any, copy: Any) -> bool:
+    """Whether a value is as it was copied: the same tensors, and everything else equal."""
+    if isinstance(value, dict):
+        return value.keys() == copy.keys() and all(is_same(item, copy[key]) for key, item in value.items())
+    if isinstance(value, list):
+        return len(value) == len(copy) and all(map(is_same, value, copy))
+    return value is copy or (not isinstance(value, torch.Tensor) and bool(value == copy))
+
+
+def tensors_of(cache: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """The tensors of a cache's layers, and where each is to be found."""
+    containers: list[Any] = states_of(cache)
+    while containers:
+        container = containers.pop()
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(value, torch.Tensor):
+                yield container, key, value
+            elif isinstance(value, (dict, list)):
+                containers.append(value)
