@@ -211,11 +211,10 @@ class Steps:
         before = [(layer, copied(layer)) for layer in states_of(cache)]
         try:
             step.replay, step.outputs = self._record(run, self._model().device)
-            reason = (
-                None if all(is_same(*pair) for pair in before) else "its cache counts or allocates in Python"
-            )
+            unchanged = all(is_same(layer, copy) for layer, copy in before)
+            reason = None if unchanged else "its cache counts or allocates in Python"
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
         if reason is None:
             step.state = list(tensors_of(cache))
             return
