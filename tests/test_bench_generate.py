@@ -11,7 +11,7 @@ from kbit.bench import generate as bench
 from kbit.bench import generate_plot
 from kbit.cli import app
 from kbit.integrations.transformers import token_times
-from tiny_models import ARCHITECTURES
+from tiny_models import ARCHITECTURES, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,7 @@ def overlap_is_undone(monkeypatch):
 def config_file(tmp_path):
     config = ARCHITECTURES["qwen3_moe"]()
     path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
-    return path
+    return write_config(config, path)
 
 
 def run(config_file, *options):

@@ -15,7 +15,7 @@ from kbit.bench import model_build, model_decode
 from kbit.cli import app
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
-from tiny_models import ARCHITECTURES, build
+from tiny_models import ARCHITECTURES, build, write_config
 
 CPU = torch.device("cpu")
 MIXTURES = ("qwen3_moe", "qwen3_next", "glm4_moe_lite")
@@ -34,8 +34,7 @@ def config_file(tmp_path, request):
     """The config.json of a tiny model."""
     path = tmp_path / f"{request.param}.json"
     config = ARCHITECTURES[request.param]()
-    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
-    return str(path)
+    return str(write_config(config, path))
 
 
 # -- configs -------------------------------------------------------------------------------------------------

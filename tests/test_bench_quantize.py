@@ -12,6 +12,7 @@ from kbit.bench import random_models
 from kbit.cli import app
 from kbit.format.safetensors_header import read_header
 from parallel_models import PARALLEL
+from tiny_models import write_config
 
 
 @pytest.fixture
@@ -19,8 +20,7 @@ def config_file(tmp_path):
     """The config.json of a tiny mixture."""
     config = PARALLEL["qwen3_moe"]()
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
-    return path
+    return write_config(config, path)
 
 
 def test_the_command_on_a_cpu(config_file, tmp_path):

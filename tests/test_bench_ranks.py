@@ -15,6 +15,7 @@ from kbit.cli import app
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import collectives
 from parallel_models import PARALLEL
+from tiny_models import write_config
 
 PLAN = bench.Plan(batches=(1, 2), prompt=3, steps=2, prefill=4, repeats=1)
 
@@ -26,8 +27,7 @@ def config_file(tmp_path, request):
     config = PARALLEL[name]()
     config.update(sizes)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
-    return str(path)
+    return str(write_config(config, path))
 
 
 @pytest.mark.parametrize("config_file", [("llama", {})], indirect=True)

@@ -21,6 +21,7 @@ from kbit.cli.options import labels
 from kbit.cli.outputs import write_json
 from kbit.cli.tables import show
 from parallel_models import PARALLEL
+from tiny_models import write_config
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
@@ -31,8 +32,7 @@ def config_file(tmp_path) -> Path:
     """The config.json of a tiny model."""
     config = PARALLEL["llama"]()
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
-    return path
+    return write_config(config, path)
 
 
 def until(condition, seconds: float = 60.0) -> bool:

@@ -20,6 +20,7 @@ from kbit.bench import serve as bench
 from kbit.cli import app, serve_graphs
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
+from tiny_models import write_config
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
 # A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
@@ -245,7 +246,7 @@ def test_bench_serve_with_random_weights(tmp_path):
     config = PARALLEL["llama"]()
     config.update({"vocab_size": 400, "max_position_embeddings": 512})
     file, out = tmp_path / "config.json", tmp_path / "serve.json"
-    file.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
+    write_config(config, file)
     options = [
         "--clients",
         "1,2",

@@ -98,6 +98,12 @@ ARCHITECTURES = {
 }
 
 
+def write_config(config, path):
+    """A model's config.json, as a command takes it that builds models of random weights."""
+    path.write_text(json.dumps(config.to_diff_dict() | {"model_type": config.model_type}))
+    return path
+
+
 def build(architecture, dtype, spread=True):
     """A random model; with `spread`, some magnitudes are outside E4M4's range, so factors come into play."""
     import torch

@@ -67,12 +67,15 @@ def measure(
         compiled: with torch.compile of every layer, too.
         progress: told what is being done.
     """
+    ways = [EAGER]
+    if device.type == "cuda":
+        ways += [GRAPHS, COMPILED] if compiled else [GRAPHS]
     for arm, policy in policies.items():
         with model_build.freeing(device):
             progress(f"{arm}: building")
             model = model_build.build(config, device, torch.bfloat16, policy).model
             ids = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
-            for way in (EAGER, *(GRAPHS, *((COMPILED,) if compiled else ())) * (device.type == "cuda")):
+            for way in ways:
                 progress(f"{arm}: {way}")
                 yield _measure(model, ids.to(device), new_tokens, arm, way)
             del model

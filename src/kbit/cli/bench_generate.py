@@ -8,9 +8,8 @@ import typer
 from rich.markup import escape
 
 from kbit.bench.text_table import text_table
-from kbit.cli.bench_model import model_policies
 from kbit.cli.consoles import Console
-from kbit.cli.options import one_of
+from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, check_device, quantized_arms
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -33,14 +32,14 @@ def _show(name: str, rows: Sequence[Row]) -> None:
 
 
 def generate(
-    name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
-    bits: Annotated[str, typer.Option(help="Bits per weight; one measurement each.")] = "4",
+    name: ModelName,
+    bits: ArmBits = "4",
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer.")] = 128,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
+    layers: FirstLayers = None,
     compiled: Annotated[bool, typer.Option("--compile", help="With compiled layers, too.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: OneDevice = "cuda",
     json_file: JsonFile = None,
 ) -> None:
     """Tokens a second of model.generate, as it is and from CUDA graphs. Random weights, one sequence."""
@@ -48,17 +47,17 @@ def generate(
 
     from kbit.bench import generate as bench
     from kbit.bench import gpu_timing, model_build
+    from kbit.bench.model import BASELINE
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
-    one_of("--device", device, ("cuda", "cpu"))
-    if device == "cuda":
-        gpu_timing.require_gpu("kbit bench generate", or_cpu=True)
+    check_device("kbit bench generate", device)
     if compiled:
         overlap_kernels()
     config = model_build.load_config(name, layers)
     found = {"machine": gpu_timing.describe(device), "model": name, "layers": config.num_hidden_layers}
     found |= {"plan": {"prompt": prompt, "new_tokens": new_tokens}}
-    policies = model_policies(bits, None, search=False, baseline=baseline)
+    # Plain scales: random weights need no search.
+    policies = quantized_arms(bits, search=False) | ({BASELINE: None} if baseline else {})
     rows: list[Row] = []
     with console.status(name) as status:
         arms = bench.measure(

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.options import names, numbers, one_of, widths
+from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, check_device, quantized_arms
+from kbit.cli.options import names, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kbit.bench.model import ArmResult
-    from kbit.format.policy import QuantizationPolicy
 
 console = Console()
 _KERNELS_SHOWN = 15
@@ -79,8 +79,8 @@ def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
 
 
 def model(
-    name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
-    bits: Annotated[str, typer.Option(help="Bits per weight; one measurement each.")] = "4",
+    name: ModelName,
+    bits: ArmBits = "4",
     embedding_bits: Annotated[
         int | None, typer.Option(help="Width of embeddings and head too; 16 bits by default.")
     ] = None,
@@ -91,7 +91,7 @@ def model(
     steps: Annotated[int, typer.Option(min=1, help="Tokens decoded per repetition.")] = 64,
     prefill: Annotated[int, typer.Option(min=0, help="Tokens of the timed prompt; 0: none.")] = 2048,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 7,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
+    layers: FirstLayers = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile every layer, all arms.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="List the kernels of a step.")] = False,
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs over which the model is split.")] = "1",
@@ -102,7 +102,7 @@ def model(
         str, typer.Option(help="How several GPUs add up: nccl, one-shot, or both; an arm each.")
     ] = "nccl",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that several GPUs may take.")] = 600,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: OneDevice = "cuda",
     json_file: JsonFile = None,
 ) -> None:
     """Decode and prefill of a whole model against bf16. Random weights, quantized layer by layer."""
@@ -114,13 +114,12 @@ def model(
 
     if compiled:
         overlap_kernels()
-    one_of("--device", device, ("cuda", "cpu"))
-    if device == "cuda":
-        gpu_timing.require_gpu("kbit bench model", or_cpu=True)
+    check_device("kbit bench model", device)
     counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)
     model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
-    policies = model_policies(bits, embedding_bits, search, baseline)
+    policies = quantized_arms(bits, embedding_bits=embedding_bits, search=search)
+    policies |= {bench.BASELINE: None} if baseline else {}
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
     settings |= {"linear_attention": _linear_attention(config)}
@@ -155,20 +154,6 @@ def _linear_attention(config: Any) -> str | None:
         return f"{name} {metadata.version(name)}"
     except metadata.PackageNotFoundError:
         return "PyTorch"
-
-
-def model_policies(
-    bits: str, embedding_bits: int | None, search: bool, baseline: bool
-) -> dict[str, QuantizationPolicy | None]:
-    """{arm: policy}, bf16 last."""
-    from kbit.bench.model import BASELINE
-    from kbit.format.policy import QuantizationPolicy
-
-    options: dict[str, Any] = {"embedding_bits": embedding_bits, "search": search}
-    policies: dict[str, QuantizationPolicy | None] = {
-        f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in widths(bits)
-    }
-    return policies | ({BASELINE: None} if baseline else {})
 
 
 def _show(results: Sequence[ArmResult]) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.options import one_of, widths
+from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, check_device, quantized_arms
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -42,8 +42,8 @@ def _table(results: Sequence[ArmResult], tokens: int) -> Table:
 
 
 def train(
-    name: Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")],
-    bits: Annotated[str, typer.Option(help="Bits per weight; one measurement each.")] = "4",
+    name: ModelName,
+    bits: ArmBits = "4",
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
@@ -51,8 +51,8 @@ def train(
     experts: Annotated[bool, typer.Option(help="Adapt fused experts too.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     repeats: Annotated[int, typer.Option(min=7, help="Timed steps; the median counts.")] = 7,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    layers: FirstLayers = None,
+    device: OneDevice = "cuda",
     json_file: JsonFile = None,
 ) -> None:
     """Time and peak memory of a LoRA step against bf16. Random weights."""
@@ -60,15 +60,11 @@ def train(
 
     from kbit.bench import gpu_timing, model_build
     from kbit.bench import train as bench
-    from kbit.format.policy import QuantizationPolicy
 
-    one_of("--device", device, ("cuda", "cpu"))
-    if device == "cuda":
-        gpu_timing.require_gpu("kbit bench train", or_cpu=True)
+    check_device("kbit bench train", device)
     plan = bench.Plan(sequences, tokens, rank, experts, checkpointing, repeats)
     policies: dict[str, QuantizationPolicy | None] = {bench.BASELINE: None} if baseline else {}
-    # Plain scales: random weights need no search.
-    policies |= {f"kbit k={width}": QuantizationPolicy(bits=width, search=False) for width in widths(bits)}
+    policies |= quantized_arms(bits, search=False)  # random weights need no search
     config = model_build.load_config(name, layers)
     about = gpu_timing.describe(device)
     result = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": vars(plan)}

@@ -105,7 +105,7 @@ def generate(
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     compiled: Annotated[
-        bool, typer.Option("--compile", help="On a GPU, torch.compile the layers: minutes, then faster.")
+        bool, typer.Option("--compile", help="On a GPU, torch.compile the layers: a minute, then faster.")
     ] = False,
 ) -> None:
     """Stream an answer to a prompt and say how fast it came."""

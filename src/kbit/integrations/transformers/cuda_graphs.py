@@ -63,7 +63,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     Args:
         model: a causal language model of transformers, or one of peft around it.
         compile_layers: torch.compile each decoder layer for these steps, too, which makes few kernels of many
-            and takes minutes, once for each batch size. See `overlap_kernels`.
+            and takes a minute or so, once for each batch size. See `overlap_kernels`.
 
     Raises:
         TypeError: the model has no `generate` of transformers, or, to be compiled, no decoder with layers.
@@ -171,7 +171,9 @@ class Steps:
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
         leaves, structure = tree_flatten(inputs)
-        reason = why_not_recorded(cache) or _why_not_here(self._model()) or _why_not_copied(leaves)
+        reason = _why_not_copied(leaves)
+        if reason is None and (cache is None or cache not in self._steps):
+            reason = why_not_recorded(cache) or _why_not_here(self._model())
         if reason is not None:
             self._warn(reason)
             return self._run(cache, inputs)
