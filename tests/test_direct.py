@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kbit
+from kbit.backends import environment
 from kbit.nn import KbitLinear
 from kbit.ops import direct
 
@@ -136,6 +139,22 @@ def test_tiles_on_a_cpu_go_to_the_op():
     q = kbit.quantize(torch.zeros(32, 64)).tile()
     x = torch.zeros(1, 64, dtype=torch.float16)
     assert direct.linear(x, (q.tiled, q.codebook, q.scale), None, 32, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("KBIT_KERNEL", environment.kernel), ("KBIT_BACKEND", environment.backend)]
+)
+def test_what_is_forced_is_looked_up_at_every_call(name, read, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    assert read() is None
+    for value in ("stream", "größer"):
+        monkeypatch.setenv(name, value)
+        assert read() == os.environ[name] == value
+    monkeypatch.setenv(name, "")
+    assert read() is None
+    monkeypatch.setenv(name, "cpu")
+    monkeypatch.delenv(name)
+    assert read() is None
 
 
 def on_gpu(dtype=torch.bfloat16, bias=True):

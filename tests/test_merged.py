@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("own_compilations")
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the layers that multiplied alone."""
-    names, own = [], KbitLinear._tiles_for_call
+    names, own = [], KbitLinear._product
 
-    def tiles(self, name):
+    def product(self, *arguments):
         names.append(self.layer_name.rpartition(".")[2])
-        return own(self, name)
+        return own(self, *arguments)
 
-    monkeypatch.setattr(KbitLinear, "_tiles_for_call", tiles)
+    monkeypatch.setattr(KbitLinear, "_product", product)
     return names
 
 
@@ -379,9 +379,9 @@ def test_copies_and_pickles_compute_the_same(clone, tiles_pay):
         assert type(again) is type(block)
         with torch.no_grad():
             assert torch.equal(again(X), block(X))
-        for layers in again.siblings():
-            assert as_one([layer.weight for layer in layers]) is not None
-            assert merged.are_joined(layers)
+        for siblings in again.siblings():
+            assert as_one(siblings.tiles) is not None
+            assert merged.are_joined(siblings)
 
 
 def test_moves_join_again(tiles_pay, calls):

@@ -6,7 +6,6 @@ why.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from kbit.backends import cpu, cuda, reference
+from kbit.backends import cpu, cuda, environment, reference
 from kbit.backends.dtype_codes import ABSMAX_DTYPES
 from kbit.ops import forms
 
@@ -67,7 +66,7 @@ def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Bac
     Raises:
         ValueError: KBIT_BACKEND names none, or one that may not take this problem.
     """
-    forced = os.environ.get("KBIT_BACKEND")
+    forced = environment.backend()
     if forced:
         return _forced(forced, op, device, absmax_dtype)
     for backend in backends:
@@ -107,7 +106,7 @@ def _say_once_that_kernels_are_missing(device: torch.device) -> None:
 
 def tiles_pay(op: str, device: torch.device) -> bool:
     """Whether `op` ("linear", "grouped_linear") has a kernel that multiplies tiles on a device."""
-    if device.type != "cuda" or os.environ.get("KBIT_BACKEND", "") not in ("", "cuda"):
+    if device.type != "cuda" or environment.backend() not in (None, "cuda"):
         return False
     return _cuda_legal(f"{op}_tiled", device, torch.uint8) is None
 

@@ -34,12 +34,15 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         Tiles [row tiles of all, column tiles, words], or a bias [N of all].
     """
     first = parts[0]
-    memory, address, row = first.untyped_storage().data_ptr(), first.data_ptr(), _row_shape(first)
+    row, dtype, begin = _row_shape(first), first.dtype, first.data_ptr()
+    end = begin
     for one in parts:
-        here = one.untyped_storage().data_ptr() == memory and one.data_ptr() == address
-        if not here or not one.is_contiguous() or _row_shape(one) != row or one.dtype != first.dtype:
+        if one.data_ptr() != end or one.dtype != dtype or not one.is_contiguous() or _row_shape(one) != row:
             return None
-        address += one.nbytes
+        end += one.nbytes
+    memory = first.untyped_storage()
+    if end > memory.data_ptr() + memory.nbytes():
+        return None  # neighbours by chance
     size = row.numel()
-    shape = (sum(one.numel() for one in parts) // size if size else 0, *row)
+    shape = (sum([one.numel() for one in parts]) // size if size else 0, *row)
     return first.detach().as_strided(shape, (size, row[-1], 1) if row else (1,))

@@ -11,6 +11,7 @@ from torch import nn
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, autocast, refuse_others
 from kbit.nn.sizes import refuse_other_sizes
+from kbit.nn.tiling import TILED
 from kbit.ops import api, checks, direct, grad_checks, type_checks
 
 
@@ -137,7 +138,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`forward` of this layer alone, with a bias of the caller's."""
-        tiled = self._tiles_for_call("weight")
+        tiled: torch.Tensor | None = self._parameters.get("weight" + TILED)
+        if tiled is None:
+            tiled = self._tiles_for_call("weight")
         grad_checks.no_tangent("linear", self.layer_name, x, bias)
         sizes = (self.out_features, self.in_features)
         needs_grad = torch.is_grad_enabled() and (

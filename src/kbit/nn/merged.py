@@ -8,9 +8,10 @@ still are.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,24 +37,39 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
+class Siblings(NamedTuple):
+    """Layers with one input, two or more, as they are in a call; all with a bias or none.
+
+    Attributes:
+        layers: in the order of their rows.
+        tiles: their weights.
+        biases: theirs; empty if they have none.
+    """
+
+    layers: list[KbitLinear]
+    tiles: list[torch.Tensor]
+    biases: list[torch.Tensor]
+
+
 class Call:
     """One call of a module: the results of its siblings, computed together when the first is asked for."""
 
-    def __init__(self, layers: list[KbitLinear]) -> None:
-        self.layers = layers
+    def __init__(self, siblings: Siblings) -> None:
+        self.siblings = siblings
         self.x: torch.Tensor | None = None
         self.results: tuple[torch.Tensor, ...] = ()
 
     def result_of(self, layer: KbitLinear, x: torch.Tensor) -> torch.Tensor | None:
         """A layer's product with x; None if it must compute that itself."""
+        layers = self.siblings.layers
         if self.x is None:
-            y = _product(self.layers, x, silu_and_mul=False) if takes(self.layers, x) else None
+            y = _product(self.siblings, x, silu_and_mul=False)
             if y is None:
                 return None
-            self.x, self.results = x, y.split([one.out_features for one in self.layers], dim=-1)
+            self.x, self.results = x, y.split_with_sizes([one.out_features for one in layers], dim=-1)
         if self.x is not x:
             return None
-        for sibling, result in zip(self.layers, self.results, strict=True):
+        for sibling, result in zip(layers, self.results, strict=True):
             if sibling is layer:
                 return result
         return None
@@ -64,22 +80,22 @@ class Merged(Joining):
 
     prefix = "Merged"
 
-    def siblings(self) -> list[list[KbitLinear]]:
-        """Layers with one input that may be merged; two or more of each kind."""
+    def siblings(self) -> list[Siblings]:
+        """Layers with one input that may be merged."""
         raise NotImplementedError
 
     def join(self) -> None:
         """Give siblings one codebook and one factor, too."""
-        for layers in self.siblings():
-            first, biases = layers[0], _biases(layers)
+        for layers, tiles, biases in self.siblings():
+            first = layers[0]
             alike = all(
                 (layer.in_features, layer.levels) == (first.in_features, first.levels)
                 and layer.weight_scale.device == first.weight_scale.device
                 and "weight_scale" in layer._buffers  # all factors are 1
                 for layer in layers
-            ) and all((bias.dtype, bias.device) == (biases[0].dtype, first.weight.device) for bias in biases)
+            ) and all((bias.dtype, bias.device) == (biases[0].dtype, tiles[0].device) for bias in biases)
             if alike and not any(layer.out_features % TILE_ROWS for layer in layers[:-1]):
-                make_neighbours([layer.weight for layer in layers])
+                make_neighbours(tiles)
                 if biases:
                     make_neighbours(biases)
                 for layer in layers[1:]:
@@ -89,24 +105,24 @@ class Merged(Joining):
 class MergedProjections(Merged):
     """Attention, or what stands for it: the first of siblings that is called computes for all."""
 
-    def siblings(self) -> list[list[KbitLinear]]:
+    def siblings(self) -> list[Siblings]:
         """See the base class."""
-        groups = [_mergeable(self, names) for names in _SIBLINGS]
-        return [layers for layers in groups if len(layers) > 1]
+        groups = [_mergeable(self, names) for names in _groups_among(tuple(self._modules))]
+        return [group for group in groups if group is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""
-        groups = [layers for layers in self.siblings() if are_joined(layers)]
-        for layers in groups:
-            call = Call(layers)
-            for layer in layers:
-                layer.merged_call = call
+        groups = [group for group in self.siblings() if are_joined(group)]
+        for group in groups:
+            call = Call(group)
+            for layer in group.layers:
+                _set_call(layer, call)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for layers in groups:
-                for layer in layers:
-                    layer.merged_call = None
+            for group in groups:
+                for layer in group.layers:
+                    _set_call(layer, None)
 
 
 class MergedMLP(Merged):
@@ -114,19 +130,23 @@ class MergedMLP(Merged):
 
     down_proj: nn.Module
 
-    def siblings(self) -> list[list[KbitLinear]]:
+    def siblings(self) -> list[Siblings]:
         """See the base class."""
-        layers = _mergeable(self, _MLP[:2])
-        return [layers] if len(layers) > 1 and not any(layer._forward_hooks for layer in layers) else []
+        group = _mergeable(self, _MLP[:2])
+        return [] if group is None or any(layer._forward_hooks for layer in group.layers) else [group]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""
-        for layers in self.siblings() if args and not kwargs else ():
-            takes_it = are_joined(layers) and takes(layers, args[0])
-            y = _product(layers, args[0], silu_and_mul=True) if takes_it else None
+        for group in self.siblings() if args and not kwargs else ():
+            y = _product(group, args[0], silu_and_mul=True) if are_joined(group) else None
             if y is not None:
                 return self.down_proj(y)
         return super().forward(*args, **kwargs)
+
+
+def _set_call(layer: KbitLinear, call: Call | None) -> None:
+    """Set `merged_call`, past nn.Module's own search for parameters, which takes a microsecond."""
+    object.__setattr__(layer, "merged_call", call)
 
 
 def merge_layers(model: nn.Module) -> None:
@@ -187,54 +207,66 @@ def _is_silu_mlp(module: nn.Module) -> bool:
         return False
 
 
-def _mergeable(module: nn.Module, names: Sequence[str]) -> list[KbitLinear]:
-    """Those children that are quantized layers in tiles, without what merging would pass by."""
-    found: list[KbitLinear] = []
+@functools.cache
+def _groups_among(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The groups of `_SIBLINGS` of which a module has two or more, by its children's names; and those."""
+    found = [tuple(name for name in group if name in names) for group in _SIBLINGS]
+    return tuple(group for group in found if len(group) > 1)
+
+
+def _mergeable(module: nn.Module, names: Sequence[str]) -> Siblings | None:
+    """Those children that are layers in tiles, without what merging would pass by; None of fewer than two."""
+    layers: list[KbitLinear] = []
+    tiles: list[torch.Tensor] = []
+    biases: list[torch.Tensor] = []
     for name in names:
         layer = module._modules.get(name)
-        if type(layer) is not KbitLinear or layer._forward_pre_hooks or layer._held("weight") is None:
+        if type(layer) is not KbitLinear or layer._forward_pre_hooks:
             continue
-        alike = not found or (layer.bias is None) == (found[0].bias is None)
-        if alike and layer not in found:
-            found.append(layer)
-    return found
+        held, bias = layer._held("weight"), layer.bias
+        if held is None or layer in layers or (layers and (bias is None) == bool(biases)):
+            continue
+        layers.append(layer)
+        tiles.append(held)
+        if bias is not None:
+            biases.append(bias)
+    return Siblings(layers, tiles, biases) if len(layers) > 1 else None
 
 
-def are_joined(layers: list[KbitLinear]) -> bool:
+def are_joined(siblings: Siblings) -> bool:
     """Whether they were joined, and no layer's weight is another since."""
-    first = layers[0]
-    for layer in layers[1:]:
-        if layer.codebook is not first.codebook or layer.weight_scale is not first.weight_scale:
+    # Looked up here for speed: nn.Module's own way takes twice as long.
+    first, *others = [layer._buffers for layer in siblings.layers]
+    codebook, scale = first.get("codebook"), first.get("weight_scale")
+    for buffers in others:
+        if buffers.get("codebook") is not codebook or buffers.get("weight_scale") is not scale:
             return False
-    return True
+    return scale is not None
 
 
-def _biases(layers: list[KbitLinear]) -> list[torch.Tensor]:
-    """The biases of siblings, of which all have one or none."""
-    return [layer.bias for layer in layers if layer.bias is not None]
-
-
-def takes(layers: Sequence[KbitLinear], x: torch.Tensor) -> bool:
+def takes(
+    x: torch.Tensor, in_features: int, device: torch.device, biases: Sequence[torch.Tensor] = ()
+) -> bool:
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
-    first = layers[0]
-    if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (first.in_features,):
+    if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (in_features,):
         return False
     needs_grad = x.requires_grad
-    for layer in layers:
-        if layer.bias is not None:
-            needs_grad = needs_grad or layer.bias.requires_grad
-            if layer.bias.dtype != x.dtype:
-                return False
+    for bias in biases:
+        needs_grad = needs_grad or bias.requires_grad
+        if bias.dtype != x.dtype:
+            return False
     if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
         return False
-    return x.device == first.weight.device and not torch.is_autocast_enabled(x.device.type)
+    return x.device == device and not torch.is_autocast_enabled(x.device.type)
 
 
-def _product(layers: list[KbitLinear], x: torch.Tensor, silu_and_mul: bool) -> torch.Tensor | None:
+def _product(siblings: Siblings, x: torch.Tensor, silu_and_mul: bool) -> torch.Tensor | None:
     """[..., the rows of all layers], or silu of the first's times the second's; None: not in one launch."""
+    layers, tiles, biases = siblings
     first = layers[0]
-    tiles, biases = [layer.weight for layer in layers], _biases(layers)
     constants, columns = (first.codebook, first.weight_scale), first.in_features
+    if not takes(x, columns, tiles[0].device, biases):
+        return None
     sizes = [layer.out_features for layer in layers]
     if not torch.compiler.is_compiling():  # which cannot see addresses, the op does
         whole, bias = as_one(tiles), as_one(biases) if biases else None

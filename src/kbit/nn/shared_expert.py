@@ -112,7 +112,9 @@ class MergedExperts(Joining):
 
     def _takes(self, parts: _Parts, x: torch.Tensor) -> bool:
         experts, layers = parts.experts, parts.layers()
-        if self.factors is None or not _are_plain(parts) or not takes(layers, x):
+        if self.factors is None or not _are_plain(parts):
+            return False
+        if not takes(x, layers[0].in_features, layers[0].weight.device):
             return False
         if any(layer.codebook is not experts.codebook for layer in layers):
             return False  # since `join` a weight was replaced

@@ -197,6 +197,10 @@ class TileableModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The canonical parts of a tiled weight, made anew at each access."""
+        own = self.__dict__
+        for kind in ("_buffers", "_parameters"):  # at once: a call of nn.Module's own method takes longer
+            if name in own.get(kind, ()):
+                return own[kind][name]
         try:
             return super().__getattr__(name)
         except AttributeError:

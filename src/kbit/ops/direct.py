@@ -77,20 +77,20 @@ def linear(
         KbitError: a kernel cannot be compiled or loaded.
         ValueError: KBIT_KERNEL or KBIT_BACKEND is wrong.
     """
-    if not _plain(x) or (way := _ways.get(x.device.type)) is None or x.dtype not in way.dtypes:
+    if not _plain(x):
         return None
-    if x.shape[-1:] != (in_features,) or len(parts) != way.parts:
+    device, dtype = x.device, x.dtype
+    way = _ways.get(device.type)
+    if way is None or dtype not in way.dtypes or len(parts) != way.parts or x.shape[-1:] != (in_features,):
         return None
+    for part in parts:
+        if part.device != device or type(part) not in _OWN:
+            return None
     # Parts are as long as the layer made them, but who loads or sets them may change what an element is.
     if parts[0].dtype != torch.int32 or parts[-1].dtype != torch.float32:
         return None
-    if any(part.device != x.device or type(part) not in _OWN for part in parts):
-        return None
     if bias is not None and not (
-        type(bias) in _OWN
-        and bias.shape == (out_features,)
-        and bias.dtype == x.dtype
-        and bias.device == x.device
+        type(bias) in _OWN and bias.shape == (out_features,) and bias.dtype == dtype and bias.device == device
     ):
         return None
     gated = (True,) if silu_and_mul else ()

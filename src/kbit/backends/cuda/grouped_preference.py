@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 
+from kbit.backends import environment
 from kbit.backends.cuda import grouped, operands, wgmma
 from kbit.backends.cuda.preference import forced_kernel
 from kbit.backends.cuda.weight_shape import WeightShape
@@ -26,7 +26,7 @@ def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
     refusals = _refusals(dtype, experts, weight)
-    forced = forced_kernel(os.environ.get("KBIT_KERNEL"), refusals)
+    forced = forced_kernel(environment.kernel(), refusals)
     if forced:
         return forced
     fills = experts * weight.out_features >= _TILE_ROWS * weight.device.multiprocessors

@@ -263,7 +263,7 @@ def launch_on(
 ) -> None:
     """Launch on torch's current stream of a device, whichever device is current; see `Kernel.launch`."""
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    if stream or torch.cuda.current_device() == device_index:
+    if stream or torch._C._cuda_getDevice() == device_index:
         kernel.launch(grid, block, args, stream=stream, smem=smem, pdl=pdl, cluster=cluster)
         return
     with torch.cuda.device(device_index):  # stream 0 is the current device's

@@ -8,6 +8,8 @@ it, begins at once: the first lets it start when the ids are there.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kbit.backends.cuda import driver, operands, stream, stream_config
@@ -69,6 +71,21 @@ def columns(
     _launch_experts(stream_config.EXPERT_COLUMNS, x, tiled, codebook, scale, ids, weights, sizes, shape, out)
 
 
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    experts: int,
+    device_index: int,
+    dtype: torch.dtype,
+    weight: WeightShape,
+    out_features: int,
+    in_features: int,
+) -> stream.Prepared:
+    """The launch for a weight of the rows, or columns, of all experts of a token; N and K of one of them."""
+    chosen = stream.plan(1, weight, experts=experts)
+    spec = stream_config.kernel_of(chosen.config, weight.bits, dtype, 1, False, experts)
+    return stream.prepare(device_index, chosen, spec, 1, out_features, in_features, weight.gated)
+
+
 def _launch_experts(
     experts: int,
     x: torch.Tensor,
@@ -81,10 +98,9 @@ def _launch_experts(
     shape: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    bits, (out_features, in_features, gated) = bits_of(codebook), sizes
-    limits = driver.device_limits(x.device.index)
-    chosen = stream.plan(1, WeightShape(*shape, bits, gated, limits), experts=experts)
-    spec = stream_config.kernel_of(chosen.config, bits, x.dtype, 1, False, experts)
+    index, (out_features, in_features, gated) = x.device.index, sizes
+    weight = WeightShape(*shape, bits_of(codebook), gated, driver.device_limits(index))
+    one = _prepared(experts, index, x.dtype, weight, out_features, in_features)
     routing = stream.Routing(
         ids=ids.data_ptr(),
         weights=0 if weights is None else weights.data_ptr(),
@@ -93,5 +109,4 @@ def _launch_experts(
         wide_ids=int(ids.dtype == torch.int64),
         wide_weights=int(weights is not None and weights.dtype == torch.float32),
     )
-    problem = (out_features, in_features, 1, gated)
-    stream.launch(chosen, spec, x, tiled, codebook, scale, None, problem, out, routing=routing)
+    one.launch(operands.aligned_rows(x), tiled, codebook, scale, None, out, routing=routing)

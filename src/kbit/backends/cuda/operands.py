@@ -48,10 +48,20 @@ def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
     return {"ue4m3": True} if nvfp4 else {}
 
 
+def padded(columns: int) -> int:
+    """Elements of 16 bits from a row of activations to the next: so many that rows begin at 16 bytes."""
+    return columns + -columns % 8
+
+
+def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Where tensors are, 0 for None."""
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros to 8."""
     if x.shape[1] % 8:
-        return F.pad(x, (0, -x.shape[1] % 8))
+        return F.pad(x, (0, padded(x.shape[1]) - x.shape[1]))
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kbit.backends import environment
 from kbit.backends.cuda import operands, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.weight_shape import WeightShape
 
@@ -68,7 +68,7 @@ def decide(m: int, dtype: torch.dtype, weight: WeightShape, known: tuple[tables.
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    return _decided(os.environ.get("KBIT_KERNEL"), m, dtype, weight, known)
+    return _decided(environment.kernel(), m, dtype, weight, known)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,9 +115,7 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
         ValueError: see `decide`.
     """
     refusals = refusals_of(m, dtype, out_features, gated, arch)
-    return forced_kernel(os.environ.get("KBIT_KERNEL"), refusals) or _estimated(
-        refusals, m, out_features, in_features
-    )
+    return forced_kernel(environment.kernel(), refusals) or _estimated(refusals, m, out_features, in_features)
 
 
 def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_features: int) -> str:

@@ -145,55 +145,108 @@ class Routing(NamedTuple):
 NO_ROUTING = Routing()
 
 
-def launch(
+class Prepared(NamedTuple):
+    """A launch of which all is decided but addresses and routing; kept, for deciding takes longer than it.
+
+    Attributes:
+        device_index: as torch counts devices.
+        kernel: what is launched.
+        grid: blocks.
+        threads: of each.
+        sizes: arguments of the kernel: N, K, tokens, elements from a row of x to the next, whether it is
+            gated, and the places of ring, parts and totals.
+        exchange_at: one more place.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks that share row tiles and split K.
+    """
+
+    device_index: int
+    kernel: launcher.Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    sizes: tuple[int, ...]
+    exchange_at: int
+    shared_bytes: int
+    cluster: int
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        tiled: torch.Tensor,
+        codebook: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        row_scale: torch.Tensor | None = None,
+        x_scales: torch.Tensor | None = None,
+        routing: Routing = NO_ROUTING,
+    ) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            x: [..., K] in 16 bits or, with x_scales, NVFP4's codes [M, K / 2]; contiguous, rows at multiples
+                of 16 bytes.
+            tiled: at 16 bytes too.
+            codebook, scale, bias, out: as in `products.linear_tiled`.
+            row_scale: float32 [M], factors of the result's rows.
+            x_scales: of the codes, at 16 bytes.
+            routing: of one token's experts.
+        """
+        where = operands.addresses(tiled, codebook, scale, x, bias, out)
+        factors_at, scales_at = operands.addresses(row_scale, x_scales)
+        launcher.launch_on(
+            self.device_index,
+            self.kernel,
+            self.grid,
+            self.threads,
+            (*where, *self.sizes, factors_at, *routing, self.exchange_at, scales_at),
+            smem=self.shared_bytes,
+            pdl=True,
+            cluster=self.cluster,
+        )
+
+
+def prepare(
+    device_index: int,
     chosen: Plan,
     spec: KernelSpec,
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    sizes: tuple[int, int, int, bool],
-    out: torch.Tensor,
-    row_scale: torch.Tensor | None = None,
-    routing: Routing = NO_ROUTING,
-    x_scales: torch.Tensor | None = None,
-) -> None:
-    """Launch a kernel as planned. `sizes`: N, K, tokens, and whether it is gated.
+    m: int,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+) -> Prepared:
+    """A planned launch on a device, where the kernel is compiled and loaded if it was not.
 
-    x: 16-bit [M, K], or, with x_scales, NVFP4's codes [M, K / 2] at an address of 16 bytes, as the scales.
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
     """
-    x = operands.aligned_rows(x) if x_scales is None else x
-    out_features, in_features, m, gated = sizes
-    launcher.launch_on(
-        x.device.index,
-        launcher.load(spec, x.device.index, _FORMAT),
+    places = (chosen.ring_at, chosen.parts_at, chosen.totals_at)
+    stride = operands.padded(in_features)
+    return Prepared(
+        device_index,
+        launcher.load(spec, device_index, _FORMAT),
         (chosen.grid, 1, 1),
         (chosen.workers + 1) * driver.WARP,
-        (
-            tiled.data_ptr(),
-            codebook.data_ptr(),
-            scale.data_ptr(),
-            x.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out_features,
-            in_features,
-            m,
-            x.shape[1] * (1 if x_scales is None else 2),  # contiguous; a single row's stride may be anything
-            int(gated),
-            chosen.ring_at,
-            chosen.parts_at,
-            chosen.totals_at,
-            0 if row_scale is None else row_scale.data_ptr(),
-            *routing,
-            chosen.exchange_at,
-            0 if x_scales is None else x_scales.data_ptr(),
-        ),
-        smem=chosen.shared_bytes,
-        pdl=True,
-        cluster=chosen.cluster,
+        (out_features, in_features, m, stride, int(gated), *places),
+        chosen.exchange_at,
+        chosen.shared_bytes,
+        chosen.cluster,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    device_index: int,
+    m: int,
+    dtype: torch.dtype,
+    weight: WeightShape,
+    nvfp4: bool = False,
+    coded: bool = False,
+) -> Prepared:
+    """The launch for a legal problem of one launch; see `linear`, where x_scales make it `coded`."""
+    chosen = plan(m, weight, nvfp4)
+    spec = kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, nvfp4, DENSE, coded)
+    return prepare(device_index, chosen, spec, m, weight.out_features, weight.in_features, weight.gated)
 
 
 def linear(
@@ -212,8 +265,8 @@ def linear(
     """Launch the kernel on a legal problem, 16 tokens at a time; arguments as in `products.linear_tiled`.
 
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
-    x_scales: x is NVFP4, as `launch` takes it, by NVFP4 tiles. At most CODED_TOKENS tokens, in_features a
-    multiple of GROUP_COLUMNS.
+    x_scales: x is NVFP4, as `Prepared.launch` takes it, by NVFP4 tiles. At most CODED_TOKENS tokens,
+    in_features a multiple of GROUP_COLUMNS.
     """
     most = TOKENS[-1]
     if x.shape[0] > most:
@@ -222,10 +275,10 @@ def linear(
             part = slice(first, first + most)
             linear(x[part], *rest, out[part], None if row_scale is None else row_scale[part])
         return
-    bits, nvfp4 = bits_of(codebook), nvfp4_layout.is_nvfp4(tiled)
-    limits = driver.device_limits(x.device.index)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
-    chosen = plan(x.shape[0], weight, nvfp4)
-    spec = kernel_of(chosen.config, bits, out.dtype, chosen.tokens, nvfp4, DENSE, x_scales is not None)
-    sizes = (out_features, in_features, x.shape[0], silu_and_mul)
-    launch(chosen, spec, x, tiled, codebook, scale, bias, sizes, out, row_scale, x_scales=x_scales)
+    index, coded = x.device.index, x_scales is not None
+    weight = WeightShape(
+        out_features, in_features, bits_of(codebook), silu_and_mul, driver.device_limits(index)
+    )
+    one = prepared(index, x.shape[0], out.dtype, weight, nvfp4_layout.is_nvfp4(tiled), coded)
+    x = x if coded else operands.aligned_rows(x)
+    one.launch(x, tiled, codebook, scale, bias, out, row_scale, x_scales)

@@ -18,7 +18,7 @@ def activation_map(x: torch.Tensor, box_rows: int) -> bytes:
     """The map of boxes [box_rows, 64] of a 16-bit matrix, in the 128-byte swizzle.
 
     Args:
-        x: [M, K], float16 or bfloat16, contiguous, rows at multiples of 16 bytes.
+        x: [..., K], rows of a matrix, float16 or bfloat16, contiguous, rows at multiples of 16 bytes.
         box_rows: at most 256.
 
     Returns:
@@ -28,8 +28,9 @@ def activation_map(x: torch.Tensor, box_rows: int) -> bytes:
         DriverError: the driver refused.
     """
     kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
-    (rows, columns), device = x.shape, x.device.index
-    # Not x.stride(0): that of a single row may be anything.
+    columns, device = x.shape[-1], x.device.index
+    rows = x.numel() // columns
+    # Not a stride of x: that of a single row may be anything.
     return _encode(device, x.data_ptr(), rows, columns, 2 * columns, kind, box_rows, _BOX_COLUMNS, "128B")
 
 

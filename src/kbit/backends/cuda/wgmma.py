@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -140,6 +141,111 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     return clocks
 
 
+class Prepared(NamedTuple):
+    """A launch of which all is decided but addresses; kept, for deciding takes longer than it.
+
+    Attributes:
+        device_index: as torch counts devices.
+        kernel: what is launched.
+        grid: blocks.
+        threads: of each.
+        weight_rows: row tiles of a box of the weight's tensor map.
+        token_rows: rows of a box of the activations'.
+        sizes: the kernel's arguments from N on.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks of a cluster.
+    """
+
+    device_index: int
+    kernel: launcher.Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    weight_rows: int
+    token_rows: int
+    sizes: tuple[int, ...]
+    shared_bytes: int
+    cluster: int
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        tiled: torch.Tensor,
+        codebook: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        row_scale: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            x: [..., K], contiguous, rows at multiples of 16 bytes.
+            tiled: int32 [row tiles, column tiles, words], at 16 bytes too; those of experts one after the
+                other.
+            codebook, scale, bias, out: as in `products.linear_tiled`.
+            row_scale: float32 [M], factors of the result's rows.
+            offsets: of experts; see `products.grouped_linear_tiled`.
+        """
+        where = operands.addresses(codebook, scale, bias, row_scale, out, offsets)
+        maps = weight_map(tiled, self.weight_rows), activation_map(x, self.token_rows)
+        launcher.launch_on(
+            self.device_index,
+            self.kernel,
+            self.grid,
+            self.threads,
+            (*where, *maps, *self.sizes),
+            smem=self.shared_bytes,
+            pdl=True,
+            cluster=self.cluster,
+        )
+
+
+def prepare(
+    device_index: int,
+    chosen: Plan,
+    m: int,
+    dtype: torch.dtype,
+    weight: WeightShape,
+    experts: int = 0,
+    nvfp4: bool = False,
+) -> Prepared:
+    """A planned launch on a device, where the kernel is compiled and loaded if it was not.
+
+    Args:
+        device_index: as torch counts devices.
+        chosen: the plan.
+        m: M.
+        dtype: of activations.
+        weight: that of one expert.
+        experts: how many; 0 for one weight.
+        nvfp4: whether tiles are NVFP4's.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    out_features, in_features, bits, gated, _ = weight
+    tiling = chosen.tiling
+    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, nvfp4)
+    row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
+    alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
+    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
+    rows = -(-out_features // TILE_ROWS)
+    steps = block.steps_of(in_features)
+    sizes = (out_features, m, experts, steps, rows, row_blocks, token_blocks, alone, near, int(gated))
+    return Prepared(
+        device_index,
+        launcher.load(config.spec(block, dtype), device_index, _FORMAT),
+        (chosen.grid, 1, 1),
+        block.threads,
+        tiling.rows // TILE_ROWS // (2 if gated else 1),
+        tiling.tokens // tiling.sharers,
+        sizes,
+        config.shared_bytes(block),
+        tiling.cluster * tiling.sharers,
+    )
+
+
 def linear(
     x: torch.Tensor,
     tiled: torch.Tensor,
@@ -157,14 +263,11 @@ def linear(
 
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
-    bits = bits_of(codebook)
-    if chosen is None:
-        limits = driver.device_limits(x.device.index)
-        chosen = plan(x.shape[0], WeightShape(out_features, in_features, bits, silu_and_mul, limits))
-    bias_at, factors_at = (0 if tensor is None else tensor.data_ptr() for tensor in (bias, row_scale))
-    pointers = (codebook.data_ptr(), scale.data_ptr(), bias_at, factors_at, out.data_ptr(), 0)
-    sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled, pointers, sizes, 0, silu_and_mul)
+    index, bits = x.device.index, bits_of(codebook)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    chosen = plan(x.shape[0], weight) if chosen is None else chosen
+    one = prepare(index, chosen, x.shape[0], x.dtype, weight, nvfp4=nvfp4_layout.is_nvfp4(tiled))
+    one.launch(operands.aligned_rows(x), tiled, codebook, scale, bias, out, row_scale)
 
 
 def grouped_linear(
@@ -179,67 +282,9 @@ def grouped_linear(
     out: torch.Tensor,
 ) -> None:
     """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
-    bits, experts = bits_of(codebook), tiled.shape[0]
-    limits = driver.device_limits(x.device.index)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    index, bits, experts = x.device.index, bits_of(codebook), tiled.shape[0]
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
     chosen = grouped_plan(x.shape[0], experts, weight)
-    pointers = (codebook.data_ptr(), scale.data_ptr(), 0, 0, out.data_ptr(), offsets.data_ptr())
-    sizes = (out_features, in_features, x.shape[0])
-    _launch(chosen, bits, x, tiled.flatten(0, 1), pointers, sizes, experts, silu_and_mul)
-
-
-def _launch(
-    chosen: Plan,
-    bits: int,
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    pointers: tuple[int, int, int, int, int, int],
-    sizes: tuple[int, int, int],
-    experts: int,
-    gated: bool,
-) -> None:
-    """Launch as planned.
-
-    Args:
-        chosen: the launch.
-        bits: code width.
-        x: [M, K].
-        tiled: int32 [row tiles, column tiles, words]; those of all experts, one after the other.
-        pointers: of codebook, scale, bias, factors of rows, result and offsets; 0 where there is none.
-        sizes: N, K and M.
-        experts: how many; 0 for one weight.
-        gated: the rows of a weight are gates and then as many ups.
-    """
-    index = x.device.index
-    tiling = chosen.tiling
-    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, nvfp4_layout.is_nvfp4(tiled))
-    out_features, in_features, m = sizes
-    x = operands.aligned_rows(x)
-    row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
-    alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
-    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
-    arguments = (
-        *pointers,
-        weight_map(tiled, tiling.rows // TILE_ROWS // (2 if gated else 1)),
-        activation_map(x, tiling.tokens // tiling.sharers),
-        out_features,
-        m,
-        experts,
-        block.steps_of(in_features),
-        -(-out_features // TILE_ROWS),
-        row_blocks,
-        token_blocks,
-        alone,
-        near,
-        int(gated),
-    )
-    launcher.launch_on(
-        index,
-        launcher.load(config.spec(block, x.dtype), index, _FORMAT),
-        (chosen.grid, 1, 1),
-        block.threads,
-        arguments,
-        smem=config.shared_bytes(block),
-        pdl=True,
-        cluster=tiling.cluster * tiling.sharers,
-    )
+    one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts)
+    all_tiles = tiled.flatten(0, 1)
+    one.launch(operands.aligned_rows(x), all_tiles, codebook, scale, None, out, offsets=offsets)
