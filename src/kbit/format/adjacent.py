@@ -15,14 +15,14 @@ import torch
 _TILE_DIMS = 2
 
 
-def _row_shape(one: torch.Tensor) -> torch.Size:
-    """The shape of a row tile, or of an element of a bias."""
-    return one.shape[-_TILE_DIMS:] if one.dim() > _TILE_DIMS else one.shape[1:]
+def _row_dims(one: torch.Tensor) -> int:
+    """The first dimension of the shape of a row tile, or of an element of a bias."""
+    return -_TILE_DIMS if one.dim() > _TILE_DIMS else 1
 
 
 def adjoin(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tiles, int32 [..., row tiles, column tiles, words] each, or biases [N], that share memory."""
-    rows = [one.detach().reshape(-1, *_row_shape(one)) for one in parts]
+    rows = [one.detach().reshape(-1, *one.shape[_row_dims(one) :]) for one in parts]
     together = torch.cat(rows).split([one.shape[0] for one in rows])
     return [moved.view(one.shape) for moved, one in zip(together, parts, strict=True)]
 
@@ -34,10 +34,10 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         Tiles [row tiles of all, column tiles, words], or a bias [N of all].
     """
     first = parts[0]
-    row, dtype, begin = _row_shape(first), first.dtype, first.data_ptr()
-    end = begin
+    dims, dtype, end = _row_dims(first), first.dtype, first.data_ptr()
+    row = first.shape[dims:]
     for one in parts:
-        if one.data_ptr() != end or one.dtype != dtype or not one.is_contiguous() or _row_shape(one) != row:
+        if one.data_ptr() != end or one.dtype != dtype or not one.is_contiguous() or one.shape[dims:] != row:
             return None
         end += one.nbytes
     memory = first.untyped_storage()
@@ -45,4 +45,5 @@ def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None  # neighbours by chance
     size = row.numel()
     shape = (sum([one.numel() for one in parts]) // size if size else 0, *row)
-    return first.detach().as_strided(shape, (size, row[-1], 1) if row else (1,))
+    first = first.detach() if first.requires_grad else first
+    return first.as_strided(shape, (size, row[-1], 1) if row else (1,))
