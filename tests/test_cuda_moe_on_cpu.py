@@ -9,6 +9,7 @@ import torch
 
 import cuda_on_cpu
 import cuda_rows_on_cpu
+from guards import guarded, untouched
 from kbit.backends import reference
 from kbit.backends.cuda import routing
 from moe_routings import ROUTINGS, not_all_mine, routed
@@ -17,7 +18,6 @@ if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-GUARD = 64  # elements before and after
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +28,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
     cuda_on_cpu.install(monkeypatch, kernels)
-
-
-def guarded(value: torch.Tensor) -> torch.Tensor:
-    """The values amid NaN, or amid -1."""
-    nothing = float("nan") if value.is_floating_point() else -1
-    around = torch.full((value.numel() + 2 * GUARD,), nothing, dtype=value.dtype)
-    inside = around[GUARD:-GUARD].view(value.shape)
-    return inside.copy_(value)
-
-
-def untouched(inside: torch.Tensor) -> bool:
-    """Whether what stands around `guarded` values is as it was."""
-    around = torch.as_strided(inside, (inside.numel() + 2 * GUARD,), (1,), inside.storage_offset() - GUARD)
-    edges = torch.cat([around[:GUARD], around[-GUARD:]])
-    return bool(edges.isnan().all() if inside.is_floating_point() else (edges == -1).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

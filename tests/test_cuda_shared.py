@@ -125,6 +125,14 @@ def test_experts(bits, tokens, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_norms(tokens):
+    for columns in (128, 576, 2048, 8192):
+        x, weight = torch.randn(tokens, columns, device="cuda"), torch.randn(columns, device="cuda")
+        given = (x.half(), weight.half(), 1e-6)
+        assert differing(lambda given=given: ops.rms_norm(*given), 20) == 0, columns
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_routing(tokens):
     x, weight = torch.randn(tokens, 2048, device="cuda").half(), torch.randn(512, 2048, device="cuda").half()
     logits = ops.moe_logits(x, weight)

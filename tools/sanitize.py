@@ -70,8 +70,8 @@ def run_cases(bits: int) -> None:
     torch.cuda.synchronize()
 
 
-def route_and_sort() -> None:
-    """Experts chosen from logits, and enough ids that sorting them takes several launches."""
+def run_around_products() -> None:
+    """Experts chosen from logits, enough ids that sorting them takes several launches, and RMS norms."""
     import torch
 
     import kbit  # noqa: F401
@@ -94,6 +94,10 @@ def route_and_sort() -> None:
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)
     assert int(bounds[-1]) == 5000
+    for rows, columns in ((5, 8), (9, 256), (3, 576), (2, 5120), (2, 8200)):
+        x, weight = (torch.randn(shape, device="cuda").half() for shape in ((rows, columns), (columns,)))
+        for how in ((False, True), (True, False)):
+            assert torch.isfinite(torch.ops.kbit.rms_norm(x, weight, 1e-6, *how)).all()
 
 
 def run_nvfp4() -> None:
@@ -221,7 +225,7 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
 
 
 PARTS = {f"{bits} bits": partial(run_cases, bits) for bits in (2, 3, 4, 5)} | {
-    "sort": route_and_sort,
+    "sort": run_around_products,
     "nvfp4": run_nvfp4,
 }
 

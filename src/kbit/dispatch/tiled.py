@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kbit.backends import cuda, environment, reference
+from kbit.backends import reference
 from kbit.backends.cuda import gradients as cuda_gradients
 from kbit.backends.cuda import operands
 from kbit.backends.cuda import products as cuda_products
 from kbit.backends.cuda.weights import ready
 from kbit.dispatch import moe
-from kbit.dispatch.backends import backend_for
+from kbit.dispatch.backends import backend_for, cuda_answers
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.format.adjacent import as_one
 from kbit.format.codebook import bits_of
@@ -80,9 +80,8 @@ def _linear_out(x, tiled, codebook, scale, bias, out_features, in_features, silu
 
 
 def _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out):
-    kernels = x.is_cuda and not environment.backend() and not cuda.unavailable_reason(x.device.index)
     arguments = (x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
-    if kernels and cuda_products.linear_in_one_launch(*arguments):
+    if cuda_answers(x) and cuda_products.linear_in_one_launch(*arguments):
         return out
     if out.numel():
         run = backend_for("linear_tiled", x.device, torch.uint8).module.linear_tiled

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from kbit.nn.merged import merge_layers
+from kbit.nn.norm import fuse_norms
 from kbit.nn.router import fuse_routers
 from kbit.nn.shared_expert import merge_shared_experts
 
 
 def run_together(model: nn.Module) -> None:
-    """Have routers, layers of one input and shared experts run by fewer kernels, in place; in this order."""
+    """Have norms, routers, layers of one input and shared experts run by fewer kernels, in place."""
+    fuse_norms(model)
     fuse_routers(model)
     merge_layers(model)
     merge_shared_experts(model)

@@ -1,4 +1,4 @@
-"""Products of a layer past PyTorch's dispatcher, where nothing relies on seeing the op.
+"""Products of a layer, and norms, past PyTorch's dispatcher, where nothing relies on seeing the op.
 
 Through an op that is written in Python a product costs a CPU as much as half a dozen of PyTorch's own, and
 decoding without a CUDA graph waits for the CPU. So a layer asks here first. It gets its product unless
@@ -28,6 +28,7 @@ class _Way(NamedTuple):
 
 
 _ways: dict[str, _Way] = {}
+_norms: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multiply: Multiply) -> None:
@@ -40,6 +41,11 @@ def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multi
         multiply: (x, *parts, bias, out_features, in_features) to the product.
     """
     _ways[device] = _Way(multiply, parts, dtypes)
+
+
+def set_rms_norm(device: str, rms_norm: Callable[..., torch.Tensor]) -> None:
+    """Set who computes `kbit::rms_norm` on devices of a type, of arguments that are checked."""
+    _norms[device] = rms_norm
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -95,3 +101,18 @@ def linear(
         return None
     gated = (True,) if silu_and_mul else ()
     return way.multiply(x, *parts, bias, out_features, in_features, *gated)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, round_first: bool
+) -> torch.Tensor:
+    """`kbit::rms_norm` of a norm's own weight [D], of x's dtype and device, and x [..., D]; no gradient.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: KBIT_BACKEND is wrong.
+    """
+    run = _norms.get(x.device.type) if _plain(x) else None
+    if run is None:
+        return torch.ops.kbit.rms_norm(x, weight, eps, plus_one, round_first)
+    return run(x, weight, eps, plus_one, round_first)

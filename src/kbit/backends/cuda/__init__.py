@@ -13,6 +13,7 @@ import torch
 
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.decoded import linear
+from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
@@ -40,6 +41,7 @@ __all__ = [
     "moe_logits",
     "moe_route",
     "quantize",
+    "rms_norm",
     "to_tiled",
     "unavailable_reason",
 ]

@@ -1,0 +1,108 @@
+// RMS norm of rows: y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded as models round it.
+//
+//   x, y    float16, or bfloat16 with Config::bf16: [rows, pieces * 8], 16-byte aligned
+//   weight  [pieces * 8] of the same dtype
+//   lanes   of a row: 16, or whole warps. A block has as many rows as its threads allow, one if a row has
+//           more than a warp
+//   plus_one  the weight is stored minus 1
+//   round_first  the quotient is rounded before it is multiplied by the weight, and the product again
+//
+// A thread keeps up to Config::pieces pieces of 16 bytes. Order of the sum of squares: a thread's by column,
+// then lanes by halves, then warps by halves. Of the weight only the fetch to L2 goes ahead of the kernel in
+// front: it may be what that kernel writes.
+//
+// grid: ceil(rows / rows of a block)
+#include "config.h"
+#include "rows.cuh"
+
+using H = Half<Config::bf16>;
+constexpr int kLine = 8;          // pieces of a line of L2
+constexpr u32 kFewBlocks = 1024;  // beyond, blocks of the next kernel would take the place of this one's
+
+// Eight elements.
+DEVICE void widen(float (&v)[8], uint4 piece) {
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = H::widen(u16(words[i]));
+        v[2 * i + 1] = H::widen(u16(words[i] >> 16));
+    }
+}
+
+DEVICE float normed(float x, float factor, float weight, int round_first) {
+    const float quotient = __fmul_rn(x, factor);
+    return __fmul_rn(round_first ? H::widen(H::narrow(quotient)) : quotient, weight);
+}
+
+// The sum over 16 or 32 neighbouring lanes, by halves; in each of them.
+DEVICE float sum_lanes(float value, int lanes) {
+    const float other = __shfl_xor_sync(kAll, value, 16);
+    value += lanes == 32 ? other : 0.0f;
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) {
+        value += __shfl_xor_sync(kAll, value, step);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm(const uint4* x, const uint4* weight, uint4* y, u64 rows, int pieces, int lanes, float eps,
+             int plus_one, int round_first) {
+    __shared__ float sums[32];
+    if (gridDim.x <= kFewBlocks) {
+        launch_early();
+    }
+    const int within = int(threadIdx.x) % lanes;
+    const u64 row = u64(blockIdx.x) * (blockDim.x / u32(lanes)) + threadIdx.x / u32(lanes);
+    if (within * kLine < pieces) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + within * kLine));
+    }
+    wait_for_previous();
+    launch_late();
+    forget(x, weight);
+    uint4 mine[Config::pieces], own[Config::pieces];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::pieces; ++i) {
+        const int piece = within + i * lanes;
+        const bool there = piece < pieces && row < rows;
+        mine[i] = there ? x[row * u32(pieces) + u32(piece)] : make_uint4(0, 0, 0, 0);
+        own[i] = there ? weight[piece] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::pieces; ++i) {
+        float v[8];
+        widen(v, mine[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            sum = __fmaf_rn(v[j], v[j], sum);
+        }
+    }
+    sum = sum_lanes(sum, min(lanes, 32));
+    if (lanes > 32) {
+        const int lane = threadIdx.x & 31;
+        if (lane == 0) {
+            sums[threadIdx.x >> 5] = sum;
+        }
+        __syncthreads();
+        sum = sum_lanes(lane < lanes / 32 ? sums[lane] : 0.0f, 32);
+    }
+    const float mean = __fadd_rn(__fdiv_rn(sum, float(pieces * 8)), eps);
+    const float factor = __fdiv_rn(1.0f, __fsqrt_rn(mean)), more = plus_one ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::pieces; ++i) {
+        const int piece = within + i * lanes;
+        if (piece < pieces && row < rows) {
+            float v[8], w[8];
+            widen(v, mine[i]);
+            widen(w, own[i]);
+            u32 packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                packed[j] = H::pack(normed(v[2 * j], factor, w[2 * j] + more, round_first),
+                                    normed(v[2 * j + 1], factor, w[2 * j + 1] + more, round_first));
+            }
+            y[row * u32(pieces) + u32(piece)] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}

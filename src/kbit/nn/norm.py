@@ -1,0 +1,128 @@
+"""RMS norms of a quantized model: on a GPU one kernel, `kbit::rms_norm`.
+
+transformers writes them as eight small operators of PyTorch, which take a GPU longer than a quantized layer's
+bytes, and a CPU longer to launch. torch.compile fuses them by itself and gets the class's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.support import has_own_forward
+from kbit.ops import direct, grad_checks
+
+_DTYPES = (torch.float16, torch.bfloat16)
+# What classes call their eps.
+_EPS = ("variance_epsilon", "eps")
+_PROBE_COLUMNS = 16
+
+
+class FusedNorm(MixedIn):
+    """What a norm's class is mixed with. Subclasses say where it rounds, as `kbit.ops.norm_schemas`."""
+
+    prefix = "Fused"
+
+    plus_one: ClassVar[bool]
+    round_first: ClassVar[bool]
+
+    weight: nn.Parameter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As its own class; by that on a CPU, under autocast, and where anything is differentiated."""
+        if len(args) == 1 and not kwargs and self._takes(args[0]):
+            return direct.rms_norm(args[0], self.weight, _eps(self), self.plus_one, self.round_first)
+        return super().forward(*args, **kwargs)
+
+    def _takes(self, x: Any) -> bool:
+        weight = self._parameters.get("weight")
+        if type(x) is not torch.Tensor or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
+            return False
+        if x.dtype not in _DTYPES or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+            return False
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
+            return False
+        return x.is_cuda and x.device == weight.device
+
+
+class _RoundFirst(FusedNorm):
+    plus_one, round_first = False, True
+
+
+class _RoundOnce(FusedNorm):
+    plus_one, round_first = False, False
+
+
+class _PlusOne(FusedNorm):
+    plus_one, round_first = True, False
+
+
+def _eps(norm: nn.Module) -> float:
+    """What a norm adds to the mean; -1 if it names none."""
+    for name in _EPS:
+        eps = vars(norm).get(name)
+        if isinstance(eps, float):
+            return eps
+    return -1.0
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Have RMS norms run by our kernel, in place, where this gives what they give."""
+    kinds: dict[tuple[type, float], type[FusedNorm] | None] = {}
+    for norm in _norms(model):
+        key = (type(norm), _eps(norm))
+        if key not in kinds:
+            kinds[key] = _kind(norm)
+        kind = kinds[key]
+        if kind is not None:
+            mix_in(norm, kind)
+
+
+def _norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that may be RMS norms: a vector of weights, an eps, one input."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        # Of the type itself: lazy layers have a weight without a shape.
+        if type(weight) is not nn.Parameter or weight.dim() != 1:
+            continue
+        if isinstance(module, MixedIn) or has_own_forward(module):
+            continue
+        alone = len(module._parameters) == 1 and not module._buffers and not module._modules
+        if alone and _eps(module) >= 0 and len(inspect.signature(type(module).forward).parameters) == 2:
+            yield module
+
+
+@torch.no_grad()
+def _kind(norm: nn.Module) -> type[FusedNorm] | None:
+    """Where a norm's class rounds, tried on numbers so small that eps counts; None if it is no RMS norm."""
+    generator, own = torch.Generator().manual_seed(0), type(norm)
+    x, weight = torch.randn(2, 64, _PROBE_COLUMNS, generator=generator, device="cpu", dtype=torch.float32)
+    eps = _eps(norm)
+    x *= torch.logspace(-2, 2, len(x), device="cpu", dtype=torch.float32)[:, None] * max(eps, 1e-12) ** 0.5
+    made = own.__new__(own)
+    vars(made).update(vars(norm))
+    found: list[type[FusedNorm]] = [_RoundFirst, _RoundOnce, _PlusOne]
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            made._parameters = {"weight": nn.Parameter(weight[0].to(dtype), False)}
+            want, given = own.forward(made, x.to(dtype)), (x.to(dtype), made.weight, eps)
+            for kind in list(found):
+                have = torch.ops.kbit.rms_norm(*given, kind.plus_one, kind.round_first)
+                if want.dtype != dtype or not _same(want, have):
+                    found.remove(kind)
+    except Exception:  # a class that wants something else stays as it is
+        return None
+    return found[0] if found else None
+
+
+def _same(want: torch.Tensor, have: torch.Tensor) -> bool:
+    """Whether results are equal; in float32 but for rounding."""
+    if want.dtype != torch.float32:
+        return torch.equal(want, have)
+    return torch.allclose(want, have, rtol=1e-5, atol=0)

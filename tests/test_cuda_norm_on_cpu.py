@@ -1,0 +1,71 @@
+"""rms_norm.cu, run on the CPU, gives what the reference gives, and touches nothing beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import cuda_rows_on_cpu
+from guards import guarded, untouched
+from kbit.backends import reference
+from kbit.backends.cuda import norm
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_norm_on_cpu"), cuda_rows_on_cpu.host_source)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [8, 128, 256, 264, 576, 2048, 8192, 8200, 16392, 32768])
+def test_rows(columns, dtype):
+    for rows, plus_one, round_first in itertools.product((1, 5), (False, True), (False, True)):
+        x = guarded(torch.randn(rows, columns).to(dtype))
+        weight = guarded(torch.randn(columns).to(dtype))
+        out = guarded(torch.full((rows, columns), float("nan"), dtype=dtype))
+        assert norm.takes(x, weight)
+        norm.rms_norm(x, weight, 1e-6, plus_one, round_first, out)
+        assert untouched(out)
+        want = torch.empty_like(out)
+        reference.rms_norm(x, weight, 1e-6, plus_one, round_first, want)
+        # Sums have another order, which a rounding to 16 bits hardly ever shows.
+        torch.testing.assert_close(out, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+        assert (out != want).sum() <= 2 + out.numel() // 500
+
+
+def test_one_row_is_one_of_many():
+    x, weight = torch.randn(9, 576).bfloat16(), torch.randn(576).bfloat16()
+    out, alone = torch.empty_like(x), torch.empty(1, 576, dtype=torch.bfloat16)
+    norm.rms_norm(x, weight, 1e-6, False, True, out)
+    for row in range(9):
+        norm.rms_norm(x[row : row + 1], weight, 1e-6, False, True, alone)
+        assert torch.equal(alone, out[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.zeros(2, 12).half(), torch.zeros(12).half()),
+        (torch.zeros(2, 8), torch.zeros(8)),
+        (torch.zeros(2, 32776).half(), torch.zeros(32776).half()),
+        (torch.zeros(2, 16).half()[:, ::2], torch.zeros(8).half()),
+        (torch.zeros(2, 8).half(), torch.zeros(9).half()[1:]),
+    ],
+)
+def test_what_it_does_not_take_the_reference_computes(x, weight, monkeypatch):
+    assert not norm.takes(x, weight)
+    monkeypatch.setattr(norm, "_prepared", None)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    norm.rms_norm(x.fill_(1), weight.fill_(2), 0.0, False, True, out)
+    assert torch.equal(out, torch.full_like(out, 2))
