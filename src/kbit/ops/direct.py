@@ -1,7 +1,7 @@
 """Products of a layer, and norms, past PyTorch's dispatcher, where nothing relies on seeing the op.
 
-Through an op that is written in Python a product costs a CPU as much as half a dozen of PyTorch's own, and
-decoding without a CUDA graph waits for the CPU. So a layer asks here first. It gets its product unless
+The dispatcher, and an op that is written in Python, cost a CPU microseconds that the launch itself does not,
+and decoding without a CUDA graph waits for the CPU. So a layer asks here first. It gets its product unless
 someone may want to see the op: a gradient, torch.compile, tracing, a profiler, a mode, a functorch transform;
 or unless the op would refuse, or compute in another dtype.
 
