@@ -28,7 +28,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [8, 128, 256, 264, 576, 2048, 8192, 8200, 16392, 32768])
+@pytest.mark.parametrize("columns", [8, 128, 256, 264, 576, 2048, 8192, 8200, 16384])
 def test_rows(columns, dtype):
     for rows, plus_one, round_first in itertools.product((1, 5), (False, True), (False, True)):
         x = guarded(torch.randn(rows, columns).to(dtype))
@@ -58,7 +58,7 @@ def test_one_row_is_one_of_many():
     [
         (torch.zeros(2, 12).half(), torch.zeros(12).half()),
         (torch.zeros(2, 8), torch.zeros(8)),
-        (torch.zeros(2, 32776).half(), torch.zeros(32776).half()),
+        (torch.zeros(2, 16392).half(), torch.zeros(16392).half()),
         (torch.zeros(2, 16).half()[:, ::2], torch.zeros(8).half()),
         (torch.zeros(2, 8).half(), torch.zeros(9).half()[1:]),
     ],

@@ -183,7 +183,7 @@ def test_random_numbers_of_others_are_left_alone():
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "columns", [1, 8, 17, 128, 256, 264, 576, 2048, 4096, 5120, 8192, 8200, 32768, 32776]
+    "columns", [1, 8, 17, 128, 256, 264, 576, 2048, 4096, 5120, 8192, 8200, 16384, 16392]
 )
 def test_the_kernel_gives_the_definition(columns, dtype):
     for rows, order in zip((1, 3, 8, 129, 1000), [*ORDERS, ORDERS[0]], strict=True):

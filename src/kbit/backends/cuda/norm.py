@@ -13,7 +13,7 @@ from kbit.backends.reference import norm as reference
 _FORMAT = "QQQQiifii"
 _PIECE = 8  # elements of 16 bytes
 # Pieces that a thread keeps, and up to how many of a row it is so many.
-_PIECES = {1: 64, 2: 1024, 4: 4096}
+_PIECES = {1: 64, 2: 2048}
 _FEW_LANES = 16  # of short rows
 # Threads of a block of rows that take less, and of many such.
 _THREADS, _MANY_THREADS, _MANY = 128, 512, 4096
