@@ -7,7 +7,7 @@ import torch
 
 import cuda_on_cpu
 import kbit
-from kbit.backends.cuda import driver, one_token, stream
+from kbit.backends.cuda import driver, one_token, products, stream, tables
 from kbit.backends.cuda.weight_shape import WeightShape
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -46,6 +46,34 @@ def check(m: int, n: int, k: int, bits: int, dtype: torch.dtype, gated: bool = F
 def test_every_class_of_tokens(m: int) -> None:
     for n, k in SIZES:
         check(m, n, k, 4, torch.float16)
+
+
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_one_launch_for_operands_as_they_are(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as by `stream.linear`, and nothing is launched of what it does not take."""
+    monkeypatch.setattr(tables, "for_device", lambda index: ())
+    monkeypatch.setenv("KBIT_KERNEL", "stream")
+    (n, k), dtype = SIZES[0], torch.bfloat16
+    q = kbit.quantize(torch.randn(n, k), bits=4, search=False)
+    weight = (q.tile().tiled, q.codebook.float(), q.scale.float())
+    bias, x = torch.randn(n).to(dtype), torch.randn(1, m, k).to(dtype)
+    y, again = (torch.full((1, m, n), float("nan"), dtype=dtype) for _ in range(2))
+    stream.linear(x[0], *weight, bias, n, k, False, y[0])
+    for _ in range(2):
+        assert products.linear_in_one_launch(x, *weight, bias, n, k, False, again.fill_(float("nan")))
+        assert torch.equal(again, y)
+    strided = torch.randn(1, m, 2 * k).to(dtype)[..., ::2]
+    unaligned = torch.zeros(m * k + 1, dtype=dtype)[1:].view(1, m, k)
+    several = torch.zeros(17, k, dtype=dtype)
+    for given in (strided, unaligned, several, x[:, :0]):
+        out = torch.zeros(*given.shape[:-1], n, dtype=dtype)
+        assert not products.linear_in_one_launch(given, *weight, bias, n, k, False, out)
+        assert not bool(out.any())
+    spread = torch.zeros(2 * n, dtype=dtype)[::2]
+    assert not products.linear_in_one_launch(x, *weight, spread, n, k, False, again)
+    ragged = kbit.quantize(torch.randn(n, 35), bits=4, search=False)
+    weight = (ragged.tile().tiled, ragged.codebook, ragged.scale)
+    assert not products.linear_in_one_launch(x[..., :35].contiguous(), *weight, bias, n, 35, False, again)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5])

@@ -7,13 +7,14 @@ import weakref
 import pytest
 import torch
 import transformers
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 import kbit
 from kbit.format.model_files import read_index
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import KbitExperts, KbitLinear, QuantizedModule, dequantize_model, quantize_model
+from kbit.nn.mixins import MixedIn
 from tiny_models import ARCHITECTURES, build
 
 IDS = torch.arange(12).view(2, 6)
@@ -154,6 +155,24 @@ def test_hooks_of_accelerate_stay_through_both_ways():
     assert len(quantized) == len(plain) == len(watched)
     assert {kind for kind in quantized if kind.startswith("Kbit")} >= {"KbitLinear", "KbitExperts"}
     assert not torch.equal(before, wanted)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_added_to_a_quantized_model_call_the_own_forward_again(removed):
+    """accelerate keeps the bound forward of what a module was when its hook came."""
+    model = build("qwen3_moe", torch.float32)
+    kbit.quantize_model(model, kbit.KbitConfig(bits=5))
+    watched = [module for module in model.modules() if isinstance(module, MixedIn)]
+    wanted, watch = model(IDS).logits, Watch()
+    for module in watched:
+        add_hook_to_module(module, watch)
+        if removed:
+            remove_hook_from_module(module)
+    dequantize_model(model)
+    torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-3, atol=1e-4)
+    assert len(watch.seen) == (0 if removed else len(watched))
+    assert any("Norm" in type(module).__name__ for module in watched)
+    assert not any(isinstance(module, MixedIn) for module in model.modules())
 
 
 def test_weights_elsewhere_are_refused():

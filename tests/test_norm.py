@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import pickle
 
 import hypothesis.strategies as st
@@ -132,6 +133,48 @@ class Scaled(nn.Module):
         return x / (x.abs().pow(self.power).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+class Grouped(nn.Module):
+    """One of a class with and without groups, as Qwen4-Exp's."""
+
+    def __init__(self, columns=64, groups=None):
+        super().__init__()
+        self.weight, self.eps, self.groups = nn.Parameter(torch.ones(columns)), 1e-6, groups
+
+    def forward(self, x):
+        wide = x.float().unflatten(-1, (self.groups or 1, -1))
+        y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        return (y * self.weight.float()).type_as(x)
+
+
+@pytest.mark.parametrize("groups", [(None, 4), (4, None), (None, 64)])
+def test_attributes_count(groups):
+    norms = nn.ModuleList(Grouped(groups=count) for count in groups)
+    norm.fuse_norms(norms)
+    assert [isinstance(each, norm.FusedNorm) for each in norms] == [count is None for count in groups]
+
+
+class HalfOtherwise(Scaled):
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        return y.to(x.dtype) * (2 if x.dtype == torch.float16 else 1)
+
+
+def test_an_eps_that_is_no_number_any_more_is_the_classes_own_affair(monkeypatch):
+    own = made("llama.LlamaRMSNorm")
+    norm.fuse_norms(nn.ModuleList([own]))
+    own.variance_epsilon = 0
+    monkeypatch.setattr(norm.FusedNorm, "_takes", None)
+    x = torch.randn(2, 48).bfloat16()
+    assert torch.equal(own(x), ops.rms_norm(x, own.weight, 0.0))
+
+
+def test_forward_looks_like_the_classes_own():
+    """The kernels package compares the numbers of parameters."""
+    own = made("llama.LlamaRMSNorm")
+    norm.fuse_norms(nn.ModuleList([own]))
+    assert str(inspect.signature(type(own).forward)).count(",") == 1
+
+
 class Refuses(Scaled):
     def forward(self, x):
         raise RuntimeError("not so small")
@@ -144,7 +187,16 @@ class TakesMore(Scaled):
 
 def test_other_modules_stay():
     others = nn.ModuleList(
-        [Scaled(), Scaled(bias=True), Refuses(), TakesMore(), nn.LayerNorm(48), nn.RMSNorm(48), nn.PReLU(48)]
+        [
+            Scaled(),
+            Scaled(bias=True),
+            Refuses(),
+            TakesMore(),
+            HalfOtherwise(),
+            nn.LayerNorm(48),
+            nn.RMSNorm(48),
+            nn.PReLU(48),
+        ]
     )
     patched = made("llama.LlamaRMSNorm")
     patched.forward = lambda x: x

@@ -78,10 +78,10 @@ def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Bac
 
 
 def cuda_answers(tensor: torch.Tensor) -> bool:
-    """Whether the CUDA kernels answer ops on a tensor, with nothing forced: `backend_for`, but quicker."""
-    return (
-        tensor.is_cuda and not environment.backend() and cuda.unavailable_reason(tensor.device.index) is None
-    )
+    """Whether the CUDA kernels answer ops on a tensor: `backend_for`, but quicker."""
+    if not tensor.is_cuda or environment.backend() not in (None, "cuda"):
+        return False
+    return cuda.unavailable_reason(tensor.device.index) is None
 
 
 def _forced(name: str, op: str, device: torch.device, absmax_dtype: torch.dtype) -> Backend:

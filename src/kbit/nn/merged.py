@@ -107,7 +107,10 @@ class MergedProjections(Merged):
 
     def siblings(self) -> list[Siblings]:
         """See the base class."""
-        groups = [_mergeable(self, names) for names in _groups_among(tuple(self._modules))]
+        # The cache saves a search; torch.compile, which traces once, would warn of it.
+        compiling = torch.compiler.is_compiling()
+        among = _SIBLINGS if compiling else _groups_among(tuple(self._modules))
+        groups = [_mergeable(self, names) for names in among]
         return [group for group in groups if group is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ weights or its hooks still finds them; copies and pickles keep it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -75,4 +76,8 @@ def take_out(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MixedIn):
             module.leave()
-            module.__class__ = module.own  # type: ignore[assignment]
+            own, mixed_forward = module.own, type(module).forward
+            module.__class__ = own  # type: ignore[assignment]
+            for name in ("forward", "_old_forward"):  # of the module itself: accelerate's hooks keep it there
+                if getattr(vars(module).get(name), "__func__", None) is mixed_forward:
+                    vars(module)[name] = MethodType(own.forward, module)

@@ -20,7 +20,8 @@ from kbit.ops import direct, grad_checks
 _DTYPES = (torch.float16, torch.bfloat16)
 # What classes call their eps.
 _EPS = ("variance_epsilon", "eps")
-_PROBE_COLUMNS = 16
+_PROBE_ROWS = 8
+_PROBED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedNorm(MixedIn):
@@ -33,11 +34,16 @@ class FusedNorm(MixedIn):
 
     weight: nn.Parameter
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As its own class; by that on a CPU, under autocast, and where anything is differentiated."""
-        if len(args) == 1 and not kwargs and self._takes(args[0]):
-            return direct.rms_norm(args[0], self.weight, _eps(self), self.plus_one, self.round_first)
-        return super().forward(*args, **kwargs)
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """As its own class.
+
+        By that class's forward on a CPU, without kernels, under autocast, where anything is differentiated,
+        and compiled.
+        """
+        eps = _eps(self)
+        if eps >= 0 and self._takes(hidden_states):
+            return direct.rms_norm(hidden_states, self.weight, eps, self.plus_one, self.round_first)
+        return super().forward(hidden_states)
 
     def _takes(self, x: Any) -> bool:
         weight = self._parameters.get("weight")
@@ -48,7 +54,7 @@ class FusedNorm(MixedIn):
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
             return False
-        return x.is_cuda and x.device == weight.device
+        return x.device == weight.device and direct.has_rms_norm(x)
 
 
 class _RoundFirst(FusedNorm):
@@ -72,16 +78,31 @@ def _eps(norm: nn.Module) -> float:
     return -1.0
 
 
+def _columns(norm: nn.Module) -> int:
+    weight = norm._parameters["weight"]
+    assert weight is not None
+    return weight.numel()
+
+
 def fuse_norms(model: nn.Module) -> None:
     """Have RMS norms run by our kernel, in place, where this gives what they give."""
-    kinds: dict[tuple[type, float], type[FusedNorm] | None] = {}
+    kinds: dict[Any, type[FusedNorm] | None] = {}
     for norm in _norms(model):
-        key = (type(norm), _eps(norm))
+        key = (type(norm), _columns(norm), _attributes(norm))
         if key not in kinds:
             kinds[key] = _kind(norm)
         kind = kinds[key]
         if kind is not None:
             mix_in(norm, kind)
+
+
+def _attributes(norm: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What a norm's result may depend on beside its weight, such as groups: its own attributes."""
+    own = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
+    return tuple(
+        (name, value if isinstance(value, bool | int | float | str | None) else id(value))
+        for name, value in sorted(own.items())
+    )
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -91,7 +112,8 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
         # Of the type itself: lazy layers have a weight without a shape.
         if type(weight) is not nn.Parameter or weight.dim() != 1:
             continue
-        if isinstance(module, MixedIn) or has_own_forward(module):
+        # PyTorch's own norm is one kernel already.
+        if isinstance(module, MixedIn | nn.RMSNorm) or has_own_forward(module):
             continue
         alone = len(module._parameters) == 1 and not module._buffers and not module._modules
         if alone and _eps(module) >= 0 and len(inspect.signature(type(module).forward).parameters) == 2:
@@ -101,16 +123,17 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
 @torch.no_grad()
 def _kind(norm: nn.Module) -> type[FusedNorm] | None:
     """Where a norm's class rounds, tried on numbers so small that eps counts; None if it is no RMS norm."""
-    generator, own = torch.Generator().manual_seed(0), type(norm)
-    x, weight = torch.randn(2, 64, _PROBE_COLUMNS, generator=generator, device="cpu", dtype=torch.float32)
+    generator, own, columns = torch.Generator().manual_seed(0), type(norm), _columns(norm)
+    x = torch.randn(_PROBE_ROWS, columns, generator=generator, device="cpu", dtype=torch.float32)
+    weight = torch.randn(columns, generator=generator, device="cpu", dtype=torch.float32)
     eps = _eps(norm)
-    x *= torch.logspace(-2, 2, len(x), device="cpu", dtype=torch.float32)[:, None] * max(eps, 1e-12) ** 0.5
+    x *= torch.logspace(-1, 2, len(x), device="cpu", dtype=torch.float32)[:, None] * max(eps, 1e-6) ** 0.5
     made = own.__new__(own)
     vars(made).update(vars(norm))
     found: list[type[FusedNorm]] = [_RoundFirst, _RoundOnce, _PlusOne]
     try:
-        for dtype in (torch.float32, torch.bfloat16):
-            made._parameters = {"weight": nn.Parameter(weight[0].to(dtype), False)}
+        for dtype in _PROBED:
+            made._parameters = {"weight": nn.Parameter(weight.to(dtype), False)}
             want, given = own.forward(made, x.to(dtype)), (x.to(dtype), made.weight, eps)
             for kind in list(found):
                 have = torch.ops.kbit.rms_norm(*given, kind.plus_one, kind.round_first)

@@ -11,7 +11,10 @@ from kbit.nn.shared_expert import merge_shared_experts
 
 
 def run_together(model: nn.Module) -> None:
-    """Have norms, routers, layers of one input and shared experts run by fewer kernels, in place."""
+    """Have norms, routers, layers of one input and shared experts run by fewer kernels, in place.
+
+    In this order: shared experts are found by their routers and MLPs.
+    """
     fuse_norms(model)
     fuse_routers(model)
     merge_layers(model)

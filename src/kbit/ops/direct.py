@@ -27,8 +27,13 @@ class _Way(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
+class _Norm(NamedTuple):
+    answers: Callable[[torch.Tensor], bool]
+    rms_norm: Callable[..., torch.Tensor]
+
+
 _ways: dict[str, _Way] = {}
-_norms: dict[str, Callable[..., torch.Tensor]] = {}
+_norms: dict[str, _Norm] = {}
 
 
 def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multiply: Multiply) -> None:
@@ -43,9 +48,17 @@ def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multi
     _ways[device] = _Way(multiply, parts, dtypes)
 
 
-def set_rms_norm(device: str, rms_norm: Callable[..., torch.Tensor]) -> None:
-    """Set who computes `kbit::rms_norm` on devices of a type, of arguments that are checked."""
-    _norms[device] = rms_norm
+def set_rms_norm(
+    device: str, answers: Callable[[torch.Tensor], bool], rms_norm: Callable[..., torch.Tensor]
+) -> None:
+    """Set who computes `kbit::rms_norm` on devices of a type, of checked arguments, and where it does."""
+    _norms[device] = _Norm(answers, rms_norm)
+
+
+def has_rms_norm(x: torch.Tensor) -> bool:
+    """Whether `rms_norm` is one kernel where x is."""
+    norm = _norms.get(x.device.type)
+    return norm is not None and norm.answers(x)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -112,7 +125,6 @@ def rms_norm(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_BACKEND is wrong.
     """
-    run = _norms.get(x.device.type) if _plain(x) else None
-    if run is None:
-        return torch.ops.kbit.rms_norm(x, weight, eps, plus_one, round_first)
+    norm = _norms.get(x.device.type) if _plain(x) else None
+    run = torch.ops.kbit.rms_norm if norm is None else norm.rms_norm
     return run(x, weight, eps, plus_one, round_first)

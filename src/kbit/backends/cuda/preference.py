@@ -68,17 +68,18 @@ def decide(m: int, dtype: torch.dtype, weight: WeightShape, known: tuple[tables.
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    return _decided(environment.kernel(), m, dtype, weight, known)
+    return decided(environment.kernel(), m, dtype, weight, known)
 
 
 @functools.lru_cache(maxsize=4096)
-def _decided(
+def decided(
     named: str | None,
     m: int,
     dtype: torch.dtype,
     weight: WeightShape,
     known: tuple[tables.Table, ...],
 ) -> Choice:
+    """`decide` with what KBIT_KERNEL is; the same errors."""
     refusals = refusals_of(m, dtype, weight.out_features, weight.gated, weight.device.arch)
     forced = forced_kernel(named, refusals)
     name = next((name for name, one in tables.DTYPES.items() if one == dtype), None)

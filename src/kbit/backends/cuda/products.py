@@ -23,7 +23,7 @@ from kbit.backends.cuda import (
     tables,
     wgmma,
 )
-from kbit.backends.cuda.preference import Choice, decide
+from kbit.backends.cuda.preference import Choice, decide, decided
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format.codebook import bits_of
 
@@ -87,7 +87,7 @@ def linear_in_one_launch(
         KbitError, ValueError: see `linear_tiled`.
     """
     index = x.device.index
-    problem = (x.numel() // in_features, x.dtype, codebook.numel(), out_features, in_features, silu_and_mul)
+    problem = (x.numel() // in_features, x.dtype, bits_of(codebook), out_features, in_features, silu_and_mul)
     one = _one_launch(environment.kernel(), index, tables.for_device(index), *problem)
     if one is None or (x.data_ptr() | tiled.data_ptr()) % 16 or not (bias is None or bias.is_contiguous()):
         return False
@@ -104,7 +104,7 @@ def _one_launch(
     known: tuple[tables.Table, ...],
     m: int,
     dtype: torch.dtype,
-    levels: int,
+    bits: int,
     out_features: int,
     in_features: int,
     gated: bool,
@@ -112,10 +112,8 @@ def _one_launch(
     """The one launch that is what `decide` wants, without a copy of x; None if there is none such."""
     if not m or not out_features or operands.padded(in_features) != in_features:
         return None
-    weight = WeightShape(
-        out_features, in_features, levels.bit_length() - 1, gated, driver.device_limits(index)
-    )
-    choice = decide(m, dtype, weight, known)
+    weight = WeightShape(out_features, in_features, bits, gated, driver.device_limits(index))
+    choice = decided(named, m, dtype, weight, known)
     if choice.kernel == "stream" and m <= stream.TOKENS[-1]:
         return stream.prepared(index, m, dtype, weight)
     return wgmma.prepare(index, choice.plan, m, dtype, weight) if choice.plan is not None else None
