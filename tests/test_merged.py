@@ -395,6 +395,7 @@ def test_moves_join_again(tiles_pay, calls):
     assert calls == []
 
 
+@pytest.mark.filterwarnings("error:.*lru_cache")
 @pytest.mark.parametrize("module", [Attention(32, 16, 40), MLP()], ids=["attention", "mlp"])
 def test_compiled_whole(module, tiles_pay):
     block = quantized(module)
