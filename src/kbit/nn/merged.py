@@ -20,10 +20,10 @@ from kbit.format.adjacent import as_one
 from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import is_silu
 from kbit.nn.linear import KbitLinear
-from kbit.nn.mixins import Joining, MixedIn, mix_in
+from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
-from kbit.ops import direct, grad_checks
+from kbit.ops import checks, direct, grad_checks
 
 # Names of layers that modules of transformers call with one input, in the order of their merged rows.
 _SIBLINGS = (
@@ -34,7 +34,6 @@ _SIBLINGS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Siblings(NamedTuple):
@@ -198,8 +197,7 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     }  # draws no numbers of others'
     for layer in layers.values():
         layer.weight = nn.Parameter(torch.randn(8, 8, generator=generator, device="cpu", dtype=torch.float32))
-    made = type(module).__new__(type(module))
-    vars(made).update(vars(module))
+    made = stand_in(module)
     made._modules = {**module._modules, **layers}
     x = torch.randn(4, 8, generator=generator, device="cpu", dtype=torch.float32)
     gate, up, down = (layers[name] for name in _MLP)
@@ -251,7 +249,7 @@ def takes(
     x: torch.Tensor, in_features: int, device: torch.device, biases: Sequence[torch.Tensor] = ()
 ) -> bool:
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
-    if type(x) is not torch.Tensor or x.dtype not in _DTYPES or x.shape[-1:] != (in_features,):
+    if type(x) is not torch.Tensor or x.dtype not in checks.HALF_DTYPES or x.shape[-1:] != (in_features,):
         return False
     needs_grad = x.requires_grad
     for bias in biases:

@@ -66,6 +66,22 @@ def _again(own: type[nn.Module], kind: type[MixedIn]) -> nn.Module:
     return made.__new__(made)
 
 
+def stand_in(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, to try on other parts what the class computes."""
+    made = type(module).__new__(type(module))
+    vars(made).update(vars(module))
+    return made
+
+
+def attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What a module may compute by beside its tensors, such as a number of groups; comparable."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return tuple(
+        (name, value if isinstance(value, bool | int | float | str | None) else id(value))
+        for name, value in sorted(own.items())
+    )
+
+
 def mix_in(module: nn.Module, kind: type[MixedIn]) -> None:
     """Give a module what a kind has."""
     module.__class__ = mixed(type(module), kind)

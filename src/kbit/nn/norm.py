@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
 from kbit.nn.support import has_own_forward
-from kbit.ops import direct, grad_checks
+from kbit.ops import checks, direct, grad_checks
 
-_DTYPES = (torch.float16, torch.bfloat16)
 # What classes call their eps.
 _EPS = ("variance_epsilon", "eps")
 _PROBE_ROWS = 8
@@ -49,7 +48,7 @@ class FusedNorm(MixedIn):
         weight = self._parameters.get("weight")
         if type(x) is not torch.Tensor or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
             return False
-        if x.dtype not in _DTYPES or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+        if x.dtype not in checks.HALF_DTYPES or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
             return False
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
@@ -88,21 +87,12 @@ def fuse_norms(model: nn.Module) -> None:
     """Have RMS norms run by our kernel, in place, where this gives what they give."""
     kinds: dict[Any, type[FusedNorm] | None] = {}
     for norm in _norms(model):
-        key = (type(norm), _columns(norm), _attributes(norm))
+        key = (type(norm), _columns(norm), attributes(norm))
         if key not in kinds:
             kinds[key] = _kind(norm)
         kind = kinds[key]
         if kind is not None:
             mix_in(norm, kind)
-
-
-def _attributes(norm: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What a norm's result may depend on beside its weight, such as groups: its own attributes."""
-    own = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
-    return tuple(
-        (name, value if isinstance(value, bool | int | float | str | None) else id(value))
-        for name, value in sorted(own.items())
-    )
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -128,8 +118,7 @@ def _kind(norm: nn.Module) -> type[FusedNorm] | None:
     weight = torch.randn(columns, generator=generator, device="cpu", dtype=torch.float32)
     eps = _eps(norm)
     x *= torch.logspace(-1, 2, len(x), device="cpu", dtype=torch.float32)[:, None] * max(eps, 1e-6) ** 0.5
-    made = own.__new__(own)
-    vars(made).update(vars(norm))
+    made = stand_in(norm)
     found: list[type[FusedNorm]] = [_RoundFirst, _RoundOnce, _PlusOne]
     try:
         for dtype in _PROBED:

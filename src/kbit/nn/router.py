@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kbit.nn.experts import KbitExperts
-from kbit.nn.mixins import MixedIn, mix_in, mixed
+from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.support import has_own_forward
 from kbit.ops import forms, grad_checks
 
@@ -130,7 +130,7 @@ def fuse_routers(model: nn.Module) -> None:
         kind = _KINDS.get(type(router).__name__)
         if kind is None:
             continue
-        key = (type(router), repr(sorted(_plain_attributes(router).items())), _shapes(router))
+        key = (type(router), attributes(router), _shapes(router))
         if key not in tried:
             tried[key] = _computes(kind, router)
         if tried[key]:
@@ -142,10 +142,6 @@ def _beside_experts(model: nn.Module) -> Iterator[nn.Module]:
         children = list(module.children())
         if any(isinstance(child, KbitExperts) for child in children):
             yield from children
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
@@ -173,8 +169,7 @@ def _agree(kind: type[FusedRouter], router: nn.Module, dtype: torch.dtype) -> bo
         return torch.randn(shape, generator=generator, device="cpu")
 
     tensors = {name: random(*shape) / 8 for name, shape in _shapes(router)}
-    made = own.__new__(own)
-    vars(made).update(vars(router))
+    made = stand_in(router)
     made._parameters = {
         name: nn.Parameter(tensors[name].to(dtype), False) if name in tensors else None
         for name in router._parameters

@@ -17,7 +17,7 @@ from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import KbitExperts, is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
-from kbit.nn.mixins import Joining, MixedIn, mix_in
+from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
@@ -202,8 +202,7 @@ def _adds(block: nn.Module, parts: _Parts) -> bool:
     shared = known[parts.mlp](x) * (1.0 if parts.shared_gate is None else _Gate()(x).sigmoid())
     expected = known[parts.experts](x.view(-1, 8), ids, weights).view(x.shape) + shared
     for training in (False, True):
-        made = type(block).__new__(type(block))
-        vars(made).update(vars(block))
+        made = stand_in(block)
         made.training = training
         made._modules = {name: known[part] for name, part in block._modules.items() if part is not None}
         try:

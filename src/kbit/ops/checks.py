@@ -15,6 +15,7 @@ from kbit.format.words import at
 from kbit.ops import type_checks
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None:

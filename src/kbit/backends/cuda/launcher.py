@@ -17,7 +17,7 @@ import ctypes
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -248,6 +248,31 @@ def _library_kernel(spec: KernelSpec, arch: str, csrc: Path) -> tuple[CompiledKe
             ) from error
         _libraries[key] = compiled, handle
     return _libraries[key]
+
+
+class Prepared(NamedTuple):
+    """A launch of which all but the arguments is decided, with programmatic dependent launch.
+
+    Attributes:
+        device_index: as torch counts devices.
+        kernel: what is launched.
+        grid: numbers of blocks.
+        block: threads of each.
+        smem: bytes of dynamic shared memory.
+        cluster: blocks in a cluster, along x.
+    """
+
+    device_index: int
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    smem: int = 0
+    cluster: int = 1
+
+    def launch(self, args: tuple[int | float | bytes, ...]) -> None:
+        """See `launch_on`."""
+        index, kernel, grid, block, smem, cluster = self
+        launch_on(index, kernel, grid, block, args, smem=smem, pdl=True, cluster=cluster)
 
 
 def launch_on(

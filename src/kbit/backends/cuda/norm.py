@@ -11,7 +11,6 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import norm as reference
 
 _FORMAT = "QQQQiifii"
-_PIECE = 8  # elements of 16 bytes
 # Pieces that a thread keeps, and up to how many of a row it is so many.
 _PIECES = {1: 64, 2: 2048}
 _FEW_LANES = 16  # of short rows
@@ -34,8 +33,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     columns = x.shape[-1]
     if (
         x.dtype not in operands.DTYPES
-        or columns % _PIECE
-        or not 0 < columns <= _PIECE * max(_PIECES.values())
+        or columns % operands.PIECE
+        or not 0 < columns <= operands.PIECE * max(_PIECES.values())
     ):
         return False
     contiguous = x.is_contiguous() and weight.is_contiguous()
@@ -60,20 +59,19 @@ def rms_norm(
         reference.rms_norm(x, weight, eps, plus_one, round_first, out)
         return
     index, columns = x.device.index, x.shape[-1]
-    kernel, grid, threads, sizes = _prepared(index, x.dtype, x.numel() // columns, columns)
-    where = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    args = (*where, *sizes, eps, plus_one, round_first)
-    launcher.launch_on(index, kernel, grid, threads, args, pdl=True)
+    prepared, sizes = _prepared(index, x.dtype, x.numel() // columns, columns)
+    prepared.launch((*operands.addresses(x, weight, out), *sizes, eps, plus_one, round_first))
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     index: int, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[launcher.Kernel, tuple[int, int, int], int, tuple[int, int, int]]:
-    """Kernel, grid, threads of a block, and the arguments rows, pieces and threads of a row."""
-    pieces = columns // _PIECE
+) -> tuple[launcher.Prepared, tuple[int, int, int]]:
+    """The launch, and the arguments rows, pieces and lanes of a row."""
+    pieces = columns // operands.PIECE
     each = next(count for count, most in _PIECES.items() if pieces <= most)
     lanes = _FEW_LANES if pieces <= _FEW_LANES else -(-pieces // (each * driver.WARP)) * driver.WARP
     threads = lanes if lanes > driver.WARP else _THREADS if rows < _MANY else _MANY_THREADS
     kernel = launcher.load(_spec(dtype, each), index, _FORMAT)
-    return kernel, (-(-rows * lanes // threads), 1, 1), threads, (rows, pieces, lanes)
+    grid = (-(-rows * lanes // threads), 1, 1)
+    return launcher.Prepared(index, kernel, grid, threads), (rows, pieces, lanes)

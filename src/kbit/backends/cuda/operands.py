@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kbit.format import layout, nvfp4_layout
 
 DTYPES = (torch.float16, torch.bfloat16)
+PIECE = 8  # elements of 16 bits in 16 bytes
 MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
 # Sizes of decode.cuh's look-up table. Of pairs of levels: up to 4 bits, and at 5 bits if two lanes share a
 # copy; at 5 bits with a copy for each lane. Of single levels, which take the least memory and the most
@@ -50,7 +51,7 @@ def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
 
 def padded(columns: int) -> int:
     """Elements of 16 bits from a row of activations to the next: so many that rows begin at 16 bytes."""
-    return columns + -columns % 8
+    return columns + -columns % PIECE
 
 
 def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
@@ -59,8 +60,8 @@ def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros to 8."""
-    if x.shape[1] % 8:
+    """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros."""
+    if x.shape[1] % PIECE:
         return F.pad(x, (0, padded(x.shape[1]) - x.shape[1]))
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

@@ -149,25 +149,15 @@ class Prepared(NamedTuple):
     """A launch of which all is decided but addresses and routing; kept, for deciding takes longer than it.
 
     Attributes:
-        device_index: as torch counts devices.
-        kernel: what is launched.
-        grid: blocks.
-        threads: of each.
+        prepared: the launch itself.
         sizes: arguments of the kernel: N, K, tokens, elements from a row of x to the next, whether it is
             gated, and the places of ring, parts and totals.
         exchange_at: one more place.
-        shared_bytes: dynamic shared memory of a block.
-        cluster: blocks that share row tiles and split K.
     """
 
-    device_index: int
-    kernel: launcher.Kernel
-    grid: tuple[int, int, int]
-    threads: int
+    prepared: launcher.Prepared
     sizes: tuple[int, ...]
     exchange_at: int
-    shared_bytes: int
-    cluster: int
 
     def launch(
         self,
@@ -194,16 +184,7 @@ class Prepared(NamedTuple):
         """
         where = operands.addresses(tiled, codebook, scale, x, bias, out)
         factors_at, scales_at = operands.addresses(row_scale, x_scales)
-        launcher.launch_on(
-            self.device_index,
-            self.kernel,
-            self.grid,
-            self.threads,
-            (*where, *self.sizes, factors_at, *routing, self.exchange_at, scales_at),
-            smem=self.shared_bytes,
-            pdl=True,
-            cluster=self.cluster,
-        )
+        self.prepared.launch((*where, *self.sizes, factors_at, *routing, self.exchange_at, scales_at))
 
 
 def prepare(
@@ -222,16 +203,11 @@ def prepare(
     """
     places = (chosen.ring_at, chosen.parts_at, chosen.totals_at)
     stride = operands.padded(in_features)
-    return Prepared(
-        device_index,
-        launcher.load(spec, device_index, _FORMAT),
-        (chosen.grid, 1, 1),
-        (chosen.workers + 1) * driver.WARP,
-        (out_features, in_features, m, stride, int(gated), *places),
-        chosen.exchange_at,
-        chosen.shared_bytes,
-        chosen.cluster,
-    )
+    kernel, threads = launcher.load(spec, device_index, _FORMAT), (chosen.workers + 1) * driver.WARP
+    grid = (chosen.grid, 1, 1)
+    launch = launcher.Prepared(device_index, kernel, grid, threads, chosen.shared_bytes, chosen.cluster)
+    sizes = (out_features, in_features, m, stride, int(gated), *places)
+    return Prepared(launch, sizes, chosen.exchange_at)
 
 
 @functools.lru_cache(maxsize=4096)

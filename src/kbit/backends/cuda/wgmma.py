@@ -145,26 +145,16 @@ class Prepared(NamedTuple):
     """A launch of which all is decided but addresses; kept, for deciding takes longer than it.
 
     Attributes:
-        device_index: as torch counts devices.
-        kernel: what is launched.
-        grid: blocks.
-        threads: of each.
+        prepared: the launch itself.
         weight_rows: row tiles of a box of the weight's tensor map.
         token_rows: rows of a box of the activations'.
         sizes: the kernel's arguments from N on.
-        shared_bytes: dynamic shared memory of a block.
-        cluster: blocks of a cluster.
     """
 
-    device_index: int
-    kernel: launcher.Kernel
-    grid: tuple[int, int, int]
-    threads: int
+    prepared: launcher.Prepared
     weight_rows: int
     token_rows: int
     sizes: tuple[int, ...]
-    shared_bytes: int
-    cluster: int
 
     def launch(
         self,
@@ -189,16 +179,7 @@ class Prepared(NamedTuple):
         """
         where = operands.addresses(codebook, scale, bias, row_scale, out, offsets)
         maps = weight_map(tiled, self.weight_rows), activation_map(x, self.token_rows)
-        launcher.launch_on(
-            self.device_index,
-            self.kernel,
-            self.grid,
-            self.threads,
-            (*where, *maps, *self.sizes),
-            smem=self.shared_bytes,
-            pdl=True,
-            cluster=self.cluster,
-        )
+        self.prepared.launch((*where, *maps, *self.sizes))
 
 
 def prepare(
@@ -233,17 +214,11 @@ def prepare(
     rows = -(-out_features // TILE_ROWS)
     steps = block.steps_of(in_features)
     sizes = (out_features, m, experts, steps, rows, row_blocks, token_blocks, alone, near, int(gated))
-    return Prepared(
-        device_index,
-        launcher.load(config.spec(block, dtype), device_index, _FORMAT),
-        (chosen.grid, 1, 1),
-        block.threads,
-        tiling.rows // TILE_ROWS // (2 if gated else 1),
-        tiling.tokens // tiling.sharers,
-        sizes,
-        config.shared_bytes(block),
-        tiling.cluster * tiling.sharers,
-    )
+    kernel, grid = launcher.load(config.spec(block, dtype), device_index, _FORMAT), (chosen.grid, 1, 1)
+    smem, cluster = config.shared_bytes(block), tiling.cluster * tiling.sharers
+    launch = launcher.Prepared(device_index, kernel, grid, block.threads, smem, cluster)
+    weight_rows = tiling.rows // TILE_ROWS // (2 if gated else 1)
+    return Prepared(launch, weight_rows, tiling.tokens // tiling.sharers, sizes)
 
 
 def linear(

@@ -15,23 +15,21 @@
 #include "config.h"
 #include "rows.cuh"
 
-using H = Half<Config::bf16>;
+using D = Dense<Config::bf16 ? 2 : 1>;
 constexpr int kLine = 8;          // pieces of a line of L2
 constexpr u32 kFewBlocks = 1024;  // beyond, blocks of the next kernel would take the place of this one's
 
-// Eight elements.
-DEVICE void widen(float (&v)[8], uint4 piece) {
+DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        v[2 * i] = H::widen(u16(words[i]));
-        v[2 * i + 1] = H::widen(u16(words[i] >> 16));
+    for (int i = 0; i < D::kPerPiece; ++i) {
+        v[i] = D::get(words, i);
     }
 }
 
 DEVICE float normed(float x, float factor, float weight, int round_first) {
     const float quotient = __fmul_rn(x, factor);
-    return __fmul_rn(round_first ? H::widen(H::narrow(quotient)) : quotient, weight);
+    return __fmul_rn(round_first ? D::round(quotient) : quotient, weight);
 }
 
 // The sum over 16 or 32 neighbouring lanes, by halves; in each of them.
@@ -71,10 +69,10 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
-        float v[8];
+        float v[D::kPerPiece];
         widen(v, mine[i]);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < D::kPerPiece; ++j) {
             sum = __fmaf_rn(v[j], v[j], sum);
         }
     }
@@ -85,24 +83,22 @@ extern "C" __global__ void __launch_bounds__(1024)
             sums[threadIdx.x >> 5] = sum;
         }
         __syncthreads();
-        sum = sum_lanes(lane < lanes / 32 ? sums[lane] : 0.0f, 32);
+        sum = warp_sum(lane < lanes / 32 ? sums[lane] : 0.0f);
     }
-    const float mean = __fadd_rn(__fdiv_rn(sum, float(pieces * 8)), eps);
+    const float mean = __fadd_rn(__fdiv_rn(sum, float(pieces * D::kPerPiece)), eps);
     const float factor = __fdiv_rn(1.0f, __fsqrt_rn(mean)), more = plus_one ? 1.0f : 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
         const int piece = within + i * lanes;
         if (piece < pieces && row < rows) {
-            float v[8], w[8];
+            float v[D::kPerPiece], w[D::kPerPiece];
             widen(v, mine[i]);
             widen(w, own[i]);
-            u32 packed[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                packed[j] = H::pack(normed(v[2 * j], factor, w[2 * j] + more, round_first),
-                                    normed(v[2 * j + 1], factor, w[2 * j + 1] + more, round_first));
+            for (int j = 0; j < D::kPerPiece; ++j) {
+                v[j] = normed(v[j], factor, w[j] + more, round_first);
             }
-            y[row * u32(pieces) + u32(piece)] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            y[row * u32(pieces) + u32(piece)] = D::piece(v);
         }
     }
 }
