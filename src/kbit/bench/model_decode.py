@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from kbit.bench.repeats import median_and_spread
+from kbit.integrations.transformers.attention import shared_heads
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows
@@ -143,9 +144,10 @@ class DecodeLoop:
     @torch.inference_mode()
     def step(self) -> None:
         """Decode one token of every sequence, and make ready for the next."""
-        output = self.model(
-            input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
-        )
+        with shared_heads(self.model):
+            output = self.model(
+                input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
+            )
         self.chosen.copy_(output.logits[:, -1].argmax(-1, keepdim=True))
         self.position.add_(1)
         # The last step's next position would be behind the last token.

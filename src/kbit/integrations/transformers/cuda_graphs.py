@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from kbit.integrations.transformers.attention import shared_heads, with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.static_caches import (
     LONGEST,
@@ -199,8 +200,9 @@ class Steps:
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model = self._model()
-        with compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext():
-            return model(past_key_values=cache, **inputs)
+        compiled = compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext()
+        with shared_heads(model), compiled:
+            return model(past_key_values=cache, **with_additive_masks(model, inputs))
 
     def _try_to_record(self, step: _Step, cache: Any, inputs: dict[str, Any]) -> None:
         its_cache = weakref.ref(cache)  # a recording goes with its cache, which it so must not keep

@@ -1,0 +1,134 @@
+"""Attention of decoding steps by cuDNN, without copies of keys and values.
+
+Several query heads often share a head of keys and values. Where there is a mask, as with every cache of a fixed
+size, transformers copies keys and values for each of them, since most of PyTorch's kernels take a mask or shared
+heads, not both: of a long cache that is most of a step. cuDNN's kernel takes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+NAME = "kbit_sdpa"  # among transformers' ways of computing attention
+# What asks transformers' own function for more than this one does.
+_MORE = ("position_bias", "softcap", "cache", "output_attentions")
+
+
+@contextlib.contextmanager
+def shared_heads(model: Any) -> Iterator[None]:
+    """Attention of a model that uses "sdpa" runs as here; nothing happens to others."""
+    config = model.config
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    torch.compiler.assume_constant_result(_ask)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    before = [(each, each._attn_implementation) for each in _configs(config)]
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for each, implementation in before:
+            each._attn_implementation = implementation
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those of its parts: the order in which setting them leaves each as it was set."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configs(part)
+
+
+def with_additive_masks(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of a model, their boolean masks as what is added to scores: else every layer would make that."""
+    if model.config._attn_implementation != NAME:
+        return inputs
+    masks = tree_map(lambda mask: _additive(mask, model.dtype), inputs.get("attention_mask"))
+    return {**inputs, "attention_mask": masks}
+
+
+def _additive(mask: Any, dtype: torch.dtype) -> Any:
+    """0 where a mask of attention is true, else -inf. Others, such as those of tokens, stay as they are."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _mask(*arguments: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch.Tensor | None:
+    """transformers' mask of "sdpa", but additive."""
+    from transformers.masking_utils import sdpa_mask
+
+    return _additive(sdpa_mask(*arguments, dtype=dtype, **named), dtype)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it; by its own function where cuDNN does not take it.
+
+    Args:
+        module: the layer.
+        query: [batch, heads, tokens, head_dim].
+        key, value: [batch, fewer heads, keys, head_dim].
+        attention_mask: [batch, 1, tokens, keys], additive or boolean, or None.
+        dropout: probability.
+        scaling: of the scores; None: head_dim ** -0.5.
+        named: further arguments of transformers.
+
+    Returns:
+        [batch, tokens, heads, head_dim], and None in place of the weights.
+    """
+    shared = getattr(module, "num_key_value_groups", 1) > 1 and attention_mask is not None
+    asked = (named.get(name) for name in _MORE)
+    more = dropout > 0 or any(one is not None and one is not False for one in asked)
+    if not shared or more or not _cudnn_takes(query, key, value, attention_mask):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        own = {"dropout": dropout, "scaling": scaling, **named}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **own)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _cudnn_takes(*tensors: torch.Tensor) -> bool:
+    """Whether cuDNN has a kernel for a query, keys, values and a mask."""
+    query, shapes = tensors[0], tuple(tuple(tensor.shape) for tensor in tensors)
+    return query.device.type == "cuda" and _ask(query.device, query.dtype, shapes)
+
+
+def _ask(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Not traced by torch.compile, which calls it and takes the result for a constant."""
+    return _cudnn_takes_shapes(device, dtype, *shapes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cudnn_takes_shapes(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> bool:
+    """PyTorch's answer for tensors whose rows are in one piece."""
+    cuda = torch.backends.cuda
+    query, key, value, mask = (
+        torch.empty(shape[-1:], dtype=dtype, device=device).expand(shape) for shape in shapes
+    )
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(query, key, value, mask, 0.0, False, True))

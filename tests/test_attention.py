@@ -1,0 +1,212 @@
+"""Attention without copies of keys and values gives what transformers' own gives."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlavaConfig, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kbit.integrations.transformers import attention
+from kbit.integrations.transformers.attention import NAME, shared_heads, with_additive_masks
+from tiny_models import build
+
+gpu = pytest.mark.gpu
+MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])  # the second is shorter, padded on the left
+
+
+class Layer(nn.Module):
+    """What attention asks of a layer."""
+
+    is_causal = True
+
+    def __init__(self, groups):
+        super().__init__()
+        self.num_key_value_groups = groups
+
+
+def operands(batch, heads, shared, tokens, keys, head_dim, dtype=torch.float32, device="cpu"):
+    """A query as models have it, with heads behind tokens; keys, values; which keys count, not all of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    query = normal(batch, tokens, heads, head_dim).transpose(1, 2)
+    key, value = normal(batch, shared, keys, head_dim), normal(batch, shared, keys, head_dim)
+    counts = torch.arange(keys) <= keys // 2 + torch.arange(tokens)[:, None]
+    mask = counts.expand(batch, 1, tokens, keys).clone()
+    mask[0, :, :, : keys // 4] = False
+    return query, key, value, mask.to(device)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Has cuDNN take everything; on a CPU another kernel stands in for it. Returns the calls."""
+    calls = []
+
+    def takes(*tensors):
+        calls.append([tuple(tensor.shape) for tensor in tensors])
+        return True
+
+    monkeypatch.setattr(attention, "_cudnn_takes", takes)
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    return calls
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_it_gives_what_transformers_gives(cudnn, tokens, scaling):
+    given = operands(2, 8, 2, tokens, 40, 16)
+    want, _ = sdpa_attention_forward(Layer(4), *given, scaling=scaling)
+    for mask in (given[3], attention._additive(given[3], torch.float32)):
+        have, weights = attention.attention(Layer(4), *given[:3], mask, scaling=scaling)
+        assert weights is None and have.shape == want.shape and have.is_contiguous()
+        torch.testing.assert_close(have, want)
+    assert len(cudnn) == 2
+
+
+@pytest.mark.parametrize("groups, name", [(1, "nothing"), (4, "position_bias")])
+def test_whatever_else_is_asked_for_is_left_to_transformers(cudnn, groups, name):
+    more = {name: torch.zeros(1, 1, 1, 40)}
+    given = operands(2, 8, 8 // groups, 1, 40, 16)
+    want, _ = sdpa_attention_forward(Layer(groups), *given, **more)
+    assert torch.equal(attention.attention(Layer(groups), *given, **more)[0], want)
+    unmasked = attention.attention(Layer(groups), *given[:3], None)[0]
+    assert torch.equal(unmasked, sdpa_attention_forward(Layer(groups), *given[:3], None)[0])
+    assert not cudnn
+
+
+def test_a_cpu_has_no_cudnn():
+    given = operands(2, 8, 2, 1, 40, 16)
+    assert not attention._cudnn_takes(*given)
+    want, _ = sdpa_attention_forward(Layer(4), *given)
+    assert torch.equal(attention.attention(Layer(4), *given)[0], want)
+
+
+def test_a_models_way_of_attention_is_put_back():
+    model = build("llama", torch.float32)
+    with pytest.raises(RuntimeError, match="stop"), shared_heads(model):
+        assert model.config._attn_implementation == NAME
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    with shared_heads(model):
+        assert model.config._attn_implementation == "eager"
+
+
+def test_parts_of_a_model_keep_their_own_way():
+    model = nn.Module()
+    model.config = LlavaConfig()
+    model.config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    with shared_heads(model):
+        assert model.config.text_config._attn_implementation == NAME
+    assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_masks_become_additive_once():
+    model, mask = build("llama", torch.float32), torch.tensor([True, False]).expand(1, 1, 1, 2)
+    want = torch.tensor([0, -torch.inf]).expand(1, 1, 1, 2)
+    inputs = {"attention_mask": {"full_attention": mask, "other": None}, "input_ids": MASK}
+    assert with_additive_masks(model, inputs) is inputs
+    with shared_heads(model):
+        have = with_additive_masks(model, inputs)
+        tokens = with_additive_masks(model, {"attention_mask": MASK})["attention_mask"]
+    assert torch.equal(have["attention_mask"]["full_attention"], want) and have["input_ids"] is MASK
+    assert have["attention_mask"]["other"] is None and tokens is MASK
+
+
+@torch.no_grad()
+def decoded(model, steps, around):
+    """Logits of a padded prompt and of single tokens after it, with a cache of fixed size."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    mask, ids, logits = MASK.to(model.device), 2 + MASK.to(model.device), []
+    for _ in range(steps):
+        with around:
+            inputs = with_additive_masks(model, {"input_ids": ids, "attention_mask": mask})
+            logits.append(model(**inputs, past_key_values=cache).logits[:, -1])
+        ids, mask = logits[-1].argmax(-1, keepdim=True), nn.functional.pad(mask, (0, 1), value=1)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+def test_models_give_the_same_logits(cudnn, architecture):
+    model = build(architecture, torch.float32)
+    want = decoded(model, 4, contextlib.nullcontext())
+    assert not cudnn
+    for _ in range(2):
+        torch.testing.assert_close(decoded(model, 4, Again(model)), want)
+    assert cudnn
+
+
+class Again:
+    """`shared_heads` that can be entered several times."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.context = shared_heads(self.model)
+        self.context.__enter__()
+
+    def __exit__(self, *error):
+        return self.context.__exit__(*error)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("tokens, keys", [(1, 7), (1, 333), (1, 2048), (3, 1001), (64, 320)])
+def test_cudnn_against_float64(tokens, keys, head_dim, dtype):
+    given = operands(2, 12, 3, tokens, keys, head_dim, dtype, "cuda")
+    additive = attention._additive(given[3], dtype)
+    assert attention._cudnn_takes(*given[:3], additive)
+    query, key, value = (tensor.double() for tensor in given[:3])
+    key, value = key.repeat_interleave(4, 1), value.repeat_interleave(4, 1)
+    scores = (query @ key.transpose(2, 3) * head_dim**-0.5).masked_fill(~given[3], -torch.inf)
+    want = (scores.softmax(-1) @ value).transpose(1, 2)
+    have, _ = attention.attention(Layer(4), *given[:3], additive)
+    # Probabilities are rounded to 16 bits before they meet the values, which are below 6; so are results.
+    torch.testing.assert_close(have.double(), want, rtol=0, atol=12 * torch.finfo(dtype).eps)
+    assert torch.equal(have, attention.attention(Layer(4), *given[:3], additive)[0])
+
+
+@gpu
+def test_keys_and_values_are_not_copied():
+    given = operands(1, 32, 4, 1, 16384, 128, torch.bfloat16, "cuda")
+    attention.attention(Layer(8), *given)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention.attention(Layer(8), *given)
+    assert torch.cuda.max_memory_allocated() - before < given[1].nbytes
+
+
+@gpu
+def test_what_cudnn_does_not_take_is_left_to_transformers():
+    for dtype, keys in ((torch.float32, 40), (torch.float16, 1)):
+        given = operands(2, 8, 2, 1, keys, 64, dtype, "cuda")
+        given = (*given[:3], torch.ones_like(given[3]))
+        assert not attention._cudnn_takes(*given)
+        want, _ = sdpa_attention_forward(Layer(4), *given)
+        assert torch.equal(attention.attention(Layer(4), *given)[0], want)
+
+
+@gpu
+def test_compiled_layers_ask_cudnn_too(monkeypatch):
+    given = operands(1, 8, 2, 1, 256, 64, torch.float16, "cuda")
+    model = build("llama", torch.float32)
+    asked = []
+    monkeypatch.setattr(attention, "_cudnn_takes_shapes", lambda *shapes: asked.append(shapes) or True)
+
+    def run(*tensors):
+        return attention.attention(layer, *tensors)[0]
+
+    layer = Layer(4)
+    with shared_heads(model):
+        have = torch.compile(run, fullgraph=True, dynamic=False)(*given)
+    assert len(asked) == 1
+    torch.testing.assert_close(have, attention.attention(layer, *given)[0], rtol=1e-2, atol=1e-3)
