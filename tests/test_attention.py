@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 def operands(batch, heads, shared, tokens, keys, head_dim, dtype=torch.float32, device="cpu"):
-    """A query as models have it, with heads behind tokens; keys, values; which keys count, not all of them."""
+    """A query as models have it, with heads behind tokens; keys, values; which keys count, not all."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -64,12 +64,14 @@ def test_it_gives_what_transformers_gives(cudnn, tokens, scaling):
     want, _ = sdpa_attention_forward(Layer(4), *given, scaling=scaling)
     for mask in (given[3], attention._additive(given[3], torch.float32)):
         have, weights = attention.attention(Layer(4), *given[:3], mask, scaling=scaling)
-        assert weights is None and have.shape == want.shape and have.is_contiguous()
+        assert weights is None
+        assert have.shape == want.shape
+        assert have.is_contiguous()
         torch.testing.assert_close(have, want)
     assert len(cudnn) == 2
 
 
-@pytest.mark.parametrize("groups, name", [(1, "nothing"), (4, "position_bias")])
+@pytest.mark.parametrize(("groups", "name"), [(1, "nothing"), (4, "position_bias")])
 def test_whatever_else_is_asked_for_is_left_to_transformers(cudnn, groups, name):
     more = {name: torch.zeros(1, 1, 1, 40)}
     given = operands(2, 8, 8 // groups, 1, 40, 16)
@@ -89,8 +91,9 @@ def test_a_cpu_has_no_cudnn():
 
 def test_a_models_way_of_attention_is_put_back():
     model = build("llama", torch.float32)
-    with pytest.raises(RuntimeError, match="stop"), shared_heads(model):
+    with shared_heads(model):
         assert model.config._attn_implementation == NAME
+    with pytest.raises(RuntimeError, match="stop"), shared_heads(model):
         raise RuntimeError("stop")
     assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("eager")
@@ -116,8 +119,10 @@ def test_masks_become_additive_once():
     with shared_heads(model):
         have = with_additive_masks(model, inputs)
         tokens = with_additive_masks(model, {"attention_mask": MASK})["attention_mask"]
-    assert torch.equal(have["attention_mask"]["full_attention"], want) and have["input_ids"] is MASK
-    assert have["attention_mask"]["other"] is None and tokens is MASK
+    assert torch.equal(have["attention_mask"]["full_attention"], want)
+    assert have["input_ids"] is MASK
+    assert have["attention_mask"]["other"] is None
+    assert tokens is MASK
 
 
 @torch.no_grad()
@@ -160,7 +165,7 @@ class Again:
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("tokens, keys", [(1, 7), (1, 333), (1, 2048), (3, 1001), (64, 320)])
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 7), (1, 333), (1, 2048), (3, 1001), (64, 320)])
 def test_cudnn_against_float64(tokens, keys, head_dim, dtype):
     given = operands(2, 12, 3, tokens, keys, head_dim, dtype, "cuda")
     additive = attention._additive(given[3], dtype)

@@ -133,6 +133,14 @@ def test_norms(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_rotary(tokens):
+    query, key = (torch.randn(2, tokens, heads, 128, device="cuda").half() for heads in (32, 4))
+    angles = torch.randn(2, 1, tokens, 128, device="cuda").half()
+    given = (query.transpose(1, 2), key.transpose(1, 2), *angles)
+    assert differing(lambda: ops.rotary(*given)[0], 20) == differing(lambda: ops.rotary(*given)[1], 20) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_routing(tokens):
     x, weight = torch.randn(tokens, 2048, device="cuda").half(), torch.randn(512, 2048, device="cuda").half()
     logits = ops.moe_logits(x, weight)

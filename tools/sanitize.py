@@ -71,7 +71,7 @@ def run_cases(bits: int) -> None:
 
 
 def run_around_products() -> None:
-    """Experts chosen from logits, enough ids that sorting them takes several launches, and RMS norms."""
+    """Experts chosen from logits, ids whose sorting takes several launches, RMS norms, rotary embeddings."""
     import torch
 
     import kbit  # noqa: F401
@@ -98,6 +98,10 @@ def run_around_products() -> None:
         x, weight = (torch.randn(shape, device="cuda").half() for shape in ((rows, columns), (columns,)))
         for how in ((False, True), (True, False)):
             assert torch.isfinite(torch.ops.kbit.rms_norm(x, weight, 1e-6, *how)).all()
+    for columns, turned, tokens in ((64, 64, 1), (128, 128, 7), (256, 64, 3)):
+        query, key = (torch.randn(2, heads, tokens, columns, device="cuda").half() for heads in (6, 2))
+        cos, sin = torch.randn(2, 1, tokens, turned, device="cuda").half()
+        assert all(torch.isfinite(x).all() for x in torch.ops.kbit.rotary(query, key, cos, sin))
 
 
 def run_nvfp4() -> None:

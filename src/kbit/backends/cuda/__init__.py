@@ -14,6 +14,7 @@ import torch
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.norm import rms_norm
+from kbit.backends.cuda.position import rotary
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
@@ -42,6 +43,7 @@ __all__ = [
     "moe_route",
     "quantize",
     "rms_norm",
+    "rotary",
     "to_tiled",
     "unavailable_reason",
 ]

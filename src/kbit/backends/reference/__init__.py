@@ -11,6 +11,7 @@ import torch
 from kbit import quantizers
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
+from kbit.backends.reference.position import rotary
 from kbit.backends.reference.products import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
@@ -40,6 +41,7 @@ __all__ = [
     "moe_route",
     "quantize",
     "rms_norm",
+    "rotary",
     "to_tiled",
 ]
 

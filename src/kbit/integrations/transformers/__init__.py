@@ -10,8 +10,8 @@ transformers; asking it for `KbitConfig` does.
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
-    compiled_layers, attention   torch.compile for such steps, and attention without copies of the cache
-    token_times                  when their tokens come
+    attention, rotary            of such steps: without copies of the cache; in one kernel
+    compiled_layers, token_times torch.compile for them; when their tokens come
     parallel, parallel_layers, sharded, collectives  models that are split over ranks
 """
 

@@ -1,8 +1,8 @@
 """Attention of decoding steps by cuDNN, without copies of keys and values.
 
-Several query heads often share a head of keys and values. Where there is a mask, as with every cache of a fixed
-size, transformers copies keys and values for each of them, since most of PyTorch's kernels take a mask or shared
-heads, not both: of a long cache that is most of a step. cuDNN's kernel takes both.
+Several query heads often share a head of keys and values. Where there is a mask, as with every cache of a
+fixed size, transformers copies keys and values for each of them, since most of PyTorch's kernels take a mask
+or shared heads, not both: of a long cache that is most of a step. cuDNN's kernel takes both.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def attention(
     Returns:
         [batch, tokens, heads, head_dim], and None in place of the weights.
     """
-    shared = getattr(module, "num_key_value_groups", 1) > 1 and attention_mask is not None
+    shared = getattr(module, "num_key_value_groups", 1) > 1
     asked = (named.get(name) for name in _MORE)
     more = dropout > 0 or any(one is not None and one is not False for one in asked)
-    if not shared or more or not _cudnn_takes(query, key, value, attention_mask):
+    if attention_mask is None or not shared or more or not _cudnn_takes(query, key, value, attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         own = {"dropout": dropout, "scaling": scaling, **named}

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kbit.integrations.transformers.attention import shared_heads, with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
+from kbit.integrations.transformers.rotary import fused_rotary
 from kbit.integrations.transformers.static_caches import (
     LONGEST,
     LastCaches,
@@ -200,8 +201,10 @@ class Steps:
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model = self._model()
-        compiled = compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext()
-        with shared_heads(model), compiled:
+        compiled = (
+            compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext()
+        )
+        with shared_heads(model), fused_rotary(model), compiled:
             return model(past_key_values=cache, **with_additive_masks(model, inputs))
 
     def _try_to_record(self, step: _Step, cache: Any, inputs: dict[str, Any]) -> None:

@@ -1,0 +1,70 @@
+"""Rotary position embedding, csrc/rotary.cu: which queries and keys it takes, and its launch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.reference import position as reference
+
+_FORMAT = "QQQQQQ" + "Q" * 8 + "i" * 6
+_THREADS = 128
+_MOST_THREADS = 2**31 - _THREADS
+
+
+@functools.cache
+def _spec(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec.make("rotary.cu", bf16=dtype == torch.bfloat16)
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    return [_spec(dtype) for dtype in operands.DTYPES]
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of all but the last dimension in pieces of 16 bytes; None where it is not made of these."""
+    *strides, last = tensor.stride()
+    whole = last == 1 and not tensor.data_ptr() % 16 and not any(step % operands.PIECE for step in strides)
+    return tuple(step // operands.PIECE for step in strides) if whole else None
+
+
+def rotary(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out_query: torch.Tensor,
+    out_key: torch.Tensor,
+) -> None:
+    """`kbit::rotary` into contiguous outputs; the reference where the kernel may not.
+
+    Args:
+        query: [B, H, T, D], float16, bfloat16 or float32, one element or more.
+        key: [B, H', T, D].
+        cos, sin: [B or 1, T, R], R even and at most D.
+        out_query, out_key: [B, T, H, D] and [B, T, H', D].
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    strides = [_pieces(tensor) for tensor in (query, key, cos, sin)]
+    batch, heads, tokens, columns = query.shape
+    pieces, half = columns // operands.PIECE, cos.shape[-1] // (2 * operands.PIECE)
+    count = batch * tokens * (heads + key.shape[1]) * (pieces - half)
+    whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
+    takes = query.dtype in operands.DTYPES and whole and None not in strides and strides[2] == strides[3]
+    if not takes or count > _MOST_THREADS:
+        reference.rotary(query, key, cos, sin, out_query, out_key)
+        return
+    by_query, by_key, by_angle, _ = (stride or () for stride in strides)
+    along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
+    index = query.device.index
+    kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
+    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
+    sizes = (count, tokens, heads, key.shape[1], pieces, half)
+    places = operands.addresses(query, key, cos, sin, out_query, out_key)
+    prepared.launch((*places, *by_query, *by_key, *along, *sizes))

@@ -1,0 +1,22 @@
+"""Rotary position embedding in PyTorch: the definition that the kernel is tested against."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rotary(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out_query: torch.Tensor,
+    out_key: torch.Tensor,
+) -> None:
+    """`kbit::rotary` into outputs [B, T, heads, D]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    for x, out in ((query, out_query), (key, out_key)):
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        low, high = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat((-high, low), -1) * sin
+        out.copy_(torch.cat((turned, rest), -1).transpose(1, 2))

@@ -1,0 +1,97 @@
+"""Rotary embeddings of decoding steps in one kernel, `kbit::rotary`.
+
+transformers turns queries and keys by `apply_rotary_pos_emb`, of which most families have a copy: ten small
+operators, whose launches take a GPU longer than a quantized layer's weights. A family's function is tried
+first: what gives something else, stays. torch.compile fuses it by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kbit.ops import checks, grad_checks
+
+NAME = "apply_rotary_pos_emb"
+_TRIED_COLUMNS, _TRIED_TOKENS = 32, 3
+_modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def fused_rotary(model: Any) -> Iterator[None]:
+    """A model's layers turn queries and keys in one kernel where that gives what they give."""
+    if model not in _modules:
+        _modules[model] = list(_modules_of(model))
+    before = [(module, getattr(module, NAME)) for module in _modules[model]]
+    for module, own in before:
+        setattr(module, NAME, _fused(own))
+    try:
+        yield
+    finally:
+        for module, own in before:
+            setattr(module, NAME, own)
+
+
+def _modules_of(model: Any) -> Iterator[ModuleType]:
+    """The Python modules of a model's classes that have such a function."""
+    names = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
+    for name in sorted(names):
+        module = sys.modules.get(name)
+        if module is not None and inspect.isfunction(getattr(module, NAME, None)):
+            yield module
+
+
+@functools.cache
+def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A family's function, by the kernel where that gives the same; itself where it never does."""
+    turned = {columns for columns in (_TRIED_COLUMNS, _TRIED_COLUMNS // 2) if _is_rotary(own, columns)}
+    if not turned:
+        return own
+    partly = _TRIED_COLUMNS // 2 in turned
+
+    @functools.wraps(own)
+    def fused(query: Any, key: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
+        if more or named or not _takes(query, key, cos, sin):
+            return own(query, key, cos, sin, *more, **named)
+        if cos.shape[-1] != query.shape[-1] and not partly:
+            return own(query, key, cos, sin)  # which refuses them
+        return torch.ops.kbit.rotary(query, key, cos, sin)
+
+    return fused
+
+
+def _takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    tensors = (query, key, cos, sin)
+    if torch.compiler.is_compiling() or not query.is_cuda or query.dtype not in checks.HALF_DTYPES:
+        return False
+    if any(type(tensor) is not torch.Tensor or tensor.dtype != query.dtype for tensor in tensors):
+        return False
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
+        return False
+    return query.dim() == key.dim() == 4 and cos.dim() == sin.dim() == 3
+
+
+@torch.no_grad()
+def _is_rotary(own: Callable[..., Any], turned: int) -> bool:
+    """Whether a function gives what `kbit::rotary` gives, of heads whose first columns are turned."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").bfloat16()
+
+    query, key = (normal(2, heads, _TRIED_TOKENS, _TRIED_COLUMNS) for heads in (4, 2))
+    given = (query, key, normal(2, _TRIED_TOKENS, turned), normal(2, _TRIED_TOKENS, turned))
+    try:
+        made = own(*given)
+        return all(map(torch.equal, made, torch.ops.kbit.rotary(*given))) and len(made) == 2
+    except Exception:  # a function that wants something else stays as it is
+        return False

@@ -1,0 +1,61 @@
+"""Rotary position embedding as one op: schema, checks, and the fake kernel.
+
+    query, key = torch.ops.kbit.rotary(query, key, cos, sin)
+
+query [B, H, T, D] and key [B, H', T, D] by the angles of their positions, cos and sin [B or 1, T, R], as
+transformers' `apply_rotary_pos_emb` (Su et al. 2021, arXiv:2104.09864): x * cos + rotate_half(x) * sin over
+the first R columns, each product and the sum rounded to the dtype; other columns stay.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.ops import checks
+from kbit.ops.schemas import LIBRARY, TAGS
+
+LIBRARY.define(
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+def check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Check the arguments of `kbit::rotary`.
+
+    Raises:
+        TypeError: query is not float, or another tensor of another dtype.
+        ValueError: shapes or devices do not belong together.
+    """
+    checks.float_dtype("rotary", "query", query.dtype)
+    others = {"key": key, "cos": cos, "sin": sin}
+    for name, tensor in others.items():
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"rotary: {name} must be {query.dtype} like query, got {tensor.dtype}. Cast one.")
+        if tensor.device != query.device:
+            raise ValueError(f"rotary: {name} is on {tensor.device}, query on {query.device}. Move one.")
+    four = query.dim() == key.dim() == 4
+    if not four or (len(key), *key.shape[2:]) != (len(query), *query.shape[2:]):
+        raise ValueError(
+            "rotary: query must be [B, H, T, D] and key [B, H', T, D], "
+            f"got {tuple(query.shape)} and {tuple(key.shape)}."
+        )
+    batch, _, tokens, columns = query.shape
+    fits = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
+    if not fits or cos.shape != sin.shape or cos.shape[2] % 2 or not 0 < cos.shape[2] <= columns:
+        raise ValueError(
+            f"rotary: cos and sin must be [{batch} or 1, {tokens}, R] with an even R up to {columns}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+
+
+def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like query and key, of any values, a token's heads next to each other in memory."""
+    query, key = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key))
+    return query, key
+
+
+@torch.library.register_fake("kbit::rotary", lib=LIBRARY)
+def rotary(query, key, cos, sin):  # noqa: D103
+    check(query, key, cos, sin)
+    return outputs(query, key)

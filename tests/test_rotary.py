@@ -1,0 +1,161 @@
+"""Rotary embeddings in one kernel: the op, and the functions of models that it stands in for."""
+
+from __future__ import annotations
+
+import importlib
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kbit.integrations.transformers import rotary
+from tiny_models import build
+
+ops = torch.ops.kbit
+gpu = pytest.mark.gpu
+WHOLE, PARTLY = {32}, {32, 16}  # columns of 32 that a function may turn
+
+
+def operands(batch, heads, tokens, columns, turned, dtype=torch.float32, device="cpu", angles=None):
+    """Query and key as models have them, with heads behind tokens, then cos and sin."""
+    query, key = (torch.randn(batch, tokens, of, columns).to(device, dtype).transpose(1, 2) for of in heads)
+    cos, sin = torch.randn(2, angles or batch, tokens, turned).to(device, dtype)
+    return query, key, cos, sin
+
+
+def defined(x, cos, sin):
+    """In transformers' words, in the dtype of x."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    half = cos.shape[-1] // 2
+    rotated = torch.cat((-turned[..., half:], turned[..., :half]), -1)
+    return torch.cat(((turned * cos.unsqueeze(1)) + (rotated * sin.unsqueeze(1)), rest), -1)
+
+
+# -- the op --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([(1, 4, 2, 1), (2, 3, 1, 5), (3, 1, 0, 2), (0, 2, 2, 2)]),
+    st.sampled_from([(8, 8), (8, 2), (6, 6), (16, 6)]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.booleans(),
+)
+def test_the_definition(shape, columns, dtype, one_angle):
+    batch, *heads, tokens = shape
+    given = operands(batch, heads, tokens, *columns, dtype, angles=1 if one_angle else None)
+    for x, y in zip(given[:2], ops.rotary(*given), strict=True):
+        assert torch.equal(y, defined(x, *given[2:]))
+
+
+ARGUMENTS = dict(zip(("query", "key", "cos", "sin"), operands(2, (4, 2), 3, 8, 8), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": ARGUMENTS["query"].int()}, "rotary: query must be"),
+        ({"cos": ARGUMENTS["cos"].half()}, "rotary: cos must be torch.float32 like query, got torch.float16"),
+        ({"key": ARGUMENTS["key"].to("meta")}, "rotary: key is on meta, query on cpu"),
+        ({"key": ARGUMENTS["key"][:, :, :2]}, r"query must be \[B, H, T, D\] and key \[B, H', T, D\]"),
+        ({"query": ARGUMENTS["query"][0]}, r"query must be \[B, H, T, D\]"),
+        ({"cos": torch.zeros(2, 3, 6)}, r"cos and sin must be \[2 or 1, 3, R\]"),
+        ({"cos": torch.zeros(3, 3, 8), "sin": torch.zeros(3, 3, 8)}, r"\[2 or 1, 3, R\]"),
+        ({"cos": torch.zeros(2, 3, 10), "sin": torch.zeros(2, 3, 10)}, "an even R up to 8"),
+        ({"cos": torch.zeros(2, 3, 3), "sin": torch.zeros(2, 3, 3)}, "an even R up to 8"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.rotary(*(ARGUMENTS | change).values())
+
+
+def test_opcheck():
+    torch.library.opcheck(ops.rotary.default, tuple(ARGUMENTS.values()))
+
+
+# -- functions of models -------------------------------------------------------------------------------------
+
+
+def own_of(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+
+
+@pytest.mark.parametrize(
+    ("family", "turned"),
+    [
+        ("llama", WHOLE),
+        ("qwen3_moe", WHOLE),
+        ("glm4_moe_lite", WHOLE),
+        ("qwen3_next", PARTLY),
+        ("glm4_moe", PARTLY),
+        ("cohere", set()),  # pairs neighbouring columns
+        ("glm4", set()),
+    ],
+)
+def test_families_are_known(family, turned):
+    own = own_of(family)
+    assert {columns for columns in PARTLY if rotary._is_rotary(own, columns)} == turned
+    assert (rotary._fused(own) is own) == (not turned)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+def test_models_give_the_same_logits(architecture, monkeypatch):
+    model, ids = build(architecture, torch.bfloat16), torch.tensor([[3, 5, 7]])
+    module = importlib.import_module(type(model).__module__)
+    own, calls = module.apply_rotary_pos_emb, []
+    monkeypatch.setattr(rotary, "_takes", lambda *tensors: calls.append(tensors) or True)
+    with torch.no_grad():
+        want = model(ids).logits
+        with rotary.fused_rotary(model):
+            assert torch.equal(model(ids).logits, want)
+    assert calls
+    assert module.apply_rotary_pos_emb is own
+    with pytest.raises(RuntimeError, match="stop"), rotary.fused_rotary(model):
+        raise RuntimeError("stop")
+    assert module.apply_rotary_pos_emb is own
+
+
+def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
+    monkeypatch.setattr(ops, "rotary", None)
+    own = own_of("llama")
+    fused, given = rotary._fused.__wrapped__, operands(1, (4, 2), 3, 32, 32)
+    monkeypatch.setattr(rotary, "_is_rotary", lambda own, turned: True)
+    for one, other in zip(fused(own)(*given), own(*given), strict=True):  # on a CPU
+        assert torch.equal(one, other)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "columns", "turned"),
+    [
+        (1, (32, 4), 1, 128, 128),
+        (32, (32, 8), 1, 128, 128),
+        (2, (16, 2), 7, 256, 64),
+        (3, (5, 1), 300, 64, 64),
+        (1, (40, 40), 2048, 80, 80),
+        (2, (3, 2), 5, 72, 24),  # no whole pieces: PyTorch's
+    ],
+)
+def test_the_kernel_gives_the_definition(batch, heads, tokens, columns, turned, dtype):
+    for angles in (None, 1):
+        given = operands(batch, heads, tokens, columns, turned, dtype, "cuda", angles)
+        for x, y in zip(given[:2], ops.rotary(*given), strict=True):
+            assert torch.equal(y, defined(x, *given[2:]))
+
+
+@gpu
+def test_steps_of_a_model_use_it(monkeypatch):
+    model, ids = build("qwen3_moe", torch.bfloat16).cuda(), torch.tensor([[3, 5, 7]], device="cuda")
+    calls, op = [], ops.rotary
+    monkeypatch.setattr(ops, "rotary", lambda *given: calls.append(given) or op(*given))
+    with torch.no_grad():
+        want = model(ids).logits
+        with rotary.fused_rotary(model):
+            assert torch.equal(model(ids).logits, want)
+    assert len(calls) == model.config.num_hidden_layers
