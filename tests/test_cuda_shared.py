@@ -141,6 +141,19 @@ def test_rotary(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_caches(tokens):
+    key, value = torch.randn(2, 4, 8, tokens, 128, device="cuda").half()
+    length = torch.tensor(3, device="cuda")
+
+    def append():
+        keys, values = torch.zeros(2, 4, 8, tokens + 5, 128, device="cuda").half()
+        ops.cache_append(keys, values, key, value, length)
+        return torch.cat((keys, values))
+
+    assert differing(append, 20) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_routing(tokens):
     x, weight = torch.randn(tokens, 2048, device="cuda").half(), torch.randn(512, 2048, device="cuda").half()
     logits = ops.moe_logits(x, weight)

@@ -71,7 +71,7 @@ def run_cases(bits: int) -> None:
 
 
 def run_around_products() -> None:
-    """Experts chosen from logits, ids whose sorting takes several launches, RMS norms, rotary embeddings."""
+    """Experts chosen from logits, ids whose sorting takes several launches, what steps have around them."""
     import torch
 
     import kbit  # noqa: F401
@@ -102,6 +102,10 @@ def run_around_products() -> None:
         query, key = (torch.randn(2, heads, tokens, columns, device="cuda").half() for heads in (6, 2))
         cos, sin = torch.randn(2, 1, tokens, turned, device="cuda").half()
         assert all(torch.isfinite(x).all() for x in torch.ops.kbit.rotary(query, key, cos, sin))
+        value = key[..., : columns // 2]
+        keys, values = (torch.zeros(2, 2, 9, x.shape[-1], device="cuda").half() for x in (key, value))
+        for length in (0, 8, 20):  # there is room for all, for one token, for none
+            torch.ops.kbit.cache_append(keys, values, key, value, torch.tensor(length, device="cuda"))
 
 
 def run_nvfp4() -> None:

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from kbit.bench.repeats import median_and_spread
-from kbit.integrations.transformers.attention import shared_heads
-from kbit.integrations.transformers.rotary import fused_rotary
+from kbit.integrations.transformers.step_kernels import step_kernels
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows
@@ -145,7 +144,7 @@ class DecodeLoop:
     @torch.inference_mode()
     def step(self) -> None:
         """Decode one token of every sequence, and make ready for the next."""
-        with shared_heads(self.model), fused_rotary(self.model):
+        with step_kernels(self.model):
             output = self.model(
                 input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
             )

@@ -1,7 +1,15 @@
 """torch.ops.kbit.*: schemas, argument checks, autograd, and the functional API over them."""
 
 # Imported for their registrations.
-from kbit.ops import autograd, moe_schemas, norm_schemas, rotary_schemas, schemas, tiled_schemas  # noqa: F401
+from kbit.ops import (  # noqa: F401
+    autograd,
+    cache_schemas,
+    moe_schemas,
+    norm_schemas,
+    rotary_schemas,
+    schemas,
+    tiled_schemas,
+)
 from kbit.ops.api import dequantize, embedding, grouped_linear, linear, quantize
 
 __all__ = ["dequantize", "embedding", "grouped_linear", "linear", "quantize"]

@@ -12,6 +12,7 @@ import functools
 import torch
 
 from kbit.backends.cuda import compiler, driver
+from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
@@ -29,6 +30,7 @@ from kbit.format.errors import KbitError
 
 __all__ = [
     "available",
+    "cache_append",
     "dequantize",
     "dequantize_tiled",
     "embedding",

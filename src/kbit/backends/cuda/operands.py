@@ -59,6 +59,14 @@ def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
+def pieces(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of all but the last dimension in pieces of 16 bytes; None where it is not made of these."""
+    *strides, last = tensor.stride()
+    size = tensor.element_size()
+    whole = last == 1 and not tensor.data_ptr() % 16 and not any(step * size % 16 for step in strides)
+    return tuple(step * size // 16 for step in strides) if whole else None
+
+
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x [M, K], contiguous and 16-bit, with rows at multiples of 16 bytes: K is padded with zeros."""
     if x.shape[1] % PIECE:

@@ -25,13 +25,6 @@ def specs() -> list[KernelSpec]:
     return [_spec(dtype) for dtype in operands.DTYPES]
 
 
-def _pieces(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides of all but the last dimension in pieces of 16 bytes; None where it is not made of these."""
-    *strides, last = tensor.stride()
-    whole = last == 1 and not tensor.data_ptr() % 16 and not any(step % operands.PIECE for step in strides)
-    return tuple(step // operands.PIECE for step in strides) if whole else None
-
-
 def rotary(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,7 +44,7 @@ def rotary(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    strides = [_pieces(tensor) for tensor in (query, key, cos, sin)]
+    strides = [operands.pieces(tensor) for tensor in (query, key, cos, sin)]
     batch, heads, tokens, columns = query.shape
     pieces, half = columns // operands.PIECE, cos.shape[-1] // (2 * operands.PIECE)
     count = batch * tokens * (heads + key.shape[1]) * (pieces - half)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from kbit.backends.cuda import grouped, norm, position, routing, rows, stream_config, wgmma, wgmma_config
+from kbit.backends.cuda import (
+    caches,
+    grouped,
+    norm,
+    position,
+    routing,
+    rows,
+    stream_config,
+    wgmma,
+    wgmma_config,
+)
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
@@ -18,4 +28,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *hopper]
-    return [*rows.row_specs(), *routing.specs(), *norm.specs(), *position.specs(), *products, *nvfp4.specs()]
+    around = [*routing.specs(), *norm.specs(), *position.specs(), *caches.specs()]
+    return [*rows.row_specs(), *around, *products, *nvfp4.specs()]

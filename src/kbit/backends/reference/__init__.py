@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kbit import quantizers
+from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
 from kbit.backends.reference.position import rotary
@@ -24,6 +25,7 @@ from kbit.format.errors import NonFiniteWeightError
 from kbit.format.layout import from_tiled, to_tiled
 
 __all__ = [
+    "cache_append",
     "dequantize",
     "dequantize_tiled",
     "embedding",

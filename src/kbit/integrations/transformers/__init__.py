@@ -10,7 +10,7 @@ transformers; asking it for `KbitConfig` does.
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
-    attention, rotary            of such steps: without copies of the cache; in one kernel
+    step_kernels, attention, rotary  what such steps run: fewer kernels, no copies of the cache
     compiled_layers, token_times torch.compile for them; when their tokens come
     parallel, parallel_layers, sharded, collectives  models that are split over ranks
 """

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from kbit.integrations.transformers.attention import shared_heads, with_additive_masks
+from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
-from kbit.integrations.transformers.rotary import fused_rotary
 from kbit.integrations.transformers.static_caches import (
     LONGEST,
     LastCaches,
@@ -43,6 +42,7 @@ from kbit.integrations.transformers.static_caches import (
     tensors_of,
     why_not_recorded,
 )
+from kbit.integrations.transformers.step_kernels import step_kernels
 
 WARM_STEPS = 2
 # Called with what runs a step, and its device: returns what runs it again into the same outputs, and these.
@@ -204,7 +204,7 @@ class Steps:
         compiled = (
             compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext()
         )
-        with shared_heads(model), fused_rotary(model), compiled:
+        with step_kernels(model), compiled:
             return model(past_key_values=cache, **with_additive_masks(model, inputs))
 
     def _try_to_record(self, step: _Step, cache: Any, inputs: dict[str, Any]) -> None:

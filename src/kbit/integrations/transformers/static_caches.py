@@ -1,7 +1,10 @@
-"""Caches of transformers that recorded steps write to: which can be, which are kept, what is in them."""
+"""Caches of transformers that recorded steps write to: which can be, which are kept, what is in them, and how
+keys and values get there in one kernel, `kbit::cache_append`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -23,6 +26,38 @@ def why_not_recorded(cache: Any) -> str | None:
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     return None
+
+
+@contextlib.contextmanager
+def fused_updates() -> Iterator[None]:
+    """Layers of static caches take keys and values in one kernel, where they took four."""
+    from transformers.cache_utils import StaticLayer
+
+    own = StaticLayer.update
+
+    @functools.wraps(own)
+    def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+        if type(layer) is not StaticLayer or not _appends(layer, key, value):
+            return own(layer, key, value, *more, **named)
+        torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
+        layer.cumulative_length.add_(key.shape[2])
+        return layer.keys, layer.values
+
+    StaticLayer.update = update
+    try:
+        yield
+    finally:
+        StaticLayer.update = own
+
+
+def _appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a cache's layer has tensors of the GPU for `kbit::cache_append`."""
+    if not layer.is_initialized or torch.compiler.is_compiling() or not key.is_cuda:
+        return False
+    length = layer.cumulative_length
+    plain = all(type(tensor) is torch.Tensor for tensor in (layer.keys, layer.values, key, value))
+    alike = layer.keys.dtype == layer.values.dtype == key.dtype == value.dtype
+    return plain and alike and isinstance(length, torch.Tensor) and length.dtype == torch.int64
 
 
 class LastCaches:

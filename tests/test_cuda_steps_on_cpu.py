@@ -1,4 +1,4 @@
-"""rotary.cu, run on the CPU, gives what the reference gives, and touches nothing beside it."""
+"""rotary.cu and cache_append.cu, run on the CPU, give what the reference gives and touch nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import position
+from kbit.backends.cuda import caches, position
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -17,7 +17,7 @@ if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
-    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_rotary_on_cpu"), cuda_rows_on_cpu.host_source)
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_steps_on_cpu"), cuda_rows_on_cpu.host_source)
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,17 @@ def test_what_it_does_not_take_the_reference_computes(given, monkeypatch):
     position.rotary(query, key, cos, sin, *outs)
     reference.rotary(query, key, cos, sin, *(want := [torch.empty_like(out) for out in outs]))
     assert all(map(torch.equal, outs, want))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "columns"), [(1, (64, 64)), (3, (24, 8))])
+def test_caches(heads, columns, dtype):
+    for tokens, length in ((1, 0), (3, 2), (3, 5), (2, 6), (2, 2**40)):
+        new = [torch.randn(2, tokens, heads, width).to(dtype).transpose(1, 2) for width in columns]
+        outs = [guarded(torch.randn(2, heads, 6, width).to(dtype)) for width in columns]
+        want, at = [out.clone() for out in outs], torch.tensor(length)
+        caches.cache_append(*outs, *new, at)
+        reference.cache_append(*want, *new, at)
+        for out, expected in zip(outs, want, strict=True):
+            assert untouched(out)
+            assert torch.equal(out, expected)

@@ -1,0 +1,48 @@
+"""Keys and values into a cache, csrc/cache_append.cu: which it takes, and its launch."""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.reference import caches as reference
+
+_FORMAT = "QQQQQ" + "Q" * 6 + "i" * 6
+_THREADS = 128
+_MOST_THREADS = 2**31 - _THREADS
+_SPEC = KernelSpec.make("cache_append.cu")
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    return [_SPEC]
+
+
+def cache_append(
+    keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: torch.Tensor
+) -> None:
+    """`kbit::cache_append`; the reference where the kernel may not.
+
+    Args:
+        keys, values: [B, H, L, D] and [B, H, L, D'], contiguous.
+        key, value: [B, H, T, D] and [B, H, T, D'], of the same dtype, one element or more.
+        length: int64 [1] or [].
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    batch, heads, tokens, _ = key.shape
+    strides = [operands.pieces(tensor) for tensor in (key, value, keys, values)]
+    wide = [tensor.shape[-1] * tensor.element_size() for tensor in (keys, values)]
+    count = batch * heads * tokens * sum(wide) // 16
+    if None in strides or any(width % 16 for width in wide) or count > _MOST_THREADS:
+        reference.cache_append(keys, values, key, value, length)
+        return
+    of_key, of_value, *_ = (stride or () for stride in strides)
+    index = key.device.index
+    kernel = launcher.load(_SPEC, index, _FORMAT)
+    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
+    places = operands.addresses(key, value, keys, values, length)
+    sizes = (count, heads, tokens, keys.shape[2], *(width // 16 for width in wide))
+    prepared.launch((*places, *of_key, *of_value, *sizes))

@@ -1,0 +1,21 @@
+"""What decoding steps run in place of transformers' own: attention, rotary embeddings, updates of caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.rotary import fused_rotary
+from kbit.integrations.transformers.static_caches import fused_updates
+
+
+@contextlib.contextmanager
+def step_kernels(model: Any) -> Iterator[None]:
+    """Few kernels instead of many, and no copies of the cache, where they give what the model's own give.
+
+    In the whole process meanwhile, and for other models as well, but attention.
+    """
+    with shared_heads(model), fused_rotary(model), fused_updates():
+        yield
