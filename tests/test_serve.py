@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    PreTrainedTokenizerFast,
+    modeling_flash_attention_utils,
+)
+from transformers.generation.continuous_batching import continuous_api
 from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_graphs
+from kbit.cli import app, serve_batching, serve_graphs
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
@@ -163,7 +169,7 @@ def test_the_example_client(served, folders):
 
 
 def test_generate_batch_equals_generate(folders):
-    model = AutoModelForCausalLM.from_pretrained(folders["kbit"]).eval()
+    model, other = (AutoModelForCausalLM.from_pretrained(folders["kbit"]).eval() for _ in range(2))
     prompts = [[1, 5, 9, 3], [2, 4, 8, 70, 71, 9], [7], list(range(10, 40))]
     config = model.generation_config
     config.do_sample, config.max_new_tokens = False, 6
@@ -171,8 +177,55 @@ def test_generate_batch_equals_generate(folders):
     outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
     results = sorted(outputs.values(), key=lambda output: prompts.index(list(output.prompt_ids)))
     for prompt, output in zip(prompts, results, strict=True):
-        alone = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        alone = other.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         assert list(output.generated_tokens) == alone[0, len(prompt) :].tolist()
+
+
+def attended(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
+    """PyTorch's attention of sequences of any lengths, as a CPU computes it."""
+    assert window_size == (-1, 0)
+    out = torch.full_like(q, float("nan"))
+    for first, end, key, key_end in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:], strict=False):
+        assert end - first <= max_q
+        assert key_end - key <= max_k
+        behind = torch.arange(key_end - key) - (key_end - key - (end - first))
+        mask = behind <= torch.arange(end - first)[:, None]
+        one = (q[first:end], k[key:key_end], v[key:key_end])
+        query, keys, values = (tensor.transpose(0, 1)[None] for tensor in one)
+        made = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        out[first:end] = made[0].transpose(0, 1)
+    return out
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Continuous batching with flash attention, put back afterwards; the models that took it."""
+    manager, utils = continuous_api.ContinuousBatchingManager, modeling_flash_attention_utils
+    for owner, name in ((manager, "switch_to_cb_friendly_attn"), (utils, "_lazy_imports")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.setattr(serve_batching, "_varlen", lambda: attended)
+    took = []
+    monkeypatch.setattr(serve_batching, "takes", lambda model: took.append(model) or True)
+    serve_batching.speed_up()
+    return took
+
+
+def test_batches_with_flash_attention(folders, flash):
+    test_generate_batch_equals_generate(folders)
+    assert flash
+
+
+def test_what_flash_attention_does_not_take(monkeypatch):
+    model = build_parallel("llama").bfloat16()
+    assert not serve_batching.takes(model)  # on a CPU
+    monkeypatch.setattr(serve_batching, "_has_kernel", lambda device: True)
+    assert serve_batching.takes(model)
+    model.config.head_dim = 512
+    assert not serve_batching.takes(model)
+    assert not serve_batching.takes(build_parallel("llama").float())
 
 
 @pytest.mark.gpu

@@ -57,12 +57,14 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
     from transformers.cli.transformers import main
 
     import kbit  # noqa: F401  (registers the checkpoints)
-    from kbit.cli import serve_graphs
+    from kbit.cli import serve_batching, serve_graphs
     from kbit.cli.serve_requests import refuse_malformed
 
     if cuda_graphs:
         serve_graphs.use_cuda_graphs()
         arguments = serve_graphs.options(arguments)
+    if serve_graphs.is_batched(arguments):
+        serve_batching.speed_up()
     # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
     # with status 500 where there is no cache.
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}

@@ -14,8 +14,12 @@ PADDING = {"q_padding_interval_size": 16, "kv_padding_interval_size": 1024}
 
 def options(arguments: Sequence[str]) -> list[str]:
     """Options of `transformers serve` and the one by which it uses graphs, batched or request by request."""
-    batched = "--continuous-batching" in arguments
-    return [*arguments, "--cb-use-cuda-graph" if batched else "--compile"]
+    return [*arguments, "--cb-use-cuda-graph" if is_batched(arguments) else "--compile"]
+
+
+def is_batched(arguments: Sequence[str]) -> bool:
+    """Whether the server is asked for continuous batching."""
+    return "--continuous-batching" in arguments
 
 
 def use_cuda_graphs() -> None:
