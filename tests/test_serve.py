@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     modeling_flash_attention_utils,
 )
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import cache, continuous_api
 from typer.testing import CliRunner
 
 import kbit
@@ -216,6 +216,18 @@ def flash(monkeypatch):
 def test_batches_with_flash_attention(folders, flash):
     test_generate_batch_equals_generate(folders)
     assert flash
+
+
+def test_batches_are_no_larger_than_in_newer_versions(monkeypatch):
+    def infer(self):
+        return 50_000_000, 64
+
+    monkeypatch.setattr(cache.PagedAttentionMemoryHandler, serve_batching._INFER, infer, raising=False)
+    serve_batching._bound_batches()
+    handler = object.__new__(cache.PagedAttentionMemoryHandler)
+    for given, want in ((None, 8192), (50_000_000, 50_000_000)):
+        handler.cb_config = ContinuousBatchingConfig(max_batch_tokens=given)
+        assert getattr(handler, serve_batching._INFER)() == (want, 64)
 
 
 def test_what_flash_attention_does_not_take(monkeypatch):

@@ -17,6 +17,7 @@ import torch
 from kbit.integrations.transformers.rotary import fused_rotary
 
 NAME = "kbit_flash"  # among transformers' ways of computing attention; "flash" in it says: without masks
+_INFER = "infer_max_batch_tokens_and_num_blocks"
 _LARGEST_HEAD = 256
 _SIZES_OF_HEADS = ("head_dim", "qk_head_dim")
 _kept: weakref.WeakKeyDictionary[Any, contextlib.ExitStack] = weakref.WeakKeyDictionary()  # never left
@@ -31,6 +32,7 @@ def speed_up() -> None:
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     _register()
+    _bound_batches()
     imports, switch = utils._lazy_imports, ContinuousBatchingManager.switch_to_cb_friendly_attn
 
     @functools.wraps(imports)
@@ -62,6 +64,27 @@ def _register() -> None:
         if f"{prefix}flash_attention_2" in functions:
             AttentionInterface.register(prefix + NAME, functions[f"{prefix}flash_attention_2"])
             AttentionMaskInterface.register(prefix + NAME, masks["flash_attention_2"])
+
+
+def _bound_batches() -> None:
+    """Have batches take at most as many tokens as newer versions of transformers say, unless told otherwise.
+
+    Older ones take what memory is free once a cache of a given size is in it: without masks that is millions,
+    and every step makes a list of so many.
+    """
+    from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler as Handler
+
+    infer = getattr(Handler, _INFER, None)
+    if infer is None:
+        return
+
+    @functools.wraps(infer)
+    def inferred(self: Any) -> tuple[int, int]:
+        tokens, blocks = infer(self)
+        given = self.cb_config.max_batch_tokens is not None
+        return (tokens if given else min(tokens, self._default_max_batch_tokens)), blocks
+
+    setattr(Handler, _INFER, inferred)
 
 
 def takes(model: Any) -> bool:
