@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 
 import hypothesis.strategies as st
 import pytest
@@ -108,13 +110,36 @@ def test_models_give_the_same_logits(architecture, monkeypatch):
     monkeypatch.setattr(rotary, "_takes", lambda *tensors: calls.append(tensors) or True)
     with torch.no_grad():
         want = model(ids).logits
-        with rotary.fused_rotary(model):
+        with rotary.fused_rotary(rotary.rotary_modules(model)):
             assert torch.equal(model(ids).logits, want)
     assert calls
     assert module.apply_rotary_pos_emb is own
-    with pytest.raises(RuntimeError, match="stop"), rotary.fused_rotary(model):
+    with pytest.raises(RuntimeError, match="stop"), rotary.fused_rotary(rotary.rotary_modules(model)):
         raise RuntimeError("stop")
     assert module.apply_rotary_pos_emb is own
+
+
+def test_contexts_that_overlap():
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    own, contexts = module.apply_rotary_pos_emb, [rotary.fused_rotary([module]) for _ in range(3)]
+    for context in contexts:
+        context.__enter__()
+    fused = module.apply_rotary_pos_emb
+    assert fused is rotary._fused(own) is not own
+    for context in contexts:  # the first is left first, as another thread might
+        assert module.apply_rotary_pos_emb is fused
+        context.__exit__(None, None, None)
+    assert module.apply_rotary_pos_emb is own
+
+
+def test_a_model_is_not_kept_alive():
+    model = build("llama", torch.bfloat16)
+    modules, gone = rotary.rotary_modules(model), weakref.ref(model)
+    assert [module.__name__ for module in modules] == ["transformers.models.llama.modeling_llama"]
+    with rotary.fused_rotary(modules):
+        del model
+        gc.collect()
+        assert gone() is None
 
 
 def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
@@ -157,6 +182,6 @@ def test_steps_of_a_model_use_it(monkeypatch):
     monkeypatch.setattr(ops, "rotary", lambda *given: calls.append(given) or op(*given))
     with torch.no_grad():
         want = model(ids).logits
-        with rotary.fused_rotary(model):
+        with rotary.fused_rotary(rotary.rotary_modules(model)):
             assert torch.equal(model(ids).logits, want)
     assert len(calls) == model.config.num_hidden_layers

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.rotary import fused_rotary
+from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 
 NAME = "kbit_flash"  # among transformers' ways of computing attention; "flash" in it says: without masks
 _INFER = "infer_max_batch_tokens_and_num_blocks"
 _LARGEST_HEAD = 256
 _SIZES_OF_HEADS = ("head_dim", "qk_head_dim")
-_kept: weakref.WeakKeyDictionary[Any, contextlib.ExitStack] = weakref.WeakKeyDictionary()  # never left
+_rotary = contextlib.ExitStack()  # until the server ends
 
 
 def speed_up() -> None:
@@ -47,9 +46,7 @@ def speed_up() -> None:
         way = model.config._attn_implementation
         if way in ("sdpa", "paged|sdpa") and takes(model):
             model.set_attn_implementation(way.replace("sdpa", NAME))
-        if model not in _kept:
-            _kept[model] = contextlib.ExitStack()
-            _kept[model].enter_context(fused_rotary(model))
+        _rotary.enter_context(fused_rotary(rotary_modules(model)))
 
     utils._lazy_imports = imported
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switched

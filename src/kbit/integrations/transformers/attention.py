@@ -98,6 +98,8 @@ def attention(
     Returns:
         [batch, tokens, heads, head_dim], and None in place of the weights.
     """
+    if attention_mask is not None and attention_mask.dtype not in (torch.bool, query.dtype):
+        attention_mask = attention_mask.to(query.dtype)
     shared = getattr(module, "num_key_value_groups", 1) > 1
     asked = (named.get(name) for name in _MORE)
     more = dropout > 0 or any(one is not None and one is not False for one in asked)
@@ -115,8 +117,9 @@ def attention(
 
 def _cudnn_takes(*tensors: torch.Tensor) -> bool:
     """Whether cuDNN has a kernel for a query, keys, values and a mask."""
-    query, shapes = tensors[0], tuple(tuple(tensor.shape) for tensor in tensors)
-    return query.device.type == "cuda" and _ask(query.device, query.dtype, shapes)
+    query, plain = tensors[0], all(type(tensor) is torch.Tensor for tensor in tensors)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return plain and query.device.type == "cuda" and _ask(query.device, query.dtype, shapes)
 
 
 def _ask(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> bool:

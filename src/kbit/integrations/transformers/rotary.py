@@ -12,12 +12,13 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.standing_in import standing_in
 from kbit.ops import checks, grad_checks
 
 NAME = "apply_rotary_pos_emb"
@@ -25,28 +26,22 @@ _TRIED_COLUMNS, _TRIED_TOKENS = 32, 3
 _modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def fused_rotary(model: Any) -> Iterator[None]:
-    """A model's layers turn queries and keys in one kernel where that gives what they give."""
-    if model not in _modules:
-        _modules[model] = list(_modules_of(model))
-    before = [(module, getattr(module, NAME)) for module in _modules[model]]
-    for module, own in before:
-        setattr(module, NAME, _fused(own))
-    try:
-        yield
-    finally:
-        for module, own in before:
-            setattr(module, NAME, own)
-
-
-def _modules_of(model: Any) -> Iterator[ModuleType]:
+def rotary_modules(model: Any) -> list[ModuleType]:
     """The Python modules of a model's classes that have such a function."""
-    names = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
-    for name in sorted(names):
-        module = sys.modules.get(name)
-        if module is not None and inspect.isfunction(getattr(module, NAME, None)):
-            yield module
+    if model not in _modules:
+        names = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
+        found = (sys.modules[name] for name in sorted(names) if name in sys.modules)
+        _modules[model] = [module for module in found if inspect.isfunction(getattr(module, NAME, None))]
+    return _modules[model]
+
+
+@contextlib.contextmanager
+def fused_rotary(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Layers of these modules turn queries and keys in one kernel where that gives what they give."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(standing_in(module, NAME, _fused))
+        yield
 
 
 @functools.cache

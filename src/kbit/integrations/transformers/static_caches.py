@@ -7,10 +7,12 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from kbit.integrations.transformers.standing_in import standing_in
 
 LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
 
@@ -33,21 +35,19 @@ def fused_updates() -> Iterator[None]:
     """Layers of static caches take keys and values in one kernel, where they took four."""
     from transformers.cache_utils import StaticLayer
 
-    own = StaticLayer.update
+    def fused(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+            if type(layer) is not StaticLayer or not _appends(layer, key, value):
+                return own(layer, key, value, *more, **named)
+            torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
+            layer.cumulative_length.add_(key.shape[2])
+            return layer.keys, layer.values
 
-    @functools.wraps(own)
-    def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
-        if type(layer) is not StaticLayer or not _appends(layer, key, value):
-            return own(layer, key, value, *more, **named)
-        torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
-        layer.cumulative_length.add_(key.shape[2])
-        return layer.keys, layer.values
+        return update
 
-    StaticLayer.update = update
-    try:
+    with standing_in(StaticLayer, "update", fused):
         yield
-    finally:
-        StaticLayer.update = own
 
 
 def _appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kbit.integrations.transformers.attention import shared_heads
-from kbit.integrations.transformers.rotary import fused_rotary
+from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 from kbit.integrations.transformers.static_caches import fused_updates
 
 
@@ -17,5 +17,5 @@ def step_kernels(model: Any) -> Iterator[None]:
 
     In the whole process meanwhile, and for other models as well, but attention.
     """
-    with shared_heads(model), fused_rotary(model), fused_updates():
+    with shared_heads(model), fused_rotary(rotary_modules(model)), fused_updates():
         yield

@@ -1,0 +1,38 @@
+"""Functions of other libraries that others stand in for, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_lock = threading.Lock()
+# (owner, name) -> the owner's own, and by how many threads or contexts it is replaced now.
+_own: dict[tuple[Any, str], tuple[Any, int]] = {}
+
+
+@contextlib.contextmanager
+def standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` is what `make` makes of it, in every thread, until the last such context is left.
+
+    Args:
+        owner: a module or a class.
+        name: of its function.
+        make: called with the function when nothing stands in for it yet.
+    """
+    key = owner, name
+    with _lock:
+        own, users = _own.get(key, (getattr(owner, name), 0))
+        if not users:
+            setattr(owner, name, make(own))
+        _own[key] = own, users + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            own, users = _own.pop(key)
+            if users > 1:
+                _own[key] = own, users - 1
+            else:
+                setattr(owner, name, own)
