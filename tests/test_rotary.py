@@ -142,6 +142,15 @@ def test_a_model_is_not_kept_alive():
         assert gone() is None
 
 
+def test_shapes_that_belong_together():
+    query, key, cos, sin = operands(2, (4, 2), 3, 32, 16)
+    assert rotary._belong(query, key, cos, sin)
+    assert rotary._belong(query, key, cos[:1], sin[:1])
+    assert not rotary._belong(query, key[:, :, :1], cos, sin)
+    assert not rotary._belong(query, key, cos[:, :1], sin[:, :1])
+    assert not rotary._belong(query[..., :8], key[..., :8], cos, sin)
+
+
 def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
     monkeypatch.setattr(ops, "rotary", None)
     own = own_of("llama")

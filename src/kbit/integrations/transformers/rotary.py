@@ -72,7 +72,14 @@ def _takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
         return False
-    return query.dim() == key.dim() == 4 and cos.dim() == sin.dim() == 3
+    return query.dim() == key.dim() == 4 and cos.dim() == sin.dim() == 3 and _belong(*tensors)
+
+
+def _belong(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether shapes are those of `kbit::rotary`; a model's function may broadcast others."""
+    batch, _, tokens, columns = query.shape
+    alike = (len(key), *key.shape[2:]) == (batch, tokens, columns) and cos.shape == sin.shape
+    return alike and len(cos) in (1, batch) and cos.shape[1] == tokens and cos.shape[2] <= columns
 
 
 @torch.no_grad()

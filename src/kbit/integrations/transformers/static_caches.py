@@ -54,6 +54,8 @@ def _appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a cache's layer has tensors of the GPU for `kbit::cache_append`."""
     if not layer.is_initialized or torch.compiler.is_compiling() or not key.is_cuda:
         return False
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        return False
     length = layer.cumulative_length
     plain = all(type(tensor) is torch.Tensor for tensor in (layer.keys, layer.values, key, value))
     alike = layer.keys.dtype == layer.values.dtype == key.dtype == value.dtype
