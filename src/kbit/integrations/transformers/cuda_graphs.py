@@ -58,9 +58,10 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
     It does so on a GPU with a cache of fixed size, `generate(cache_implementation="static")`, instead of
     transformers' torch.compile of the whole model. The first steps with a cache run kernel by kernel, then
-    one is recorded. The last call's cache stays, unless you hold it, and with it the graph, until a call has
-    another batch size or needs more tokens, or the model's weights lie elsewhere, or other hooks or adapters
-    of peft are in it. After other changes enable it again, which forgets all graphs.
+    one is recorded, with kernels of its own around the layers (`step_kernels`). The last call's cache stays,
+    unless you hold it, and with it the graph, until a call has another batch size or needs more tokens, or
+    the model's weights lie elsewhere, or other hooks or adapters of peft are in it. After other changes
+    enable it again, which forgets all graphs.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
