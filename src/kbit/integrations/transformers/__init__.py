@@ -11,7 +11,7 @@ transformers; asking it for `KbitConfig` does.
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
     step_kernels, attention, rotary  what such steps run: fewer kernels, no copies of the cache
-    standing_in                  functions that others stand in for, for a while
+    standing_in, stop_checks     functions that others stand in for; ends of answers, looked for a step late
     compiled_layers, token_times torch.compile for them; when their tokens come
     parallel, parallel_layers, sharded, collectives  models that are split over ranks
 """

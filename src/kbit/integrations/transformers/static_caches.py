@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.standing_in import standing_in
+from kbit.integrations.transformers.stop_checks import check_late
 
 LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
 
@@ -72,7 +73,12 @@ class LastCaches:
         self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """What the model's own method would give, or the last cache, emptied."""
+        """What the model's own method would give, or the last cache, emptied; see `check_late`."""
+        cache = self._cache(model, *arguments, **named)
+        check_late(cache)
+        return cache
+
+    def _cache(self, model: Any, *arguments: Any, **named: Any) -> Any:
         if "prefill_chunk_size" in named:  # for which the cache would allocate at once
             named["prefill_chunk_size"] = None
         fresh = type(model)._prepare_static_cache(model, *arguments, **named)
