@@ -21,7 +21,7 @@ def check_late(cache: Any) -> None:
     """Calls of `generate` with this cache look a step late, where it is on a GPU and not returned.
 
     Args:
-        cache: of transformers; not kept alive. A cache that is returned would have to forget the step too many.
+        cache: of transformers; not kept alive. One that is returned would have to forget the step too many.
     """
     from transformers.generation import utils
 
