@@ -17,7 +17,7 @@ import kbit
 from graph_tape import REFUSED, Recorder
 from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs
+from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs, late_masks
 from tiny_models import ARCHITECTURES, build
 
 gpu = pytest.mark.gpu
@@ -50,6 +50,7 @@ def recorded(model):
     recorder = Recorder()
     steps = cuda_graphs.Steps(model, record=recorder)
     model.get_compiled_call = lambda config=None: steps
+    vars(model).update(late_masks.late_masks(model))
     anywhere = CompileConfig()
     anywhere._compile_all_devices = True
     model.generation_config.compile_config = anywhere

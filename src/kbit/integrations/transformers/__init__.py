@@ -10,6 +10,7 @@ transformers; asking it for `KbitConfig` does.
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
+    late_masks                   masks that such steps make themselves
     step_kernels, attention, rotary  what such steps run: fewer kernels, no copies of the cache
     standing_in, stop_checks     functions that others stand in for; ends of answers, looked for a step late
     compiled_layers, token_times torch.compile for them; when their tokens come

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
+from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.static_caches import (
     LONGEST,
     LastCaches,
@@ -83,6 +84,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
         decoder_layers(model)
     model.get_compiled_call = types.MethodType(_StepsOfModels(compile_layers), model)
     model._prepare_static_cache = types.MethodType(LastCaches(), model)
+    vars(model).update(late_masks(model))
 
 
 def disable_cuda_graphs(model: Any) -> None:
@@ -91,7 +93,7 @@ def disable_cuda_graphs(model: Any) -> None:
     Args:
         model: any; nothing happens where it was not enabled.
     """
-    for name in (_StepsOfModels.name, LastCaches.name, LONGEST):
+    for name in (_StepsOfModels.name, LastCaches.name, MASKS, LONGEST):
         vars(_generating(model)).pop(name, None)
 
 
@@ -173,6 +175,7 @@ class Steps:
         cache = inputs.pop("past_key_values", None)
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
+        inputs = with_late_mask(self._model(), cache, inputs)
         leaves, structure = tree_flatten(inputs)
         reason = _why_not_copied(leaves)
         if reason is None and (cache is None or cache not in self._steps):
@@ -206,7 +209,8 @@ class Steps:
             compiled_layers(model, self._compiled) if self._compile_layers else contextlib.nullcontext()
         )
         with step_kernels(model), compiled:
-            return model(past_key_values=cache, **with_additive_masks(model, inputs))
+            inputs = with_additive_masks(model, with_masks(model, cache, inputs))
+            return model(past_key_values=cache, **inputs)
 
     def _try_to_record(self, step: _Step, cache: Any, inputs: dict[str, Any]) -> None:
         its_cache = weakref.ref(cache)  # a recording goes with its cache, which it so must not keep
