@@ -31,6 +31,9 @@ using std::min;
 struct uint2 {
     u32 x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct uint4 {
     u32 x, y, z, w;
 };

@@ -76,4 +76,4 @@ def _placed(variable: re.Match[str], place: int) -> str:
 def host_source(spec: KernelSpec) -> str:
     """C++ with a function `run`, of a kernel over rows."""
     source = translated(spec.source, set())
-    return cuda_on_cpu.with_run(spec, source, "cuda_rows_on_cpu.h", True, 4 * SHARED_STEP)
+    return cuda_on_cpu.with_run(spec, source, "cuda_rows_on_cpu.h", True, 5 * SHARED_STEP)

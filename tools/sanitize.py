@@ -106,6 +106,14 @@ def run_around_products() -> None:
         keys, values = (torch.zeros(2, 2, 9, x.shape[-1], device="cuda").half() for x in (key, value))
         for length in (0, 8, 20):  # there is room for all, for one token, for none
             torch.ops.kbit.cache_append(keys, values, key, value, torch.tensor(length, device="cuda"))
+    for k_heads, ratio in ((3, 1), (2, 2)):
+        v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
+        shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)
+        projected, gates, window, taps = (torch.randn(shape, device="cuda").half() for shape in shapes)
+        of_heads = (torch.rand(v_heads, device="cuda") for _ in range(2))
+        state, norm = torch.zeros(3, v_heads, 128, 128, device="cuda"), torch.ones(128, device="cuda").half()
+        y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, *of_heads, norm, 1e-6)
+        assert torch.isfinite(y).all()
 
 
 def run_nvfp4() -> None:

@@ -1,6 +1,14 @@
 """Which backend answers an op. Importing this package registers the implementations of `torch.ops.kbit.*`."""
 
-from kbit.dispatch import caches, moe, norm, ops, rotary, tiled  # noqa: F401  (imported for their registrations)
+from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
+    caches,
+    gated_delta,
+    moe,
+    norm,
+    ops,
+    rotary,
+    tiled,
+)
 from kbit.dispatch.backends import Backend, backend_for, backends
 from kbit.dispatch.explain import explain
 

@@ -4,6 +4,7 @@
 from kbit.ops import (  # noqa: F401
     autograd,
     cache_schemas,
+    gated_delta_schemas,
     moe_schemas,
     norm_schemas,
     rotary_schemas,

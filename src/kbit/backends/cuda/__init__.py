@@ -14,6 +14,7 @@ import torch
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
+from kbit.backends.cuda.gated_delta import gated_delta_step
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
@@ -36,6 +37,7 @@ __all__ = [
     "embedding",
     "experts_one_token",
     "from_tiled",
+    "gated_delta_step",
     "grouped_linear_tiled",
     "linear",
     "linear_tiled",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kbit.backends.cuda import (
     caches,
+    gated_delta,
     grouped,
     norm,
     position,
@@ -16,6 +17,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
+_AROUND = (routing, norm, position, caches, gated_delta)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}
@@ -28,5 +30,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *hopper]
-    around = [*routing.specs(), *norm.specs(), *position.specs(), *caches.specs()]
+    around = [spec for module in _AROUND for spec in module.specs()]
     return [*rows.row_specs(), *around, *products, *nvfp4.specs()]

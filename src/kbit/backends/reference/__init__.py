@@ -10,6 +10,7 @@ import torch
 
 from kbit import quantizers
 from kbit.backends.reference.caches import cache_append
+from kbit.backends.reference.gated_delta import gated_delta_step
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
 from kbit.backends.reference.position import rotary
@@ -31,6 +32,7 @@ __all__ = [
     "embedding",
     "experts_one_token",
     "from_tiled",
+    "gated_delta_step",
     "grad_input",
     "grouped_grad_input",
     "grouped_linear",

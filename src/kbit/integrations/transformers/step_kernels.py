@@ -1,4 +1,5 @@
-"""What decoding steps run in place of transformers' own: attention, rotary embeddings, updates of caches."""
+"""What decoding steps run in place of transformers' own: attention, rotary embeddings, updates of caches,
+linear attention."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 from kbit.integrations.transformers.static_caches import fused_updates
 
@@ -17,5 +19,5 @@ def step_kernels(model: Any) -> Iterator[None]:
 
     In the whole process meanwhile, and for other models as well, but attention.
     """
-    with shared_heads(model), fused_rotary(rotary_modules(model)), fused_updates():
+    with shared_heads(model), fused_rotary(rotary_modules(model)), fused_updates(), fused_linear_attention():
         yield
