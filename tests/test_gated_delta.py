@@ -103,6 +103,37 @@ def test_prompts_and_other_devices_keep_their_own(monkeypatch):
         model(token, past_key_values=cache)
 
 
+def unlike(layer, how):
+    """A layer of which one thing is not what the kernel takes."""
+    if how == "activation":
+        layer.norm.activation = "sigmoid"
+    elif how == "bias":
+        layer.conv1d.bias = torch.nn.Parameter(torch.zeros(layer.conv1d.weight.shape[0]))
+    elif how == "weight":
+        layer.norm.double()
+    elif how == "gates":
+        layer.A_log.data = layer.A_log.data.double()
+    elif how == "offloaded":
+        layer.conv1d.to("meta")
+
+
+@pytest.mark.parametrize("how", ["", "activation", "bias", "weight", "gates", "offloaded", "width"])
+def test_layers_that_the_kernel_does_not_take(how, monkeypatch):
+    model = build("qwen3_next", torch.float32, spread=False).eval()
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    with torch.no_grad():
+        cache, _ = behind_a_prompt(model, "cpu")
+    monkeypatch.setattr(linear_attention, "_is_on_gpu", lambda x: True)
+    if how != "width":
+        monkeypatch.setattr(linear_attention, "_DIM", model.config.linear_key_head_dim)
+    unlike(layer, how)
+    x = torch.zeros(2, 1, model.config.hidden_size)
+    assert (linear_attention._states(layer, x, cache, None) is None) == bool(how)
+    assert linear_attention._states(layer, x, cache, torch.ones(2, 1)) is None
+    assert linear_attention._states(layer, x, None, None) is None
+    assert linear_attention._states(layer, torch.cat((x, x), 1), cache, None) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wide", [False, True])

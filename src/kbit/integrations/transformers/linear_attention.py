@@ -66,7 +66,9 @@ def _states(layer: Any, x: Any, cache: Any, mask: Any) -> tuple[torch.Tensor, to
     if getattr(cached, "record_past", True) or not cache.has_previous_state(layer.layer_idx):
         return None
     window, state = cached.conv_states[0], cached.recurrent_states[0]
-    weights = layer.conv1d.weight, layer.norm.weight
+    weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
+    if any(tensor.device != x.device for tensor in (window, state, *weights, *of_heads)):  # offloaded
+        return None
     alike = all(tensor.dtype == x.dtype for tensor in (window, *weights)) and state.dtype == torch.float32
     others = layer.A_log.dtype == layer.dt_bias.dtype and layer.A_log.dtype in (x.dtype, torch.float32)
     usual = layer.conv1d.bias is None and layer.activation == "silu" == layer.norm.activation
