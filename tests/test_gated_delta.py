@@ -8,6 +8,7 @@ from transformers import StaticCache
 
 from gated_delta_steps import compare, operands, run
 from kbit.backends import reference
+from kbit.backends.cuda import gated_delta
 from kbit.integrations.transformers import linear_attention
 from kbit.integrations.transformers.step_kernels import step_kernels
 from tiny_models import build
@@ -70,7 +71,7 @@ def logits_of_steps(model, device, fused, monkeypatch):
     calls = []
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(linear_attention, "_is_on_gpu", lambda x: fused)
-        patch.setattr(linear_attention, "_DIM", model.config.linear_key_head_dim)
+        patch.setattr(gated_delta, "_DIM", model.config.linear_key_head_dim)
         real = linear_attention._states
         patch.setattr(
             linear_attention, "_states", lambda *given: (calls.append(1), real(*given))[1] if fused else None
@@ -125,7 +126,7 @@ def test_layers_that_the_kernel_does_not_take(how, monkeypatch):
         cache, _ = behind_a_prompt(model, "cpu")
     monkeypatch.setattr(linear_attention, "_is_on_gpu", lambda x: True)
     if how != "width":
-        monkeypatch.setattr(linear_attention, "_DIM", model.config.linear_key_head_dim)
+        monkeypatch.setattr(gated_delta, "_DIM", model.config.linear_key_head_dim)
     unlike(layer, how)
     x = torch.zeros(2, 1, model.config.hidden_size)
     assert (linear_attention._states(layer, x, cache, None) is None) == bool(how)

@@ -32,6 +32,12 @@ LIBRARY.define(
 )
 
 
+def heads_of_keys(projected: torch.Tensor, state: torch.Tensor) -> int:
+    """H, of projected and state as `kbit::gated_delta_step` takes them."""
+    _, v_heads, dim, _ = state.shape
+    return (projected.shape[-1] - 2 * v_heads * dim) // (2 * dim)
+
+
 def check(
     projected: torch.Tensor,
     gates: torch.Tensor,
@@ -53,7 +59,7 @@ def check(
     if state.dim() != 4 or state.shape[2] != state.shape[3] or 0 in state.shape:
         raise ValueError(f"{name}: state must be [B, V, D, D], none of them 0, got {tuple(state.shape)}.")
     batch, v_heads, dim, _ = state.shape
-    k_heads = (projected.shape[-1] - 2 * v_heads * dim) // (2 * dim)
+    k_heads = heads_of_keys(projected, state)
     if k_heads < 1 or v_heads % k_heads:
         raise ValueError(
             f"{name}: {projected.shape[-1]} columns of projected are not those of {v_heads} heads of values, "

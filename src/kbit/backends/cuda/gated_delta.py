@@ -7,6 +7,7 @@ import torch
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import gated_delta as reference
+from kbit.ops.gated_delta_schemas import heads_of_keys
 
 _FORMAT = "Q" * 11 + "iif"
 _DIM, _TAPS, _WARPS = 128, 4, 16  # warps of a head of values
@@ -20,6 +21,11 @@ def _spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     return [_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
+
+
+def takes(dim: int, taps: int, ratio: float) -> bool:
+    """Whether the kernel computes heads of `dim` columns, `ratio` of values to one of keys."""
+    return (dim, taps) == (_DIM, _TAPS) and ratio in _RATIOS
 
 
 def gated_delta_step(
@@ -45,9 +51,9 @@ def gated_delta_step(
         KbitError: the kernel cannot be compiled or loaded.
     """
     batch, v_heads, dim, _ = state.shape
-    k_heads = (projected.shape[1] - 2 * v_heads * dim) // (2 * dim)
+    k_heads = heads_of_keys(projected, state)
     ratio, weights = v_heads // k_heads, (taps, log_decay, bias, norm)
-    plain = (dim, taps.shape[1]) == (_DIM, _TAPS) and ratio in _RATIOS and projected.dtype in operands.DTYPES
+    plain = takes(dim, taps.shape[1], ratio) and projected.dtype in operands.DTYPES
     rows = projected.stride(1) == gates.stride(1) == 1 and not state.data_ptr() % 16
     if not (plain and rows and all(tensor.is_contiguous() for tensor in weights)):
         reference.gated_delta_step(projected, gates, window, state, *weights, eps, out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.ops.gated_delta_schemas import heads_of_keys
+
 
 def gated_delta_step(
     projected: torch.Tensor,
@@ -20,7 +22,7 @@ def gated_delta_step(
 ) -> None:
     """`kbit::gated_delta_step` into `out` [B, V * D]; rounds where transformers' modules do."""
     batch, v_heads, dim, _ = state.shape
-    k_heads = (projected.shape[1] - 2 * v_heads * dim) // (2 * dim)
+    k_heads = heads_of_keys(projected, state)
     ratio = v_heads // k_heads
     parts = projected.view(batch, k_heads, -1).split([dim, dim, ratio * dim, ratio * dim], -1)
     *convolved, gate = (part.reshape(batch, -1) for part in parts)

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
+from kbit.backends.cuda.gated_delta import takes
 from kbit.integrations.transformers.standing_in import standing_in
 
 # Where transformers has the class whose forward this stands in for, by the model's own order of projections.
 _MODULE, _CLASS = "transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"
-# What the kernel takes: columns of a head, taps of the convolution, heads of values to one of keys. Of others
-# the op runs as many small operators as the layer's own forward.
-_DIM, _TAPS, _RATIOS = 128, 4, (1, 2)
 
 
 @contextlib.contextmanager
@@ -72,7 +70,8 @@ def _states(layer: Any, x: Any, cache: Any, mask: Any) -> tuple[torch.Tensor, to
     alike = all(tensor.dtype == x.dtype for tensor in (window, *weights)) and state.dtype == torch.float32
     others = layer.A_log.dtype == layer.dt_bias.dtype and layer.A_log.dtype in (x.dtype, torch.float32)
     usual = layer.conv1d.bias is None and layer.activation == "silu" == layer.norm.activation
-    sizes = (*state.shape[2:], window.shape[2], layer.conv1d.weight.shape[2]) == (_DIM, _DIM, _TAPS, _TAPS)
-    taken = sizes and layer.num_v_heads / layer.num_k_heads in _RATIOS
+    square = state.shape[2] == state.shape[3] and window.shape[2] == layer.conv1d.weight.shape[2]
+    # Of others the op runs as many small operators as the layer's own forward.
+    taken = square and takes(state.shape[2], window.shape[2], layer.num_v_heads / layer.num_k_heads)
     in_place = window.is_contiguous() and state.is_contiguous()
     return (window, state) if alike and others and usual and taken and in_place else None

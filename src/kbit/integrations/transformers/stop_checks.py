@@ -2,7 +2,8 @@
 
 transformers looks behind every token, which waits for the GPU, and prepares the next step while that has
 nothing to do. It has a check that looks one step late, queues the next step meanwhile, and takes back the one
-step too many behind an answer's last token; but not on CUDA's GPUs. Here it is for them.
+step too many behind an answer's last token; but not on CUDA's GPUs. Here it is for them. What stands in for
+its condition stays, as nothing tells when a call of `generate` ends; other caches get transformers' answer.
 """
 
 from __future__ import annotations

@@ -42,15 +42,6 @@ DEVICE float softplus(float value) {
     return value > 20.0f ? value : log1pf(expf(value));
 }
 
-// The sum over a warp, in each lane.
-DEVICE float sum_of_warp(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        value += __shfl_xor_sync(kAll, value, step);
-    }
-    return value;
-}
-
 // silu of the convolution at the block's channel `at`, whose window takes the token in.
 DEVICE float convolved(const u16* projected, const u16* taps, u16* window, int k_heads, int k_head, int at) {
     const int part = at / kDim < 2 ? at / kDim : 2, within = at - part * kDim;
@@ -116,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kHeads * kWarps * 32)
             const float value = channels[warp * kDim + i * 32 + lane];
             sum = __fmaf_rn(value, value, sum);
         }
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(sum_of_warp(sum) + 1e-6f));
+        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(warp_sum(sum) + 1e-6f));
         if (lane == 0) {
             lengths[warp] = warp ? inverse : __fdiv_rn(inverse, __fsqrt_rn(float(kDim)));
         }
@@ -156,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kHeads * kWarps * 32)
     float out = 0.0f;
     if (adds) {
         out = rounded(add_parts(parts, of_head, column));
-        const float square = sum_of_warp(out * out);
+        const float square = warp_sum(out * out);
         if (lane == 0) {
             squares[warp] = square;
         }
