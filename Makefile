@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # Oldest transformers that the integration supports; its tests run on it too.
 OLDEST_TRANSFORMERS ?= 5.17.0
+# vLLM's build for CPUs, which the plugin is tested with.
+VLLM ?= 0.32.0
 
 bin := $(VENV)/bin
 sources := src tests tools examples
@@ -17,12 +19,13 @@ cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cu
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
 
-.PHONY: help demo test test-oldest lint format readme docs report report-check reinstall clean
+.PHONY: help demo test test-oldest test-vllm lint format readme docs report report-check reinstall clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      install, then quantize a real model to 4, 3 and 2 bits and talk to it"
 	@echo "make test      install, then run every test that needs no GPU"
+	@echo "make test-vllm the tests of the plugin for vLLM, in an environment of their own"
 	@echo "make lint      formatting, style and types;  make format  repairs the first two"
 	@echo "make readme    put the figures of benchmarks/results/ and the command line's options into README.md and docs/"
 	@echo "make docs      build docs/ into build/site; warnings are errors"
@@ -46,6 +49,10 @@ test: $(VENV)/.installed
 test-oldest: $(VENV)/.installed
 	@tools/setup.sh oldest $(OLDEST_TRANSFORMERS)
 	@PYTHONPATH=$(VENV)/oldest $(bin)/python -m pytest tests/test_transformers.py $(PYTEST_ARGS)
+
+test-vllm: $(VENV)/.installed
+	@tools/setup.sh vllm $(VLLM)
+	@$(VENV)/vllm/bin/python -m pytest tests/test_vllm.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint-installed
 	@$(bin)/ruff check $(sources)

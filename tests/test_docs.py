@@ -23,7 +23,7 @@ MODELS = {"moe.md": "qwen3_moe", "training.md": "qwen3_moe", "nvfp4.md": "qwen3_
 # Pages on which it is quantized already.
 QUANTIZED = ("serving.md", "training.md")
 # Programs that a page may name without our knowing their options.
-FOREIGN = {"sudo", "source", "ncu", "hf", "python3"}
+FOREIGN = {"sudo", "source", "ncu", "hf", "python3", "vllm"}
 ENVIRONMENT = re.compile(r"[A-Z_]+=\S*$")
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))

@@ -112,13 +112,20 @@ def build(architecture, dtype, spread=True):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](), dtype=dtype).eval()
     if spread:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("gate_up_proj"):
-                    parameter[1, : parameter.shape[1] // 2] *= 2.0**-9
-                if name.endswith("0.self_attn.o_proj.weight"):
-                    parameter *= 2.0**-9
+        spread_magnitudes(model)
     return model
+
+
+def spread_magnitudes(model):
+    """Give some weights magnitudes outside E4M4's range, so that they get factors other than 1."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj"):
+                parameter[1, : parameter.shape[1] // 2] *= 2.0**-9
+            if name.endswith("0.self_attn.o_proj.weight"):
+                parameter *= 2.0**-9
 
 
 def build_with_tokenizer(architecture, folder):

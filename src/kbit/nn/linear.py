@@ -134,9 +134,9 @@ class KbitLinear(QuantizedModule, nn.Linear):
         call = self.merged_call
         if call is not None and (merged := call.result_of(self, x)) is not None:
             return merged
-        return self._product(x, self.bias)
+        return self.product(x, self.bias)
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`forward` of this layer alone, with a bias of the caller's."""
         tiled: torch.Tensor | None = self._parameters.get("weight" + TILED)
         if tiled is None:

@@ -159,7 +159,7 @@ class ParallelLinear(ParallelModule, KbitLinear):
             begin = self.split.mesh.get_local_rank() * self.in_features
             x = sum_gradients(x, group).narrow(-1, begin, self.in_features)
         type_checks.tensor("linear", "x", x, self.layer_name)
-        y = sum_over_ranks(self._product(x, None), group)  # the bias once, after the sum
+        y = sum_over_ranks(self.product(x, None), group)  # the bias once, after the sum
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -1,0 +1,66 @@
+"""Tiny random models in sizes that vLLM takes on a CPU, quantized and decoded; what it answers by them."""
+
+import gc
+
+import torch
+
+import kbit
+import tiny_models
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 17, 30, 12, 5, 2, 7, 8, 10, 40] * 3]
+# Merged layers of two widths, and factors other than 1, by the models' own spread.
+POLICY = {"bits": 4, "overrides": {r"down_proj$": 3, r"k_proj$": 5}, "embedding_bits": 5}
+
+
+def config_of(architecture):
+    """As `tiny_models` has it, with larger heads."""
+    config = tiny_models.ARCHITECTURES[architecture]()
+    config.hidden_size = 64
+    if hasattr(config, "moe_intermediate_size"):
+        config.intermediate_size, config.moe_intermediate_size = 128, 64
+    elif hasattr(config, "num_local_experts"):
+        config.intermediate_size = 64
+    if architecture == "glm4_moe_lite":
+        config.first_k_dense_replace = 1
+        config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim = 512, 64, 128
+        config.head_dim, config.v_head_dim, config.qk_head_dim = 64, 128, 192
+    else:
+        config.head_dim = 32
+    if architecture == "qwen3_next":
+        config.linear_key_head_dim = config.linear_value_head_dim = 64
+    return config
+
+
+def save(architecture, folder, **policy):
+    """The folders of a model of mixed widths, and of the same with its weights decoded to float32."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(architecture), dtype=torch.float32).eval()
+    tiny_models.spread_magnitudes(model)
+    kbit.quantize_model(model, kbit.KbitConfig(**{**POLICY, **policy}))
+    model.save_pretrained(folder / "quantized")
+    kbit.dequantize_model(model, torch.float32)
+    model.save_pretrained(folder / "decoded")
+    return folder / "quantized", folder / "decoded"
+
+
+def run(folder, dtype="float32", adapter=None, **options):
+    """[(tokens, logarithms of the likeliest ones' probabilities)] of vLLM's answers to `PROMPTS`."""
+    from vllm import LLM, SamplingParams
+
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
+    llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
+    try:
+        greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=1, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        found = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapter)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    return [(list(one.outputs[0].token_ids), _likeliest(one.outputs[0].logprobs)) for one in found]
+
+
+def _likeliest(places):
+    return [max(choice.logprob for choice in place.values()) for place in places]
