@@ -19,6 +19,7 @@ os.environ.update(
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import WeightsMapper
 
 import kbit
 import tiny_models
@@ -58,6 +59,14 @@ def test_answers_are_those_of_the_decoded_model(architecture, saved):
     dtype, bound = ("bfloat16", 3e-2) if architecture == "qwen3_next" else ("float32", 1e-5)
     quantized, decoded = saved(architecture)
     require_same(vllm_models.run(quantized, dtype), vllm_models.run(decoded, dtype), bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_models_of_transformers_run_in_vllm_alike(architecture, saved):
+    quantized, decoded = saved(architecture)
+    own = {"model_impl": "transformers"}
+    require_same(vllm_models.run(quantized, **own), vllm_models.run(decoded, **own), 1e-5)
 
 
 @pytest.mark.slow
@@ -149,6 +158,29 @@ def test_widths_come_from_the_files(config):
     assert config._widths_of("model.layers.0.mlp.gate_up_proj") == [4, 4]
     assert config._widths_of("model.layers.0.mlp.router") == []
     assert "model.layers.1.mlp.down_proj" not in config.taken
+
+
+def test_models_call_modules_otherwise(config):
+    renamed = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=renamed))
+    config.apply_vllm_mapper(WeightsMapper())  # that of a model inside
+    assert config._widths_of("language_model.model.layers.0.self_attn.qkv_proj") == [4, 5, 4]
+    assert config._width_of("language_model.lm_head") == 5
+    assert {"model.layers.0.self_attn.k_proj", "lm_head"} <= config.taken
+
+
+def test_headers_of_a_checkpoint_on_a_hub(config, saved, monkeypatch):
+    from vllm.transformers_utils import config as vllm_config
+
+    folder = str(saved("qwen3")[0])
+    headers = vllm_config.get_safetensors_params_metadata(folder)
+    monkeypatch.setattr(vllm_config, "get_safetensors_params_metadata", lambda model, revision: headers)
+    made = KbitVllmConfig.from_config(kbit.KbitConfig(**vllm_models.POLICY).to_dict())
+    made.maybe_update_config("someone/a-model")
+    assert (made.widths, made.factors) == (config.widths, config.factors)
+    headers.clear()
+    with pytest.raises(ValueError, match=r"someone/a-model: the headers .* cannot be read"):
+        made.maybe_update_config("someone/a-model")
 
 
 def test_a_merged_layer_is_quantized_whole_or_not_at_all(config):

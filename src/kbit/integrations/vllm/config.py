@@ -92,7 +92,9 @@ class KbitVllmConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Learn what vLLM's model calls its modules. Models inside models say so too."""
-        self.names.update(hf_to_vllm_mapper.apply_dict({name: name for name in self.widths}))
+        weights = {f"{name}.weight": name for name in self.widths}  # what a mapper knows are names of tensors
+        for weight, name in hf_to_vllm_mapper.apply_dict(weights).items():
+            self.names[weight.removesuffix(".weight")] = name
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer runs; None, or vLLM's own method, for one that is not quantized.

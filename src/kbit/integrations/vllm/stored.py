@@ -49,7 +49,7 @@ def _from_metadata(metadata: Mapping[str, Mapping[str, Any]], file: Path) -> dic
     return {
         name: TensorInfo(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 0)
         for name, entry in metadata.items()
-        if entry["dtype"] in DTYPES  # others are no parts of a quantized weight
+        if entry.get("dtype") in DTYPES  # others are no parts of a quantized weight, or no tensors
     }
 
 

@@ -27,6 +27,7 @@ class KbitVocabularyMethod(QuantizeMethodBase):
 
     def __init__(self, policy: QuantizationPolicy, bits: int, tied: bool, name: str) -> None:
         self.policy, self.bits, self.tied, self.name = policy, bits, tied, name
+        self.table: Any = None
 
     def create_weights(
         self,
@@ -49,8 +50,15 @@ class KbitVocabularyMethod(QuantizeMethodBase):
             layer.register_parameter(name, parameter)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """The embedding is the head: vLLM puts what this returns in its place."""
-        return embed_tokens
+        """Have a head be an embedding, which is loaded and processed in front of it."""
+        for name in PARTS:
+            delattr(layer, name)
+        method: Any = embed_tokens.quant_method
+        if isinstance(method, KbitVocabularyMethod):
+            self.table = embed_tokens
+            return layer
+        layer.quant_method = method  # vLLM's model holds the embedding in 16 bits
+        return method.tie_weights(layer, embed_tokens)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Put layers of kbit in the place of the parts.
@@ -58,6 +66,9 @@ class KbitVocabularyMethod(QuantizeMethodBase):
         Raises:
             ValueError: the checkpoint lacked something.
         """
+        if self.table is not None:
+            show_weight(layer, "weight", self.table.head)
+            return
         self.filling.refuse_missing(1, self.name)
         packed, absmax, scale = take_parts(layer)
         parts = Parts(packed, absmax, scale, self.policy.codebook_for(self.bits).to(packed.device))
@@ -82,5 +93,5 @@ class KbitVocabularyMethod(QuantizeMethodBase):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., columns] -> logits [..., rows] of x's dtype."""
-        head: Any = layer.head
+        head: Any = (self.table or layer).head
         return head.product(x, bias)
