@@ -3,7 +3,10 @@
 In an environment of its own, with vLLM's build for CPUs: make test-vllm.
 """
 
+import functools
+import json
 import os
+import shutil
 from importlib.metadata import entry_points
 
 import pytest
@@ -17,7 +20,7 @@ os.environ.update(
 )
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from transformers import AutoConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -46,6 +49,12 @@ def saved(tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="module")
+def answers():
+    """What vLLM answers by a folder, in float32 and one layer after the other; asked for once."""
+    return functools.cache(vllm_models.run)
+
+
 def require_same(mine, theirs, bound):
     for (tokens, logs), (other_tokens, other_logs) in zip(mine, theirs, strict=True):
         assert tokens == other_tokens
@@ -54,11 +63,11 @@ def require_same(mine, theirs, bound):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
-def test_answers_are_those_of_the_decoded_model(architecture, saved):
+def test_answers_are_those_of_the_decoded_model(architecture, saved, answers):
     # vLLM's linear attention for CPUs knows bfloat16 alone, in which the decoded weights are rounded.
-    dtype, bound = ("bfloat16", 3e-2) if architecture == "qwen3_next" else ("float32", 1e-5)
+    dtype, bound = (("bfloat16",), 3e-2) if architecture == "qwen3_next" else ((), 1e-5)
     quantized, decoded = saved(architecture)
-    require_same(vllm_models.run(quantized, dtype), vllm_models.run(decoded, dtype), bound)
+    require_same(answers(quantized, *dtype), answers(decoded, *dtype), bound)
 
 
 @pytest.mark.slow
@@ -71,21 +80,21 @@ def test_models_of_transformers_run_in_vllm_alike(architecture, saved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True], ids=["split by columns", "whole experts"])
-def test_two_ranks_answer_as_one(experts, saved):
+def test_two_ranks_answer_as_one(experts, saved, answers):
     quantized, _ = saved("qwen3_moe")
     split = vllm_models.run(quantized, tensor_parallel_size=2, enable_expert_parallel=experts)
-    require_same(split, vllm_models.run(quantized), 1e-5)
+    require_same(split, answers(quantized), 1e-5)
 
 
 @pytest.mark.slow
-def test_compiled_layers_answer_alike(saved, tiles_pay):
-    quantized, _ = saved("qwen3_moe")
-    require_same(vllm_models.run(quantized, enforce_eager=False), vllm_models.run(quantized), 1e-5)
+def test_compiled_layers_answer_alike(saved, answers, tiles_pay):
+    quantized, decoded = saved("qwen3_moe")
+    require_same(vllm_models.run(quantized, enforce_eager=False), answers(decoded), 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "llama"])
-def test_weights_in_tiles_answer_alike(architecture, saved, tiles_pay, monkeypatch):
+def test_weights_in_tiles_answer_alike(architecture, saved, answers, tiles_pay, monkeypatch):
     tiled = []
     to_tiles = QuantizedModule._to_tiles
     monkeypatch.setattr(
@@ -94,7 +103,7 @@ def test_weights_in_tiles_answer_alike(architecture, saved, tiles_pay, monkeypat
         lambda self, name, *parts: tiled.append(name) or to_tiles(self, name, *parts),
     )
     quantized, decoded = saved(architecture)
-    require_same(vllm_models.run(quantized), vllm_models.run(decoded), 1e-5)
+    require_same(vllm_models.run(quantized), answers(decoded), 1e-5)
     assert set(tiled) == ({"weight", "gate_up_proj", "down_proj"} if "moe" in architecture else {"weight"})
 
 
@@ -118,6 +127,43 @@ def test_an_adapter_gives_what_it_gives_in_peft(saved, tmp_path):
     request = LoRARequest("adapter", 1, str(tmp_path))
     answers = vllm_models.run(quantized, adapter=request, enable_lora=True, max_lora_rank=8)
     assert [tokens for tokens, _ in answers] == expected
+
+
+@pytest.mark.slow
+def test_adapters_of_attention_run_beside_experts(saved, answers):
+    quantized, _ = saved("qwen3_moe")
+    with pytest.raises(
+        ValueError, match=r"mlp\.experts.*: vLLM runs no adapters of experts.*lora-target-modules"
+    ):
+        vllm_models.run(quantized, enable_lora=True)
+    named = {"enable_lora": True, "lora_target_modules": ["qkv_proj", "o_proj"]}
+    require_same(vllm_models.run(quantized, **named), answers(quantized), 1e-5)
+
+
+@pytest.mark.slow
+def test_weights_are_not_loaded_into_a_running_engine(saved):
+    with pytest.raises(NotImplementedError, match="cannot be loaded into a running vLLM engine"):
+        vllm_models.run(saved("llama")[0], between=lambda llm: llm.collective_rpc("reload_weights"))
+
+
+@pytest.mark.slow
+def test_experts_that_files_hold_fused(saved, answers, tmp_path):
+    quantized, _ = saved("qwen3_moe")
+    mine = vllm_models.run(vllm_models.fuse_experts(quantized, tmp_path / "fused", factor=None))
+    assert [tokens for tokens, _ in mine] != [tokens for tokens, _ in answers(quantized)]  # other factors
+    ones = vllm_models.run(vllm_models.fuse_experts(quantized, tmp_path / "ones", factor=1.0))
+    require_same(ones, mine, 1e-5)
+    halves = vllm_models.run(vllm_models.fuse_experts(quantized, tmp_path / "halves", factor=0.5))
+    assert [logs for _, logs in halves] != [logs for _, logs in mine]
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_in_a_tied_config(saved, answers, tmp_path):
+    quantized, _ = saved("qwen3")
+    shutil.copytree(quantized, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    require_same(vllm_models.run(tmp_path / "model"), answers(quantized), 1e-5)
 
 
 @pytest.mark.slow
@@ -146,7 +192,8 @@ def test_a_vllm_that_is_too_old_is_said(monkeypatch, caplog):
 @pytest.fixture
 def config(saved):
     made = KbitVllmConfig.from_config(kbit.KbitConfig(**vllm_models.POLICY).to_dict())
-    made.maybe_update_config(str(saved("qwen3")[0]))
+    folder = str(saved("qwen3")[0])
+    made.maybe_update_config(folder, AutoConfig.from_pretrained(folder))
     return made
 
 
@@ -214,10 +261,17 @@ def test_weights_that_did_not_come_are_named():
     filling.refuse_missing(3, "qkv_proj")
 
 
+def test_experts_of_other_ranks_count_for_nothing():
+    filling = parameters.ExpertsFilling(lambda *arguments: arguments[4] < 2)
+    loads = [(shard, expert) for expert in (1, 2, 3) for shard in ("w1", "w2", "w3")]
+    taken = [filling(None, torch.zeros(2, 4), "name", *load, return_success=True) for load in loads]
+    assert taken == [True] * 3 + [False] * 6
+    with pytest.raises(ValueError, match="3 of 6 quantized weights came"):
+        filling.refuse_missing(6, "mlp.experts")
+
+
 @pytest.mark.slow
 def test_a_checkpoint_without_one_expert_is_refused(saved, tmp_path):
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(saved("mixtral")[0], tmp_path / "model")
@@ -234,6 +288,20 @@ def test_a_folder_that_is_no_checkpoint_is_refused(saved, tmp_path):
         made.maybe_update_config(str(tmp_path))
     with pytest.raises(ValueError, match=r"no tensor is called \*_packed"):
         made.maybe_update_config(str(saved("qwen3")[1]))
+
+
+def test_other_ways_of_dealing_tokens_are_refused():
+    from types import SimpleNamespace
+
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from kbit.integrations.vllm.experts import _refuse_settings
+
+    ranks = {"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}
+    moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(**ranks, use_ag_rs_all2all_kernels=False))
+    message = r"allgather_reducescatter, got deepep_low_latency"
+    with set_current_vllm_config(VllmConfig()), pytest.raises(ValueError, match=message):
+        _refuse_settings(moe, "mlp.experts")
 
 
 @pytest.mark.parametrize(
@@ -287,8 +355,9 @@ def test_only_what_no_layer_took_is_decoded(config):
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.embed_tokens = torch.nn.Embedding(72, 64)
-    with set_current_vllm_config(VllmConfig()):
-        assert set(config.plain_modules(model)) == set(config.widths)
-        config.taken.update(config.widths)
-        assert config.plain_modules(model) == {"model.embed_tokens": 64}
+    drafts = ("mtp.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj")  # the model has layers 0 and 1
+    config.widths.update(dict.fromkeys(drafts, 4))
+    assert set(config.plain_modules(model)) == set(config.widths) - set(drafts)
+    config.taken.update(config.widths)
+    assert config.plain_modules(model) == {"model.embed_tokens": 64}
     assert DefaultModelLoader.get_all_weights.knows_kbit

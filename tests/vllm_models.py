@@ -1,8 +1,11 @@
 """Tiny random models in sizes that vLLM takes on a CPU, quantized and decoded; what it answers by them."""
 
 import gc
+import re
+import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import kbit
 import tiny_models
@@ -45,13 +48,39 @@ def save(architecture, folder, **policy):
     return folder / "quantized", folder / "decoded"
 
 
-def run(folder, dtype="float32", adapter=None, **options):
-    """[(tokens, logarithms of the likeliest ones' probabilities)] of vLLM's answers to `PROMPTS`."""
+def fuse_experts(source, target, factor):
+    """A copy of a checkpoint with a layer's experts in two tensors, of factor `factor`, or none stored."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    experts = {}
+    for name in list(tensors):
+        found = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight(_packed|_absmax|_scale)", name)
+        if found:
+            experts.setdefault(found.groups(), []).append(tensors.pop(name))
+    for (layer, matrix, part), stack in experts.items():
+        if part != "_scale" and matrix != "up":
+            rows = [stack, experts[layer, "up", part]] if matrix == "gate" else [stack]
+            name = f"{layer}.{'gate_up' if matrix == 'gate' else matrix}_proj"
+            tensors[name + part] = torch.cat([torch.stack(one) for one in rows], dim=1)
+            if factor is not None:
+                tensors[f"{name}_scale"] = torch.full((len(stack),), factor)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def run(folder, dtype="float32", adapter=None, between=None, **options):
+    """[(tokens, logarithms of the likeliest ones' probabilities)] of vLLM's answers to `PROMPTS`.
+
+    `between` is called with the engine before it is asked.
+    """
     from vllm import LLM, SamplingParams
 
     settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
     llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
     try:
+        if between is not None:
+            between(llm)
         greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=1, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         found = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapter)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from kbit.format.names import SCALE, original_of
 from kbit.format.policy import QUANT_METHOD, QuantizationPolicy
@@ -35,6 +36,7 @@ class KbitVllmConfig(QuantizationConfig):
         taken: names in the files of those that layers are made of.
         factors: names of the stored factors.
         tied: whether the output head is the embedding.
+        layers: how many the model has; those with higher numbers are of a draft model.
     """
 
     def __init__(self, policy: QuantizationPolicy) -> None:
@@ -45,6 +47,7 @@ class KbitVllmConfig(QuantizationConfig):
         self.taken: set[str] = set()
         self.factors: set[str] = set()
         self.tied = False
+        self.layers: int | None = None
 
     @classmethod
     def get_name(cls) -> Any:
@@ -88,7 +91,12 @@ class KbitVllmConfig(QuantizationConfig):
         self.names = {name: name for name in self.widths}
         self.factors = {name for name in index if name == original_of(name) + SCALE}
         text = hf_config.get_text_config() if hf_config is not None else None
+        if any(name.rpartition(".")[2] == "lm_head" for name in self.widths):
+            # A head of its own, whatever the config says; vLLM looks for one that is not quantized.
+            for one in filter(None, (hf_config, text)):
+                one.tie_word_embeddings = False
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.layers = getattr(text, "num_hidden_layers", None)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Learn what vLLM's model calls its modules. Models inside models say so too."""
@@ -121,11 +129,13 @@ class KbitVllmConfig(QuantizationConfig):
         Returns:
             {name in the files: in-features}, of a rank where columns are split; None if unknown.
         """
-        # Of a part of a pipeline, modules that nothing asked for are those of other parts.
-        whole = get_current_vllm_config().parallel_config.pipeline_parallel_size == 1
-        found: dict[str, int | None] = {
-            name: None for name in self.widths if whole and name not in self.taken
+        found: dict[str, int | None] = {}
+        elsewhere = {
+            stored for name, stored in self.names.items() if is_pp_missing_parameter(f"{name}.weight", model)
         }
+        for name in self.widths:
+            if name not in self.taken and name not in elsewhere and not self._is_drafts(name):
+                found[name] = None
         held = dict(model.named_parameters())
         for name, stored in self.names.items():
             for one in (name, *self._merging(name)):
@@ -133,6 +143,12 @@ class KbitVllmConfig(QuantizationConfig):
                 if weight is not None and weight.is_floating_point():
                     found[stored] = weight.shape[-1]
         return found
+
+    def _is_drafts(self, name: str) -> bool:
+        """Whether a module is of the small model that guesses tokens, which files hold beside the other."""
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        beyond = layer is not None and self.layers is not None and int(layer[1]) >= self.layers
+        return beyond or "mtp" in name.split(".")
 
     def _width_of(self, name: str) -> int | None:
         """Bits of a module that a layer is made of, or None; from now on it is taken."""

@@ -89,7 +89,9 @@ def _decode(
     bits = packed.shape[-1] // blocks
     if columns is None or blocks_of(columns) != blocks:
         columns = blocks * BLOCK_SIZE
-    scale = parts.get(SCALE, torch.ones(packed.shape[:-2], dtype=torch.float32))
-    shape = (*packed.shape[:-1], columns)
-    q = QuantizedTensor(packed, absmax, policy.codebook_for(bits), scale, bits, shape)
+    scale = parts.get(SCALE)
+    if scale is None:
+        scale = torch.ones(packed.shape[:-2], dtype=torch.float32, device=packed.device)
+    codebook = policy.codebook_for(bits).to(packed.device)
+    q = QuantizedTensor(packed, absmax, codebook, scale, bits, (*packed.shape[:-1], columns))
     return api.dequantize(q, dtype)

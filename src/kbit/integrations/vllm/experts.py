@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -67,10 +68,11 @@ class KbitExpertsMethod(FusedMoEMethodBase):
         """Register the parts, empty.
 
         Raises:
-            ValueError: the layer computes what `KbitExperts` does not, or a rank's columns are no whole
-                blocks.
+            ValueError: the layer computes what `KbitExperts` does not, vLLM's settings want kernels of its
+                own, or a rank's columns are no whole blocks.
         """
         _refuse_others(layer, self.moe, self.name)
+        _refuse_settings(self.moe, self.name)
         self.sizes = num_experts, hidden_size, intermediate_size_per_partition
         whole = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
         refuse_split_blocks(
@@ -84,9 +86,10 @@ class KbitExpertsMethod(FusedMoEMethodBase):
             "w2": empty_parts(self.policy, [count, hidden], middle, self.bits, [count]),
         }
         for weight, parts in empty.items():
-            for part, tensor in zip(PARTS, parts, strict=True):
+            loaders = (self.filling, load, ExpertsFilling(load))
+            for part, tensor, loader in zip(PARTS, parts, loaders, strict=True):
                 parameter: Any = nn.Parameter(tensor, requires_grad=False)
-                parameter.weight_loader = self.filling if part == PARTS[0] else load
+                parameter.weight_loader = loader
                 parameter.quant_method = "tensor"  # of factors: one for each matrix, says vLLM's loader
                 layer.register_parameter(f"{weight}_{part}", parameter)
 
@@ -148,3 +151,19 @@ def _refuse_others(layer: Any, moe: Any, name: str) -> None:
         f"{name}: kbit does not run these experts under vLLM: {reason}. Leave them unquantized "
         f"(modules_to_not_convert)."
     )
+
+
+def _refuse_settings(moe: Any, name: str) -> None:
+    """Raise ValueError for settings of vLLM under which it would run experts by kernels of its own."""
+    lora = get_current_vllm_config().lora_config
+    if lora is not None and lora.target_modules is None:
+        raise ValueError(
+            f"{name}: vLLM runs no adapters of experts that kbit quantized. Name the layers that have one: "
+            f"--lora-target-modules qkv_proj o_proj."
+        )
+    ranks = moe.moe_parallel_config
+    if ranks.use_all2all_kernels and not ranks.use_ag_rs_all2all_kernels:
+        raise ValueError(
+            f"{name}: kbit's experts take their tokens by --all2all-backend allgather_reducescatter, got "
+            f"{ranks.all2all_backend}."
+        )

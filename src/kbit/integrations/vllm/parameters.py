@@ -68,17 +68,21 @@ class Filling:
         config = get_current_vllm_config_or_none()
         self.drawn = config is not None and config.load_config.load_format == "dummy"
 
+    @property
+    def __name__(self) -> str:
+        """What vLLM asks for before it puts its own loader around this one, to load once more."""
+        raise NotImplementedError(
+            "kbit: new weights cannot be loaded into a running vLLM engine (reload_weights, and waking from "
+            "sleep level 2). Start it again."
+        )
+
     def __call__(self, param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's loader; `args` may begin with the id of a merged matrix, or of several."""
-        piece = self.piece(loaded_weight, *args, **kwargs)
+        piece = args[0] if args else kwargs.get("loaded_shard_id", getattr(loaded_weight, "shard_id", None))
         self.pieces.update(piece if isinstance(piece, tuple) else (piece,))
         if self.columns is not None and loaded_weight.shape[1] < self.columns:
             loaded_weight = nn.functional.pad(loaded_weight, (0, self.columns - loaded_weight.shape[1]))
         return self.load(param, loaded_weight, *args, **kwargs)
-
-    def piece(self, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The id of what came, or several in a tuple; None for a whole layer."""
-        return args[0] if args else kwargs.get("loaded_shard_id", getattr(loaded, "shard_id", None))
 
     def refuse_missing(self, count: int, name: str) -> None:
         """Raise ValueError unless all of `count` matrices came, or vLLM was to draw weights."""
@@ -92,14 +96,29 @@ class Filling:
 
 
 class ExpertsFilling(Filling):
-    """That of experts, whose pieces are gates, ups and downs, "w1", "w3" and "w2", of experts by number."""
+    """That of experts, whose pieces are gates, ups and downs, "w1", "w3" and "w2", of this rank's experts."""
 
     supports_moe_loading = True  # asked for by models that load their experts themselves
 
-    def piece(self, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The expert and its matrix, as one id."""
-        _, shard, expert = (*args, *[None] * 3)[:3]
-        return f"{kwargs.get('expert_id', expert)}.{kwargs.get('shard_id', shard)}"
+    def __call__(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """As vLLM's loader; factors of experts that are stored as one tensor go to them one by one."""
+        one = (weight_name, shard_id, expert_id)
+        if loaded_weight.dim() == 1 and loaded_weight.numel() > 1:
+            each = [self.load(param, factor, *one[:2], e, True) for e, factor in enumerate(loaded_weight)]
+            taken = any(each)
+        else:
+            taken = bool(self.load(param, loaded_weight, *one, True))
+            if taken:
+                self.pieces.add(one[1:])
+        return taken if return_success else None
 
 
 def refuse_split_blocks(columns: int, whole: int, name: str, otherwise: str = "") -> None:
