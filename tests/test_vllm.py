@@ -360,4 +360,11 @@ def test_only_what_no_layer_took_is_decoded(config):
     assert set(config.plain_modules(model)) == set(config.widths) - set(drafts)
     config.taken.update(config.widths)
     assert config.plain_modules(model) == {"model.embed_tokens": 64}
-    assert DefaultModelLoader.get_all_weights.knows_kbit
+
+
+def test_the_loader_decodes_once():
+    plugin.register()
+    loader = DefaultModelLoader.get_all_weights
+    plugin.register()
+    assert loader.knows_kbit
+    assert DefaultModelLoader.get_all_weights is loader

@@ -26,8 +26,13 @@ def register() -> None:
     A vLLM that is too old keeps working for other checkpoints: what is missing is logged.
     """
     try:
-        from kbit.integrations.vllm import config  # noqa: F401  (imported for what it registers)
+        from kbit.integrations.vllm import (
+            config,  # noqa: F401  (imported for what it registers)
+            decoding,
+        )
     except ImportError as error:
         logging.getLogger("vllm.kbit").warning(
             "kbit checkpoints will not load: kbit's plugin needs vLLM %s or newer (%s).", OLDEST_VLLM, error
         )
+        return
+    decoding.decode_what_is_plain()

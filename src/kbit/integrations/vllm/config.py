@@ -16,7 +16,6 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from kbit.format.names import SCALE, original_of
 from kbit.format.policy import QUANT_METHOD, QuantizationPolicy
-from kbit.integrations.vllm.decoding import decode_what_is_plain
 from kbit.integrations.vllm.experts import KbitExpertsMethod
 from kbit.integrations.vllm.linear import KbitLinearMethod
 from kbit.integrations.vllm.stored import index_of, widths
@@ -193,5 +192,3 @@ class KbitVllmConfig(QuantizationConfig):
 _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 # What transformers calls input embeddings.
 _TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
-
-decode_what_is_plain()
