@@ -137,7 +137,11 @@ class KbitLinear(QuantizedModule, nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`forward` of this layer alone, with a bias of the caller's."""
+        """`forward` of this layer alone, with a bias of the caller's: x [..., in_features], bias [out_features].
+
+        Raises:
+            NotImplementedError, TypeError, ValueError: see `forward`.
+        """
         tiled: torch.Tensor | None = self._parameters.get("weight" + TILED)
         if tiled is None:
             tiled = self._tiles_for_call("weight")
