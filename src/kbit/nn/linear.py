@@ -137,7 +137,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`forward` of this layer alone, with a bias of the caller's: x [..., in_features], bias [out_features].
+        """`forward` of this layer alone, x [..., in_features], with a bias of the caller's [out_features].
 
         Raises:
             NotImplementedError, TypeError, ValueError: see `forward`.
