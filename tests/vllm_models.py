@@ -34,14 +34,14 @@ def config_of(architecture):
     return config
 
 
-def save(architecture, folder, **policy):
+def save(architecture, folder):
     """The folders of a model of mixed widths, and of the same with its weights decoded to float32."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(architecture), dtype=torch.float32).eval()
     tiny_models.spread_magnitudes(model)
-    kbit.quantize_model(model, kbit.KbitConfig(**{**POLICY, **policy}))
+    kbit.quantize_model(model, kbit.KbitConfig(**POLICY))
     model.save_pretrained(folder / "quantized")
     kbit.dequantize_model(model, torch.float32)
     model.save_pretrained(folder / "decoded")
