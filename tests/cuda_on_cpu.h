@@ -273,6 +273,11 @@ void into_shared(u32 address, T value) {
 inline u32 load_shared(u32 address) {
     return from_shared<u32>(address);
 }
+inline void load_matrices_of(u32* v, u32 address) {
+    for (int i = 0; i < 4; ++i) {
+        v[i] = load_shared(exchange(address, 8 * i + lane_id() / 4) + lane_id() % 4 * 4);
+    }
+}
 inline uint2 load_shared2(u32 address) {
     return from_shared<uint2>(address);
 }

@@ -26,7 +26,10 @@ from kbit.backends.cuda.compiler import CSRC, KernelSpec
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
-TOGETHER = ("stream", "grouped", "nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few")
+TOGETHER = (
+    *("stream", "grouped", "resident"),
+    *("nvfp4_gemm", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few"),
+)
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.
 KNOWN = ("common.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
@@ -43,6 +46,7 @@ PTX = (
         r'asm volatile\("bar\.sync %0, %1;"[^;]*?"r"\(1 \+ team\), "r"\(threads\)[^;]*;',
         "sync_some(1 + team, threads);",
     ),
+    (r'asm volatile\("ldmatrix[^;]*;"[^;]*;', "load_matrices_of(v + at, address);"),
     (r'asm volatile\("" : "\+[^;]*;', ""),  # what hides values from the compiler
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
     (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),

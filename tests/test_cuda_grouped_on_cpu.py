@@ -1,15 +1,16 @@
-"""csrc/grouped.cu run on the CPU: any dealing of rows to experts, teams that split K, gates, ragged sizes."""
+"""grouped.cu and resident.cu run on the CPU: dealings of rows, teams that split K, gates, ragged sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
 
 import cuda_on_cpu
 import kbit
-from kbit.backends.cuda import driver, grouped
+from kbit.backends.cuda import driver, grouped, resident
 from kbit.backends.cuda.weight_shape import WeightShape
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -17,6 +18,7 @@ if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
 
 # A machine so small that blocks have several experts.
 LIMITS = driver.DeviceLimits(multiprocessors=2, shared_bytes=227 * 1024, arch="90a")
+both = pytest.mark.parametrize("kernel", [grouped, resident], ids=["grouped", "resident"])
 DEALINGS = [(2, 0, 1, 5), (0, 0, 3), (9, 1, 0), (1, 1, 1, 1, 1, 1, 1), (0, 17)]
 
 
@@ -35,6 +37,7 @@ def offsets_of(dealing: Sequence[int]) -> torch.Tensor:
 
 
 def check(
+    kernel: ModuleType,
     dealing: Sequence[int],
     n: int,
     k: int,
@@ -53,45 +56,49 @@ def check(
     offsets = offsets_of(dealing)
     y = torch.full((rows, n // 2 if gated else n), float("nan"), dtype=dtype)
     parts = (tiled, q.codebook.float(), q.scale.float(), offsets, source, n, k, gated)
-    grouped.linear(x, *parts, y)
+    kernel.linear(x, *parts, y)
     x = x if source is None else x[source.long()]
     for expert in range(experts):
         mine = slice(int(offsets[expert]), int(offsets[expert + 1]))
         cuda_on_cpu.require_product(y[mine], x[mine], w[expert], gated=gated)
 
 
+@both
 @pytest.mark.parametrize("dealing", DEALINGS, ids=str)
 @pytest.mark.parametrize("gathered", [False, True])
-def test_any_dealing(dealing: Sequence[int], gathered: bool) -> None:
+def test_any_dealing(kernel: ModuleType, dealing: Sequence[int], gathered: bool) -> None:
     for n, k in ((72, 200), (9, 333)):
-        check(dealing, n, k, gathered=gathered)
+        check(kernel, dealing, n, k, gathered=gathered)
 
 
+@both
 @pytest.mark.parametrize("dealing", [(40, 3), (16, 16), (12, 0, 20)], ids=str)
-def test_sixteen_rows_at_a_time(dealing: Sequence[int]) -> None:
+def test_sixteen_rows_at_a_time(kernel: ModuleType, dealing: Sequence[int]) -> None:
     weight = WeightShape(72, 200, 4, False, LIMITS)
-    chosen = grouped.plan(sum(dealing), len(dealing), weight)
+    chosen = kernel.plan(sum(dealing), len(dealing), weight)
     assert chosen is not None
     assert chosen.tokens == 16
-    check(dealing, 72, 200)
-    check(dealing, 64, 200, gated=True)
+    check(kernel, dealing, 72, 200)
+    check(kernel, dealing, 64, 200, gated=True)
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
-def test_every_width(bits: int, dtype: torch.dtype) -> None:
-    check((2, 0, 1, 5), 72, 200, bits, dtype)
-    check((3, 1), 64, 320, bits, dtype, gated=True)
+def test_every_width(kernel: ModuleType, bits: int, dtype: torch.dtype) -> None:
+    check(kernel, (2, 0, 1, 5), 72, 200, bits, dtype)
+    check(kernel, (3, 1), 64, 320, bits, dtype, gated=True)
 
 
-@pytest.mark.parametrize(("n", "k", "dealing"), [(16, 2048, (1, 2)), (32, 1100, (3,)), (64, 3000, (0, 9))])
+@both
+@pytest.mark.parametrize(("n", "k", "dealing"), [(16, 2048, (1, 2)), (32, 1100, (3,)), (32, 1990, (0, 9))])
 @pytest.mark.parametrize("gated", [False, True])
-def test_teams_that_split_k(n: int, k: int, dealing: Sequence[int], gated: bool) -> None:
+def test_teams_that_split_k(kernel: ModuleType, n: int, k: int, dealing: Sequence[int], gated: bool) -> None:
     rows = 2 * n if gated else n
-    chosen = grouped.plan(sum(dealing), len(dealing), WeightShape(rows, k, 4, gated, LIMITS))
+    chosen = kernel.plan(sum(dealing), len(dealing), WeightShape(rows, k, 4, gated, LIMITS))
     assert chosen is not None
     assert chosen.span > 1
-    check(dealing, rows, k, gated=gated)
+    check(kernel, dealing, rows, k, gated=gated)
 
 
 @pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])
@@ -99,26 +106,28 @@ def test_teams_that_split_k(n: int, k: int, dealing: Sequence[int], gated: bool)
 def test_other_machines(arch: str, kilobytes: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = driver.DeviceLimits(multiprocessors=2, shared_bytes=kilobytes * 1024, arch=arch)
     monkeypatch.setattr(driver, "device_limits", lambda index: limits)
-    check((2, 0, 1, 5), 72, 200, bits)
+    check(grouped, (2, 0, 1, 5), 72, 200, bits)
 
 
+@both
 @pytest.mark.parametrize(
     "offsets", [[0, 5, 3, 8], [0, -4, 2, 6], [3, 5, 90, 400], [2, 2, 2, 6], [8, 0, 0, 0]], ids=str
 )
-def test_offsets_that_say_nonsense_do_no_harm(offsets: list[int]) -> None:
+def test_offsets_that_say_nonsense_do_no_harm(kernel: ModuleType, offsets: list[int]) -> None:
     q = kbit.quantize(torch.randn(3, 40, 64), bits=4, search=False)
     around = torch.full((8 + 2, 40), 7.0, dtype=torch.float16)
     tiled, x = q.tile().tiled, torch.randn(8, 64).half()
     parts = (tiled, q.codebook.float(), q.scale.float(), torch.tensor(offsets).int(), None, 40, 64, False)
-    grouped.linear(x, *parts, around[1:-1])
+    kernel.linear(x, *parts, around[1:-1])
     assert bool((around[[0, -1]] == 7).all())
 
 
-def test_rows_of_no_expert_are_zero() -> None:
+@both
+def test_rows_of_no_expert_are_zero(kernel: ModuleType) -> None:
     q = kbit.quantize(torch.randn(2, 40, 64), bits=4, search=False)
     x, y = torch.randn(9, 64).half(), torch.full((9, 40), float("nan"), dtype=torch.float16)
     offsets = torch.tensor([2, 4, 6]).int()
     parts = (q.tile().tiled, q.codebook.float(), q.scale.float(), offsets, None, 40, 64, False)
-    grouped.linear(x, *parts, y)
+    kernel.linear(x, *parts, y)
     assert bool((y[[0, 1, 6, 7, 8]] == 0).all())
     assert bool((y[2:6] != 0).any())

@@ -14,6 +14,7 @@ from kbit.backends.cuda import (
     grouped_preference,
     operands,
     preference,
+    resident,
     stream,
     stream_config,
     wgmma,
@@ -102,6 +103,29 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
             assert int(pieces[shares > 0].max()) <= room, case
 
 
+def test_resident_plans_fit_and_hold_every_unit() -> None:
+    device = next(device for device in DEVICES if device.arch == resident.ARCH)
+    sizes = [(8, 512, 2048), (8, 2048, 512), (16, 512, 2048), (3, 96, 1984), (1, 16, 64), (70, 100, 100)]
+    chosen = set()
+    for bits, (experts, n, k), rows in itertools.product(SUPPORTED_BITS, sizes, (1, 8, 64, 200, 2000)):
+        plan = resident.plan(rows, experts, WeightShape(n, k, bits, False, device))
+        case = (bits, experts, n, k, rows, plan)
+        if plan is None:  # the table of 5 bits leaves too little for 16 experts, or activations of 16 rows
+            assert (bits, k) == (5, 2048), case
+            assert experts == 16 or rows > 8 * experts, case
+            continue
+        units, k_tiles = -(-n // 32) * experts, -(-k // 64)
+        assert plan.each * plan.grid + plan.rest == units, case
+        assert plan.span <= min(k_tiles, plan.config.warps), case
+        assert plan.span * plan.config.tiles >= k_tiles, case
+        assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
+        assert plan.config in resident.configs(bits, device.shared_bytes), case
+        chosen.add((bits, plan.tokens, plan.config))
+    for bits, tokens in itertools.product(SUPPORTED_BITS, resident.TOKENS):
+        for config in resident.configs(bits, device.shared_bytes):
+            assert (bits, tokens, config) in chosen, (bits, tokens, config)
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 def test_what_grouped_takes_it_takes_with_any_number_of_rows(device: DeviceLimits) -> None:
     sizes = [(8, 4096, 14336), (8, 4096, 9216), (128, 4096, 4096), (256, 2048, 7168), (8, 2048, 16384)]
@@ -169,7 +193,9 @@ def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"KBIT_KERNEL=wgmma cannot run this: it needs a Hopper GPU"):
         preference.choose(1, torch.float16, 4096, 4096, False, "80")
     monkeypatch.setenv("KBIT_KERNEL", "marlin")
-    with pytest.raises(ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, grouped, wgmma, cublas"):
+    with pytest.raises(
+        ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, grouped, resident, wgmma, cublas"
+    ):
         preference.choose(1, torch.float16, 4096, 4096, False, "90a")
 
 
@@ -216,7 +242,13 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (1024, 128, 512, 2048, torch.bfloat16, "90a", "grouped"),
         (2048, 128, 512, 2048, torch.float16, "90a", "wgmma"),  # 16 each, long rows
         (2048, 128, 2048, 512, torch.float16, "90a", "grouped"),  # short ones
-        (128, 8, 512, 2048, torch.float16, "90a", "wgmma"),  # few tiles, which clusters split
+        (129, 8, 512, 2048, torch.float16, "90a", "wgmma"),  # few tiles, which clusters split
+        (8, 8, 2048, 512, torch.float16, "90a", "resident"),
+        (128, 8, 512, 2048, torch.bfloat16, "90a", "resident"),
+        (64, 16, 512, 2048, torch.float16, "90a", "resident"),
+        (64, 20, 512, 2048, torch.float16, "90a", "grouped"),  # more than blocks hold well
+        (8, 8, 512, 2112, torch.float16, "90a", "grouped"),  # more columns than warps have registers for
+        (8, 8, 512, 2048, torch.float16, "80", "grouped"),
         (2049, 128, 2048, 512, torch.float16, "90a", "wgmma"),
         (4096, 128, 512, 2048, torch.float16, "80", "grouped"),
         (10, 512, 1024, 2048, torch.float32, "90a", "cublas"),

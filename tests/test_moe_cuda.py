@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -94,8 +96,10 @@ def inputs(make, tokens, dtype, choices=4, experts=16, hidden=256, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["", "grouped", "resident", "wgmma"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 100, 257, 1024, 4096])
-def test_the_layer_is_right_and_repeats(tokens, dtype):
+def test_the_layer_is_right_and_repeats(tokens, kernel, dtype, monkeypatch):
+    monkeypatch.setenv("KBIT_KERNEL", kernel)
     layer = quantized(dtype)
     # Weights are exact in float64 when decoded to the dtype that kernels compute in; what remains is the
     # rounding of activations between the two products and of the result.
@@ -155,6 +159,57 @@ def test_one_token_goes_other_ways(dtype, choices, intermediate, kernel, monkeyp
 def test_one_token_repeats_while_memory_is_busy(sizes):
     layer, other = quantized(torch.float16, **sizes), torch.cuda.Stream()
     x, ids, weights = inputs(uniform, 1, torch.float16, choices=10, hidden=sizes["hidden"])
+    noise = torch.empty(2**26, device="cuda")
+    torch.use_deterministic_algorithms(True)  # new memory then holds NaN
+    try:
+        with torch.no_grad():
+            first = layer(x, ids, weights).clone()
+            for _ in range(300):
+                with torch.cuda.stream(other):
+                    noise.add_(1.0)
+                assert torch.equal(layer(x, ids, weights), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Columns that end within a tile and within a team's share; eight experts that fill a multiprocessor's memory.
+SMALL = [{"hidden": 200, "intermediate": 144}, {"experts": 8, "hidden": 2048, "intermediate": 512}]
+
+
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["grouped", "resident"])
+def test_few_rows_are_right_at_every_width(kernel, dtype, bits, sizes, monkeypatch):
+    monkeypatch.setenv("KBIT_KERNEL", kernel)
+    layer, of_ids = quantized(dtype, bits, **sizes), {"experts": sizes.get("experts", 16)}
+    decoded = [layer.dequantize(name, dtype) for name in layer.shapes]
+    for make, tokens in itertools.product(ROUTINGS, (1, 3, 20, 61)):
+        x, ids, weights = inputs(make, tokens, dtype, hidden=sizes["hidden"], **of_ids)
+        check_one_token(layer, decoded, x, ids, weights)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 40])
+@pytest.mark.parametrize("sizes", [(512, 2048), (2048, 512), (72, 200)], ids=str)
+@pytest.mark.parametrize("kernel", ["grouped", "resident"])
+def test_one_hot_rows_return_decoded_weights(kernel, sizes, rows, monkeypatch):
+    monkeypatch.setenv("KBIT_KERNEL", kernel)
+    out_features, in_features = sizes
+    w = torch.randn(8, out_features, in_features, device="cuda", dtype=torch.float16)
+    q = kbit.quantize(w, bits=4, search=False)
+    decoded = kbit.dequantize(q, torch.float16)
+    at = torch.randint(0, in_features, (8 * rows,), device="cuda")
+    x = torch.nn.functional.one_hot(at, in_features).half()
+    offsets = torch.arange(9, device="cuda", dtype=torch.int32) * rows
+    expert = torch.arange(8, device="cuda").repeat_interleave(rows)
+    assert torch.equal(kbit.ops.grouped_linear(x, q, offsets), decoded[expert, :, at])
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_experts_repeat_while_memory_is_busy(rows, monkeypatch):
+    monkeypatch.setenv("KBIT_KERNEL", "resident")
+    layer, other = quantized(torch.float16, experts=8, hidden=2048, intermediate=512), torch.cuda.Stream()
+    x, ids, weights = inputs(uniform, 2 * rows, torch.float16, experts=8, hidden=2048)
     noise = torch.empty(2**26, device="cuda")
     torch.use_deterministic_algorithms(True)  # new memory then holds NaN
     try:

@@ -206,13 +206,13 @@ def _multiply_many(weight, dtype) -> None:
 
 
 def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
-    """Rows sorted by expert: found by moe_align, multiplied by both kernels, summed by moe_combine.
+    """Rows sorted by expert: found by moe_align, multiplied by every kernel, summed by moe_combine.
 
     One token's also without sorting.
     """
     import torch
 
-    from kbit.backends.cuda import driver, grouped, one_token, wgmma
+    from kbit.backends.cuda import driver, grouped, one_token, resident, wgmma
 
     hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
     n, k, gated = sizes
@@ -227,6 +227,9 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
         grouped.linear(x, tiled, codebook, scale, bounds, source, *sizes, out)
         assert torch.isfinite(out).all()
+        if hopper:
+            resident.linear(x, tiled, codebook, scale, bounds, source, *sizes, out.fill_(torch.nan))
+            assert torch.isfinite(out).all()
         if hopper and tokens == 1:
             one_token.rows(x, tiled, codebook, scale, ids[0], *sizes, out.fill_(torch.nan))
             assert torch.isfinite(out).all()

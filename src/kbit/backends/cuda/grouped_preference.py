@@ -7,13 +7,19 @@ import functools
 import torch
 
 from kbit.backends import environment
-from kbit.backends.cuda import grouped, operands, wgmma
+from kbit.backends.cuda import grouped, operands, resident, wgmma
 from kbit.backends.cuda.preference import forced_kernel
 from kbit.backends.cuda.weight_shape import WeightShape
 
 # Between 8 and 16 rows of an expert, wgmma loses where K is short and its tiles of so many weight rows fill
 # the machine: on an H200 128 experts of 512 x 2048 take 33 us and 43, of 2048 x 512 45 and 35.
 _SHORT, _TILE_ROWS = 1024, 128
+# Rows of an expert, evenly dealt, and bytes of a block's weights up to which resident.cu is fastest. On an
+# H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.5 us,
+# grouped 5.0; by 16 rows 4.9 and 4.6, wgmma 6.8 and 5.6; 16 of them (70 KB) by 4 rows 5.9 and 6.6, grouped
+# 7.7 and 7.6; 32 of them by 4 rows 11.5, grouped 9.7. An expert with more rows than others waits for its own
+# blocks: dealt by Zipf's law, 64 rows on 8 experts take 8.2 and 7.2 us, grouped 7.5 and 6.9.
+_RESIDENT_ROWS, _RESIDENT_BYTES = 16, 72 * 1024
 
 
 def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str:
@@ -25,12 +31,15 @@ def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    refusals = _refusals(dtype, experts, weight)
+    refusals = _refusals(m, dtype, experts, weight)
     forced = forced_kernel(environment.kernel(), refusals)
     if forced:
         return forced
     fills = experts * weight.out_features >= _TILE_ROWS * weight.device.multiprocessors
     short = weight.in_features <= _SHORT and fills
+    held = resident.plan(m, experts, weight) if refusals["resident"] is None else None
+    if held is not None and m <= _RESIDENT_ROWS * experts and held.weight_bytes <= _RESIDENT_BYTES:
+        return "resident"
     few = m <= grouped.TOKENS[1 if short else 0] * experts
     if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
         return "grouped"
@@ -44,12 +53,14 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
         ValueError: see `choose`.
     """
     chosen = choose(m, dtype, experts, weight)
-    refusals = _refusals(dtype, experts, weight)
+    refusals = _refusals(m, dtype, experts, weight)
     words = {kernel: refusal or "could take it" for kernel, refusal in refusals.items()}
     words[chosen] = "taken by estimate"
     if chosen == "grouped" and (plan := grouped.plan(m, experts, weight)) is not None:
         warps = f"{plan.config.warps} warps, {plan.span} of them to a row"
         words[chosen] += f": {plan.grid} blocks of {warps}, {plan.most} rows of an expert at once"
+    elif chosen == "resident" and (held := resident.plan(m, experts, weight)) is not None:
+        words[chosen] += f": {held.grid} blocks of {held.config.warps} warps, {held.span} of them to a row"
     elif chosen == "wgmma":
         launch = wgmma.grouped_plan(m, experts, weight)
         words[chosen] += f": {launch.grid} blocks of {launch.tiling.tokens} tokens"
@@ -57,10 +68,11 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
 
 
 @functools.lru_cache(maxsize=4096)
-def _refusals(dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str | None]:
+def _refusals(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str | None]:
     """Why each kernel may not take a problem, or None."""
     of_both = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
     return {
+        "resident": resident.refusal(m, dtype, experts, weight),
         "grouped": grouped.refusal(dtype, experts, weight),
         "wgmma": wgmma.arch_refusal(weight.device.arch) or of_both,
         "cublas": None,

@@ -1,8 +1,8 @@
 """Which kernel takes a product of one weight: legality, measurements, estimates.
 
 `decide` takes the fastest by measurement where a table has the problem (`kbit.backends.cuda.tables`), else by
-estimate. KBIT_KERNEL=stream (one weight), grouped (experts), wgmma or cublas forces a kernel; where that may
-not take a problem, the error says why.
+estimate. KBIT_KERNEL=stream (one weight), grouped or resident (experts), wgmma or cublas forces a kernel;
+where that may not take a problem, the error says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kbit.backends import environment
 from kbit.backends.cuda import operands, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.weight_shape import WeightShape
 
-KERNELS = ("stream", "grouped", "wgmma", "cublas")
+KERNELS = ("stream", "grouped", "resident", "wgmma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
 # 16 tokens 19.9 and 15.1.
 FEW_TOKENS = 8

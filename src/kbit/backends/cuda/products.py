@@ -18,6 +18,7 @@ from kbit.backends.cuda import (
     grouped_preference,
     one_token,
     operands,
+    resident,
     routing,
     stream,
     tables,
@@ -185,8 +186,9 @@ def grouped_linear_tiled(
     shape = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
     kernel = grouped_preference.choose(out.shape[0], x.dtype, tiled.shape[0], shape)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
-    if kernel == "grouped":
-        grouped.linear(x, *weight, source, *sizes, out)
+    if kernel in ("grouped", "resident"):
+        module = grouped if kernel == "grouped" else resident
+        module.linear(x, *weight, source, *sizes, out)
         return
     if source is not None:
         x = x.index_select(0, source)

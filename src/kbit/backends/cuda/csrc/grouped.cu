@@ -25,48 +25,6 @@
 // of teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
 #include "grouped.cuh"
 
-// sums[half] += one column tile of each half times x.
-DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
-                          const S::Words (&scales)[2], const u32 (&b)[kColumns][8]) {
-    static_for<2>([&](auto block) {
-        constexpr int kBlock = block.value;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 a[2][4];
-            decode.template step<2 * kBlock>(w[half], a[0]);
-            decode.template step<2 * kBlock + 1>(w[half], a[1]);
-            float fresh[kColumns][4] = {};
-            if constexpr (kScaleWeights) {
-                const u32 upper = S::factor<2 * kBlock, 0>(scales[half]),
-                          lower = S::factor<2 * kBlock, 1>(scales[half]);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-#pragma unroll
-                for (int n = 0; n < kColumns; ++n) {
-                    float (&d)[4] = kScaleWeights ? sums[half][n] : fresh[n];
-                    H::mma(d, a[j], b[n][4 * kBlock + 2 * j], b[n][4 * kBlock + 2 * j + 1]);
-                }
-            }
-            if constexpr (!kScaleWeights) {
-                const u32 both = S::halves<kBlock>(scales[half]);
-                const float upper = low_half(both), lower = high_half(both);
-#pragma unroll
-                for (int n = 0; n < kColumns; ++n) {
-                    sums[half][n][0] += fresh[n][0] * upper;
-                    sums[half][n][1] += fresh[n][1] * upper;
-                    sums[half][n][2] += fresh[n][2] * lower;
-                    sums[half][n][3] += fresh[n][3] * lower;
-                }
-            }
-        }
-    });
-}
-
 // A warp's columns of a unit. x: see Activations::load, x_tile: the job's first, x_bytes: of a column tile.
 DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const D& decode, Ring& ring, u32 x,
                           u32 x_tile, u32 x_bytes, u32 zero, int lane) {
@@ -140,10 +98,6 @@ struct Output {
         }
     }
 };
-
-DEVICE void team_sync(int team, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
-}
 
 // The sums of a team's warps, in their order, to its first. `parts`: of the team, [warp][sum / 4][lane][4].
 DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, int team, int place,
@@ -249,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     wait_for_previous();
     launch_late();
 
+    const Owned owned(offsets, experts, rows);
     int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
     int count;
     const int room = (parts_at - jobs_at) / int(sizeof(Job)) - 1;
@@ -288,5 +243,5 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             }
         }
     }
-    clear_other_rows(y, offsets, experts, rows, p.width(), threadIdx.x, blockDim.x);
+    owned.clear_others(y, rows, p.width(), threadIdx.x, blockDim.x);
 }

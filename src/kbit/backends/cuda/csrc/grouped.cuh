@@ -1,46 +1,18 @@
-// What the warps of grouped.cu hold: the problem, a block's jobs, the ring of packed weights, activations.
+// What the warps of grouped.cu hold: a block's jobs, the ring of packed weights, activations.
 #pragma once
 
-#include "config.h"
-#include "decode.cuh"
-#include "groups.cuh"
-#include "quads.cuh"
+#include "grouped_unit.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
-using H = Half<Config::bf16>;
-using S = Scales<kUe4m3, Config::bf16>;
-
-constexpr int kTokens = Config::tokens;
 constexpr int kStages = Config::stages;
-constexpr int kWarps = Config::warps;
-constexpr int kColumns = kTokens == 16 ? 2 : 1;  // MMA columns / 8
-constexpr int kTiles = 2;                        // of a row tile, in a stage of the ring
+constexpr int kTiles = 2;  // of a row tile, in a stage of the ring
 constexpr int kHalfBytes = kTiles * D::kTileBytes;
 constexpr int kStageBytes = 2 * kHalfBytes;
-constexpr int kSums = 8 * kColumns;  // of a lane and unit
-// As in stream.cu: scaled weights, or scaled products of a block.
-constexpr bool kScaleWeights = Config::tokens == 16;
 constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
 static_assert(!kInHoles || D::kHoles);
 
-// A unit is two row tiles: neighbours, or if gated a gate's and its up's. Warps of a team share its columns.
-struct Problem {
-    int n, k, k_tiles, row_tiles, units;
-    bool gated;
-    int span, teams;
-
-    DEVICE int width() const { return gated ? n / 2 : n; }
-    // The row tile of each half. The last of an odd number stands in for the one that is missing.
-    DEVICE int upper(int unit) const { return gated ? unit : 2 * unit; }
-    DEVICE int lower(int unit) const {
-        return gated ? unit + row_tiles / 2 : min(2 * unit + 1, row_tiles - 1);
-    }
-};
-
-// Up to kTokens rows of an expert, and units of its weight. A block has a list of them, and an end.
-struct Job {
-    int expert, row, tokens;  // rows row .. row + tokens - 1, as sorted
-    int first, begin;         // its first unit: of the weight, and of the block
+// A piece, and units of its expert's weight. A block has a list of them, and an end.
+struct Job : Piece {
+    int first, begin;  // its first unit: of the weight, and of the block
 };
 
 // Where a warp is among the block's units: every `teams`-th is its team's.

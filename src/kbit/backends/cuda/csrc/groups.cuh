@@ -45,7 +45,7 @@ struct Groups {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = threadIdx.x * kShare;
 #pragma unroll
         for (int i = 0; i <= kShare; ++i) {  // all on their way at once: each takes 700 clocks
-            row[i] = row_offset(offsets, min(first + i, experts), rows);
+            row[i] = first < experts ? row_offset(offsets, min(first + i, experts), rows) : 0;
         }
         int a = 0, b = 0;
 #pragma unroll
@@ -125,15 +125,20 @@ DEVICE const Group& find_group(LIST list, int groups, int piece) {
     return list[low];
 }
 
-// Rows of y that no expert owns become zero; by thread `thread` of `threads` of a block.
-DEVICE void clear_other_rows(u16* y, const int* offsets, int experts, int rows, int width, int thread,
-                             int threads) {
-    const int first = row_offset(offsets, 0, rows), end = row_offset(offsets, experts, rows);
-    const int owned = end > first ? end - first : 0;
-    for (int row = blockIdx.x; row < rows - owned; row += gridDim.x) {
-        u16* const to = y + u64(row < first ? row : row + owned) * width;
-        for (int i = thread; i < width; i += threads) {
-            to[i] = 0;
+// Rows that experts own.
+struct Owned {
+    int first, count;
+
+    DEVICE Owned(const int* offsets, int experts, int rows) : first(row_offset(offsets, 0, rows)) {
+        count = max(0, row_offset(offsets, experts, rows) - first);
+    }
+    // The others' y becomes zero; by thread `thread` of `threads` of a block.
+    DEVICE void clear_others(u16* y, int rows, int width, int thread, int threads) const {
+        for (int row = blockIdx.x; row < rows - count; row += gridDim.x) {
+            u16* const to = y + u64(row < first ? row : row + count) * width;
+            for (int i = thread; i < width; i += threads) {
+                to[i] = 0;
+            }
         }
     }
-}
+};

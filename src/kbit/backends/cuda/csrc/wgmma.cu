@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
                 (thread - 128) % kTeamThreads);
         if constexpr (kGrouped) {
-            clear_other_rows(y, offsets, experts, m, p.width(), thread - 128, kConsumers);
+            Owned(offsets, experts, m).clear_others(y, m, p.width(), thread - 128, kConsumers);
         }
     }
     if constexpr (kMulticast) {

@@ -1,0 +1,89 @@
+// What grouped.cu and resident.cu do alike: a unit of an expert's weight times a piece of the expert's rows.
+#pragma once
+
+#include "config.h"
+#include "decode.cuh"
+#include "groups.cuh"
+#include "quads.cuh"
+
+using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
+using H = Half<Config::bf16>;
+using S = Scales<kUe4m3, Config::bf16>;
+
+constexpr int kTokens = Config::tokens;
+constexpr int kWarps = Config::warps;
+constexpr int kColumns = kTokens == 16 ? 2 : 1;  // MMA columns / 8
+constexpr int kSums = 8 * kColumns;              // of a lane and unit
+// As in stream.cu: scaled weights, or scaled products of a block.
+constexpr bool kScaleWeights = Config::tokens == 16;
+
+// A unit is two row tiles: neighbours, or if gated a gate's and its up's. Warps of a team share its columns.
+struct Problem {
+    int n, k, k_tiles, row_tiles, units;
+    bool gated;
+    int span, teams;
+
+    DEVICE int width() const { return gated ? n / 2 : n; }
+    // The row tile of each half. The last of an odd number stands in for the one that is missing.
+    DEVICE int upper(int unit) const { return gated ? unit : 2 * unit; }
+    DEVICE int lower(int unit) const {
+        return gated ? unit + row_tiles / 2 : min(2 * unit + 1, row_tiles - 1);
+    }
+};
+
+// Up to kTokens rows of an expert.
+struct Piece {
+    int expert, row, tokens;  // rows row .. row + tokens - 1, as sorted
+};
+
+// sums += the two k16 steps `a` of block BLOCK of a column tile times x. `a` may be scaled.
+template <int BLOCK>
+DEVICE void multiply_block(float (&sums)[kColumns][4], u32 (&a)[2][4], S::Words scales,
+                           const u32 (&b)[kColumns][8]) {
+    float fresh[kColumns][4] = {};
+    if constexpr (kScaleWeights) {
+        const u32 upper = S::factor<2 * BLOCK, 0>(scales), lower = S::factor<2 * BLOCK, 1>(scales);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            float (&d)[4] = kScaleWeights ? sums[n] : fresh[n];
+            H::mma(d, a[j], b[n][4 * BLOCK + 2 * j], b[n][4 * BLOCK + 2 * j + 1]);
+        }
+    }
+    if constexpr (!kScaleWeights) {
+        const u32 both = S::halves<BLOCK>(scales);
+        const float upper = low_half(both), lower = high_half(both);
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            sums[n][0] += fresh[n][0] * upper;
+            sums[n][1] += fresh[n][1] * upper;
+            sums[n][2] += fresh[n][2] * lower;
+            sums[n][3] += fresh[n][3] * lower;
+        }
+    }
+}
+
+// sums[half] += one column tile of each half times x.
+DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
+                          const S::Words (&scales)[2], const u32 (&b)[kColumns][8]) {
+    static_for<2>([&](auto block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 a[2][4];
+            decode.template step<2 * block.value>(w[half], a[0]);
+            decode.template step<2 * block.value + 1>(w[half], a[1]);
+            multiply_block<block.value>(sums[half], a, scales[half], b);
+        }
+    });
+}
+
+// `threads`: of the team.
+DEVICE void team_sync(int team, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
+}

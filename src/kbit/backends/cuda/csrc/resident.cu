@@ -1,0 +1,323 @@
+// y[r, n] = sum_k x[r, k] * W[e, n, k] for rows r of few experts: so few that all their weights fit in the
+// shared memories of the machine.
+//
+// Gated: W holds 2 * I rows, gates first; y[r, i] = silu(gate[r, i]) * up[r, i], shape [R, I], I % 16 == 0.
+//
+//   tiled     [experts, ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
+//   codebook  float32 [2^bits]; scale float32 [experts]: the matrices' factors
+//   x         16-bit [x_rows, x_stride], rows aligned to 16 bytes, zeros behind K up to a multiple of 8
+//   offsets   int32 [experts + 1], see groups.cuh
+//   source    int32 [R], the row of x that a sorted row is; or null: the same
+//   y         16-bit [R, N], or [R, N/2] if gated
+//
+// Such a product is over before grouped.cu has dealt the rows it was given to blocks and sent for weights.
+// Here the units of all experts are dealt beforehand, rows or none, so that a block has its weights, and its
+// table, before the previous kernel is done. Then it looks which rows its experts have, and keeps the weights
+// for as many of them as there are. Two blocks fit on a multiprocessor, of which one is the next kernel's.
+//
+// A unit (grouped_unit.cuh) belongs to a team of `span` warps that split K; a warp has x of its column tiles
+// in registers.
+//
+// Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
+//
+// Dependent launch: as stream.cu's, whoever writes `tiled` ends with a kernel that is launched without it.
+//
+// Shared memory: table, barriers of the warps, weights of the block's units, sums of teams.
+#include "grouped_unit.cuh"
+
+constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
+constexpr int kAhead = 1;                    // of them, decoded before there is x
+constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
+static_assert(!kInHoles || D::kHoles);
+
+// Four 8 x 8 matrices of 16-bit numbers: lane 8i + j says where row j of matrix i is.
+DEVICE void load_matrices(u32 (&v)[8], int at, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[at]), "=r"(v[at + 1]), "=r"(v[at + 2]), "=r"(v[at + 3])
+                 : "r"(address));
+}
+
+// x of a piece in shared memory: [8 columns][8 tokens][token][8 columns] of 16 bits. Tokens are swapped by
+// their columns, so that neither four lanes that write neighbours of a row meet, nor eight that read one of
+// each token. Columns beyond K are zeros up to a column tile.
+struct Activations {
+    static constexpr int kChunkBytes = kColumns * 128 * (kInHoles ? 2 : 1);  // of 8 columns
+    static constexpr int kAtOnce = 8 / kColumns;                             // loads of a lane and 8 tokens
+    const u16* x;
+    const int* source;  // which row of x a sorted row is, or null if x is sorted
+    int stride, rows;
+
+    // Of the first of chunks whose numbers are `chunk` modulo 4.
+    static DEVICE u32 place(int chunk, int token) {
+        const u32 at = (chunk * kColumns + token / 8) * 128 + (token % 8 ^ chunk % 4 * 2) * 16;
+        return kInHoles ? D::hole(at) : at;
+    }
+    // All threads of the block. to: `place` of chunk 4 * warp + lane % 4, token lane / 4, from where x
+    // begins.
+    DEVICE void stage(u32 to, const Problem& p, const Piece& piece) const {
+        const int lane = threadIdx.x & 31, g = lane >> 2;
+        const int last = p.k_tiles * 64;
+        const u16* from[kColumns];
+        bool there[kColumns];
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            there[n] = n * 8 + g < piece.tokens;
+            int row = piece.row + (there[n] ? n * 8 + g : 0);
+            if (source) {
+                row = max(0, min(source[row], rows - 1));
+            }
+            from[n] = x + u64(u32(row)) * u32(stride);
+        }
+        for (int first = (threadIdx.x >> 5) * 32 + (lane & 3) * 8; first < last;
+             first += kAtOnce * kWarps * 32) {
+            uint4 v[kAtOnce][kColumns];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    const int column = first + i * kWarps * 32;
+                    v[i][n] = there[n] && column < p.k ? *reinterpret_cast<const uint4*>(from[n] + column)
+                                                       : uint4{};
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+                for (int n = 0; n < kColumns; ++n) {
+                    if (there[n] && first + i * kWarps * 32 < last) {
+                        store_shared4(to + i * kWarps * 4 * kChunkBytes + n * (kChunkBytes / kColumns),
+                                      v[i][n]);
+                    }
+                }
+            }
+            to += kAtOnce * kWarps * 4 * kChunkBytes;
+        }
+    }
+};
+
+// The first tiles of a warp's first unit, decoded.
+struct Ready {
+    u32 a[kAhead][2][2][2][4];  // [tile][half][block][step]
+
+    DEVICE void decode_tiles(const D& decode, u32 weights, u32 half_bytes, int lane) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 w[Config::bits];
+                D::load(w, weights + half * half_bytes + i * D::kTileBytes, lane);
+                static_for<2>([&](auto block) {
+                    decode.template step<2 * block.value>(w, a[i][half][block.value][0]);
+                    decode.template step<2 * block.value + 1>(w, a[i][half][block.value][1]);
+                });
+            }
+        }
+    }
+};
+
+// A warp's columns of a unit. `weights`: the shared address of its first tile in the upper half; `x`: that of
+// each column's token in its first chunk. No branch is in the way of loads for the next tile: those that a
+// warp lacks are the first one's, times zeros. AHEAD: of the first unit.
+template <bool AHEAD>
+DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const Ready& ready, u32 weights,
+                          u32 half_bytes, const u32 (&x)[kColumns], int tiles, int lane) {
+    const u32 words_at = weights, scales_at = weights + D::kScalesAt + lane / 4 * S::kBytes;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        const bool decoded = AHEAD && i < kAhead;
+        const u32 tile = i < tiles ? i : 0;
+        u32 w[2][Config::bits], b[kColumns][8];
+        S::Words scales[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 at = half * half_bytes + tile * D::kTileBytes;
+            scales[half] = S::load(scales_at + at);
+            if (!decoded) {
+                D::load(w[half], words_at + at, lane);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int block = 0; block < 2; ++block) {
+                load_matrices(b[n], 4 * block, x[n] + (tile * 8 + block * 4) * Activations::kChunkBytes);
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                b[n][j] = i < tiles ? b[n][j] : 0;
+            }
+        }
+        if (decoded) {
+            static_for<2>([&](auto block) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 a[2][4];
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        a[j / 4][j % 4] = ready.a[i][half][block.value][j / 4][j % 4];
+                    }
+                    multiply_block<block.value>(sums[half], a, scales[half], b);
+                }
+            });
+        } else {
+            multiply_tile(sums, decode, w, scales, b);
+        }
+    }
+}
+
+// The sums of a team's warps, in their order, to y: a warp adds up and writes every `span`-th of a lane's
+// pairs (one of each half). `parts`: of the team, for this lane, [warp][half][pair][lane].
+struct Output {
+    static constexpr int kPairs = 4;  // of 8 tokens
+    static constexpr int kHalfBytes = kPairs * 128;
+    u16* y;
+
+    DEVICE void finish(const Problem& p, const Piece& piece, int unit, float factor,
+                       const float (&sums)[2][kColumns][4], u32 parts, int team, int place, int lane) const {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+            const u32 to = parts + place * 2 * kHalfBytes;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                put_shared(to + i * 128, __float_as_uint(sums[0][n][i]));
+                put_shared(to + kHalfBytes + i * 128, __float_as_uint(sums[1][n][i]));
+            }
+            team_sync(team, p.span * 32);
+#pragma unroll 1
+            for (int i = place; i < kPairs; i += p.span) {
+                if (n * 8 + (i & 1) < piece.tokens) {  // else of no lane, as the odd ones of a single token
+                    write(p, piece, unit, factor, parts + i * 128, n * 8 + 2 * (lane & 3) + (i & 1),
+                          (lane >> 2) + (i & 2) * 4);
+                }
+            }
+            team_sync(team, p.span * 32);
+        }
+    }
+    DEVICE void write(const Problem& p, const Piece& piece, int unit, float factor, u32 from, int token,
+                      int row) const {
+        float v[2] = {};
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            if (warp < p.span) {
+                v[0] += __uint_as_float(load_shared(from + 2 * warp * kHalfBytes));
+                v[1] += __uint_as_float(load_shared(from + (2 * warp + 1) * kHalfBytes));
+            }
+        }
+        if (token >= piece.tokens) {
+            return;
+        }
+        const int width = p.width(), column = p.upper(unit) * 16 + row;
+        u16* const to = y + u64(piece.row + token) * width + column;
+        const float upper = v[0] * factor, lower = v[1] * factor;
+        if (p.gated) {
+            to[0] = H::narrow(silu_and_mul<Config::bf16>(upper, lower));
+            return;
+        }
+        if (column < width) {
+            to[0] = H::narrow(upper);
+        }
+        if (column + 16 < width) {
+            to[16] = H::narrow(lower);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
+    resident(const u8* __restrict__ tiled, const float* __restrict__ codebook,
+             const float* __restrict__ scale, const u16* x, u16* y, const int* offsets, const int* source,
+             int n, int k, int rows, int x_stride, int x_rows, int experts, int gated, int each, int rest,
+             int span_log, int x_at, int weights_at, int parts_at) {
+    extern __shared__ __align__(1024) u8 memory[];
+    launch_early();
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), block = blockIdx.x;
+    const float level = D::level(codebook, lane);
+    Problem p;
+    p.n = n;
+    p.k = k;
+    p.k_tiles = (k + 63) / 64;
+    p.row_tiles = (n + 15) / 16;
+    p.gated = gated != 0;
+    p.units = gated ? p.row_tiles / 2 : (p.row_tiles + 1) / 2;
+    p.span = 1 << span_log;
+    p.teams = kWarps >> span_log;
+    const int team = warp >> span_log, place = warp & (p.span - 1);
+    const int first_tile = p.k_tiles * place >> span_log,
+              tiles = (p.k_tiles * (place + 1) >> span_log) - first_tile;
+    // The block's units: `count` from `skipped` on, counted from those of its first expert.
+    const int first = each * block + min(block, rest), count = each + (block < rest);
+    const int first_expert = Divider(p.units)(first), skipped = first - first_expert * p.units;
+
+    const u32 base = shared_address(memory), barrier = base + D::kTableBytes + warp * 8;
+    const u32 half_bytes = p.k_tiles * D::kTileBytes, tile_at = first_tile * D::kTileBytes;
+    const u32 weights = base + weights_at + tile_at;
+    const int mine = max(0, count - team + p.teams - 1) / p.teams;
+    if (lane == 0) {
+        barrier_init(barrier, max(1, mine) * kCopyArrivals);
+        barriers_visible();
+    }
+    __syncwarp();
+    const u8* matrix = tiled + u64(first_expert) * p.row_tiles * half_bytes + tile_at;
+    for (int unit = team, of = skipped + team; unit < count; unit += p.teams, of += p.teams) {
+        for (; of >= p.units; of -= p.units) {
+            matrix += u64(p.row_tiles) * half_bytes;
+        }
+        const u32 to = weights + 2 * unit * half_bytes;
+        copy<2>({to, to + half_bytes}, {matrix + p.upper(of) * half_bytes, matrix + p.lower(of) * half_bytes},
+                tiles * D::kTileBytes, barrier, lane);
+    }
+    D::fill(memory, level, threadIdx.x, blockDim.x);
+    __syncthreads();
+    const D decode(memory, lane);
+    const Output out{y};
+    const Activations activations{x, source, x_stride, x_rows};
+    const u32 staged_at = opaque(base + x_at + Activations::place(4 * warp + (lane & 3), lane >> 2));
+    const u32 x_tile = opaque(base + x_at + first_tile * 8 * Activations::kChunkBytes);
+    const u32 parts = opaque(base + parts_at + (team << span_log) * 2 * Output::kHalfBytes + lane * 4);
+    Ready ready = {};
+    if (mine > 0) {
+        barrier_wait(barrier, 0);
+        ready.decode_tiles(decode, weights + 2 * team * half_bytes, half_bytes, lane);
+    }
+    wait_for_previous();
+    launch_late();
+
+    const Owned owned(offsets, experts, rows);  // here, or a block's end waits for it
+    bool staged = false;
+    int unit = 0, end = p.units - skipped;
+    for (int expert = first_expert; unit < count; ++expert, unit = end, end += p.units) {
+        const int last = min(end, count), end_row = row_offset(offsets, expert + 1, rows);
+        Piece piece{expert, row_offset(offsets, expert, rows), 0};
+        for (; piece.row < end_row; piece.row += kTokens) {
+            piece.tokens = min(kTokens, end_row - piece.row);
+            if (staged) {
+                __syncthreads();  // all have read what will be overwritten
+            }
+            activations.stage(staged_at, p, piece);
+            staged = true;
+            const float factor = __ldg(scale + expert) * (kScaleWeights ? 1.0f : S::kUnit);
+            u32 columns[kColumns];
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {  // beyond a piece's tokens, its last one
+                columns[n] =
+                    x_tile + Activations::place(lane >> 3, min(n * 8 + (lane & 7), piece.tokens - 1));
+            }
+            __syncthreads();
+            for (int u = unit + ((team - unit) & (p.teams - 1)); u < last; u += p.teams) {
+                barrier_wait(barrier, 0);
+                float sums[2][kColumns][4] = {};
+                const u32 at = weights + 2 * u * half_bytes;
+                if (u == team) {
+                    multiply_unit<true>(sums, decode, ready, at, half_bytes, columns, tiles, lane);
+                } else {
+                    multiply_unit<false>(sums, decode, ready, at, half_bytes, columns, tiles, lane);
+                }
+                out.finish(p, piece, skipped + u - (expert - first_expert) * p.units, factor, sums, parts,
+                           team, place, lane);
+            }
+        }
+    }
+    owned.clear_others(y, rows, p.width(), threadIdx.x, blockDim.x);
+    if (mine > 0) {
+        barrier_wait(barrier, 0);  // a block does not end before its copies
+    }
+}
