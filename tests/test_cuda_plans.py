@@ -111,7 +111,7 @@ def test_resident_plans_fit_and_hold_every_unit() -> None:
         plan = resident.plan(rows, experts, WeightShape(n, k, bits, False, device))
         case = (bits, experts, n, k, rows, plan)
         if plan is None:  # the table of 5 bits leaves too little for 16 experts, or activations of 16 rows
-            assert (bits, k) == (5, 2048), case
+            assert (bits, -(-k // 64)) in ((5, 32), (5, 31)), case
             assert experts == 16 or rows > 8 * experts, case
             continue
         units, k_tiles = -(-n // 32) * experts, -(-k // 64)

@@ -10,19 +10,21 @@
 //   source    int32 [R], the row of x that a sorted row is; or null: the same
 //   y         16-bit [R, N], or [R, N/2] if gated
 //
-// Such a product is over before grouped.cu has dealt the rows it was given to blocks and sent for weights.
-// Here the units of all experts are dealt beforehand, rows or none, so that a block has its weights, and its
-// table, before the previous kernel is done. Then it looks which rows its experts have, and keeps the weights
-// for as many of them as there are. Two blocks fit on a multiprocessor, of which one is the next kernel's.
+// Such a product takes less time than grouped.cu needs before its first weights are there: offsets, a list of
+// jobs, activations, weights, one after the other. Here the units (grouped_unit.cuh) of all experts are dealt
+// to blocks beforehand, whether they have rows or not, so that a block has its table and its weights, and a
+// part of them decoded, before the previous kernel is done. Then it looks which rows its experts have, and
+// keeps the weights for as many pieces of kTokens as there are. Where two blocks fit on a multiprocessor, one
+// of them is the next kernel's.
 //
-// A unit (grouped_unit.cuh) belongs to a team of `span` warps that split K; a warp has x of its column tiles
-// in registers.
+// A unit belongs to a team of `span` warps that split K: a warp has up to kTiles column tiles of it.
 //
 // Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
 //
 // Dependent launch: as stream.cu's, whoever writes `tiled` ends with a kernel that is launched without it.
 //
-// Shared memory: table, barriers of the warps, weights of the block's units, sums of teams.
+// Shared memory: table, barriers of the warps, weights of the block's units, x of a piece (kInHoles: in what
+// the table leaves free), sums of teams.
 #include "grouped_unit.cuh"
 
 constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
@@ -52,8 +54,7 @@ struct Activations {
         const u32 at = (chunk * kColumns + token / 8) * 128 + (token % 8 ^ chunk % 4 * 2) * 16;
         return kInHoles ? D::hole(at) : at;
     }
-    // All threads of the block. to: `place` of chunk 4 * warp + lane % 4, token lane / 4, from where x
-    // begins.
+    // All threads of the block. to: `place` of chunk 4 * warp + lane % 4 and token lane / 4.
     DEVICE void stage(u32 to, const Problem& p, const Piece& piece) const {
         const int lane = threadIdx.x & 31, g = lane >> 2;
         const int last = p.k_tiles * 64;
@@ -117,11 +118,11 @@ struct Ready {
 
 // A warp's columns of a unit. `weights`: the shared address of its first tile in the upper half; `x`: that of
 // each column's token in its first chunk. No branch is in the way of loads for the next tile: those that a
-// warp lacks are the first one's, times zeros. AHEAD: of the first unit.
+// warp lacks are its first, times zeros. AHEAD: it is the warp's first unit, with `ready`.
 template <bool AHEAD>
 DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const Ready& ready, u32 weights,
                           u32 half_bytes, const u32 (&x)[kColumns], int tiles, int lane) {
-    const u32 words_at = weights, scales_at = weights + D::kScalesAt + lane / 4 * S::kBytes;
+    const u32 scales_at = weights + D::kScalesAt + lane / 4 * S::kBytes;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
         const bool decoded = AHEAD && i < kAhead;
@@ -133,7 +134,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const 
             const u32 at = half * half_bytes + tile * D::kTileBytes;
             scales[half] = S::load(scales_at + at);
             if (!decoded) {
-                D::load(w[half], words_at + at, lane);
+                D::load(w[half], weights + at, lane);
             }
         }
 #pragma unroll
@@ -303,7 +304,6 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             }
             __syncthreads();
             for (int u = unit + ((team - unit) & (p.teams - 1)); u < last; u += p.teams) {
-                barrier_wait(barrier, 0);
                 float sums[2][kColumns][4] = {};
                 const u32 at = weights + 2 * u * half_bytes;
                 if (u == team) {
@@ -317,7 +317,4 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
         }
     }
     owned.clear_others(y, rows, p.width(), threadIdx.x, blockDim.x);
-    if (mine > 0) {
-        barrier_wait(barrier, 0);  // a block does not end before its copies
-    }
 }
