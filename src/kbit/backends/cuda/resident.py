@@ -6,6 +6,7 @@ As with `grouped`, `plan` knows how many rows there are, not how they are dealt 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -123,13 +124,13 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     """The launch for so many rows, dealt to experts in any way; None if shared memory is too small."""
     out_features, in_features, bits, _, device = weight
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
-    tokens = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     # All multiprocessors, also if there is less to do: else some have two blocks of the next such launch.
     grid = device.multiprocessors
     each, rest = divmod(-(-row_tiles // 2) * experts, grid)
     most = each + (rest > 0)
-    x_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens
-    for config in configs(bits, device.shared_bytes):
+    several = rows > TOKENS[0] * experts
+    for tokens, config in itertools.product(TOKENS[several::-1], configs(bits, device.shared_bytes)):
+        x_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens
         span = _span(most, k_tiles, config)
         if k_tiles > span * config.tiles or (config.in_holes and x_bytes > operands.HOLE_BYTES):
             continue
