@@ -5,6 +5,8 @@ PYTHON ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Processes that share the tests, a file at a time each.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 # Oldest transformers that the integration supports; its tests run on it too.
 OLDEST_TRANSFORMERS ?= 5.17.0
@@ -12,6 +14,7 @@ OLDEST_TRANSFORMERS ?= 5.17.0
 VLLM ?= 0.32.0
 
 bin := $(VENV)/bin
+in_parallel := -n $(TEST_JOBS) --dist loadfile
 sources := src tests tools examples
 cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
 # Compiled where they run, so that an installation does not depend on them.
@@ -44,7 +47,7 @@ demo: $(VENV)/.installed
 	@$(bin)/kbit demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	@$(bin)/python -m pytest $(PYTEST_ARGS)
+	@$(bin)/python -m pytest -m "not gpu" $(in_parallel) $(PYTEST_ARGS)
 
 test-oldest: $(VENV)/.installed
 	@tools/setup.sh oldest $(OLDEST_TRANSFORMERS)

@@ -318,7 +318,7 @@ def expert_pair(experts, bits=4):
     return layer, twin
 
 
-@pytest.mark.parametrize("act_fn", [nn.SiLU(), F.silu, nn.GELU()], ids=str)
+@pytest.mark.parametrize("act_fn", [nn.SiLU(), F.silu, nn.GELU()], ids=["SiLU", "silu", "GELU"])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all mine", "some not mine"])
 def test_prepared_experts(extra, act_fn):
     experts = Experts()
