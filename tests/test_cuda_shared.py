@@ -20,7 +20,7 @@ from kbit.format import SUPPORTED_BITS, get_codebook
 from kbit.format.codebook import midpoints
 from kbit.quantizers.scale_search import WINDOWS
 from moe_routings import skewed, uniform
-from test_moe_cuda import inputs, quantized
+from test_moe_cuda import force, inputs, quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*CUBLAS_WORKSPACE_CONFIG")]
 ops = torch.ops.kbit
@@ -116,11 +116,23 @@ def test_many_tokens(bits, m):
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @torch.no_grad()
 def test_experts(bits, tokens, kernel, monkeypatch):
-    monkeypatch.setenv("KBIT_KERNEL", kernel)
+    force(kernel, monkeypatch)
     for dtype, make in ((torch.float16, uniform), (torch.bfloat16, skewed)):
         sizes = {"experts": 64, "hidden": 1024}
         layer = quantized(dtype, bits, intermediate=384, **sizes)
         given = inputs(make, tokens, dtype, choices=8, **sizes)
+        assert differing(lambda layer=layer, given=given: layer(*given), 10) == 0, dtype
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 32, 128])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@torch.no_grad()
+def test_few_experts(bits, tokens, monkeypatch):
+    force("resident", monkeypatch)
+    for dtype, make in ((torch.float16, uniform), (torch.bfloat16, skewed)):
+        sizes = {"experts": 4, "hidden": 2048}
+        layer = quantized(dtype, bits, intermediate=512, **sizes)
+        given = inputs(make, tokens, dtype, choices=2, **sizes)
         assert differing(lambda layer=layer, given=given: layer(*given), 10) == 0, dtype
 
 

@@ -10,6 +10,9 @@
 //   source    int32 [R], the row of x that a sorted row is; or null: the same
 //   y         16-bit [R, N], or [R, N/2] if gated
 //
+// On Hopper; grouped.cu takes experts whose weights do not fit, wgmma.cu more rows. Clocks are in
+// grouped_preference.py.
+//
 // Such a product takes less time than grouped.cu needs before its first weights are there: offsets, a list of
 // jobs, activations, weights, one after the other. Here the units (grouped_unit.cuh) of all experts are dealt
 // to blocks beforehand, whether they have rows or not, so that a block has its table and its weights, and a
