@@ -103,6 +103,21 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
             assert int(pieces[shares > 0].max()) <= room, case
 
 
+def test_what_resident_does_not_take() -> None:
+    device = next(device for device in DEVICES if device.arch == resident.ARCH)
+
+    def words(
+        experts: int, n: int, k: int, dtype: torch.dtype = torch.float16, device: DeviceLimits = device
+    ):
+        return resident.refusal(8, dtype, experts, WeightShape(n, k, 4, False, device))
+
+    assert words(8, 512, 2048) is None
+    assert words(8, 512, 2049) == "it takes up to 2048 columns, got 2049"
+    assert words(64, 512, 2048) == "64 experts' weights do not fit in the multiprocessors' shared memory"
+    assert words(8, 512, 2048, torch.float32) == "it takes float16 and bfloat16, got torch.float32"
+    assert words(8, 512, 2048, device=DEVICES[0]) == "it is for sm_90a, this is sm_80"
+
+
 def test_resident_plans_fit_and_hold_every_unit() -> None:
     device = next(device for device in DEVICES if device.arch == resident.ARCH)
     sizes = [(8, 512, 2048), (8, 2048, 512), (16, 512, 2048), (3, 96, 1984), (1, 16, 64), (70, 100, 100)]

@@ -19,6 +19,7 @@ from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 ARCH = "90a"  # it was measured there, and lives on kernels that begin before those in front of them are done
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
+_WARPS, _TILES = 8, 4
 _FORMAT = "QQQQQQQ" + "i" * 13
 _PART_BYTES = 1024  # of the sums of a warp
 _RESERVED_BYTES = 1024
@@ -39,8 +40,8 @@ class Config:
     blocks: int
     in_holes: bool
     table_bytes: int
-    warps: int = 8
-    tiles: int = 4
+    warps: int = _WARPS
+    tiles: int = _TILES
 
     def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
         """The kernel for this configuration."""
@@ -113,6 +114,9 @@ def refusal(rows: int, dtype: torch.dtype, experts: int, weight: WeightShape) ->
     """Why the kernel may not take a problem, or None."""
     if weight.device.arch != ARCH:
         return f"it is for sm_{ARCH}, this is sm_{weight.device.arch}"
+    most = _WARPS * _TILES * layout.TILE_COLUMNS
+    if weight.in_features > most:
+        return f"it takes up to {most} columns, got {weight.in_features}"
     reason = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
     if reason is None and plan(rows, experts, weight) is None:
         reason = f"{experts} experts' weights do not fit in the multiprocessors' shared memory"
