@@ -19,7 +19,7 @@ from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 ARCH = "90a"  # it was measured there, and lives on kernels that begin before those in front of them are done
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
-_WARPS, _TILES = 8, 4
+_WARPS, _TILES = 8, 4  # of a block, and column tiles of a warp at most
 _FORMAT = "QQQQQQQ" + "i" * 13
 _PART_BYTES = 1024  # of the sums of a warp
 _RESERVED_BYTES = 1024
