@@ -109,7 +109,7 @@ def test_what_resident_does_not_take() -> None:
     def words(
         experts: int, n: int, k: int, dtype: torch.dtype = torch.float16, device: DeviceLimits = device
     ):
-        return resident.refusal(8, dtype, experts, WeightShape(n, k, 4, False, device))
+        return resident.refusal(dtype, experts, WeightShape(n, k, 4, False, device))
 
     assert words(8, 512, 2048) is None
     assert words(8, 512, 2049) == "it takes up to 2048 columns, got 2049"

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import operands, sorted_rows
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
-from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
-TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
-_FORMAT = "QQQQQQQ" + "i" * 14
+TOKENS = sorted_rows.TOKENS
+_FORMAT = sorted_rows.FORMAT + "i" * 7
 _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
 _ROW_BYTES = 128  # of 32 sums
-_RESERVED_BYTES = 1024
 # Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
 # take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
@@ -67,10 +65,6 @@ class Config:
         )
 
 
-# Cached, because every launch looks its kernel up.
-_kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A launch. Places in shared memory are byte offsets, as the header of grouped.cu lays it out.
@@ -100,6 +94,12 @@ class Plan:
     parts_at: int
     shared_bytes: int
 
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The kernel's own arguments."""
+        places = (self.x_at, self.x_room, self.ring_at, self.jobs_at, self.parts_at)
+        return (self.most.bit_length() - 1, self.span, *places)
+
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
@@ -116,13 +116,7 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on a GPU whose blocks may have `shared_bytes` of shared memory."""
-    return [
-        config.spec(bits, dtype, tokens)
-        for bits in SUPPORTED_BITS
-        for tokens in TOKENS
-        for config in configs(bits, shared_bytes)
-        for dtype in operands.DTYPES
-    ]
+    return sorted_rows.specs(configs, shared_bytes)
 
 
 def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
@@ -185,8 +179,7 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     tokens = max(most, TOKENS[0])
     parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
     end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
-    # Of a multiprocessor's, each block takes 1 KB for itself, and so one fits that is 1 KB short of all.
-    room = (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES
+    room = sorted_rows.room(config.blocks, device)
     x_at, x_room = (
         (0, operands.HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
     )
@@ -205,43 +198,5 @@ def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: i
     return span
 
 
-def linear(
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    offsets: torch.Tensor,
-    source: torch.Tensor | None,
-    out_features: int,
-    in_features: int,
-    silu_and_mul: bool,
-    out: torch.Tensor,
-) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`."""
-    index, rows = x.device.index, out.shape[0]
-    bits, experts = bits_of(codebook), tiled.shape[0]
-    limits = driver.device_limits(index)
-    chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
-    assert chosen is not None
-    x = operands.aligned_rows(x)
-    x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, _FORMAT)
-    pointers = (tiled, codebook, scale, x, out, offsets)
-    sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))
-    places = (chosen.x_at, chosen.x_room, chosen.ring_at, chosen.jobs_at, chosen.parts_at)
-    launcher.launch_on(
-        index,
-        kernel,
-        (chosen.grid, 1, 1),
-        chosen.config.warps * driver.WARP,
-        (
-            *(tensor.data_ptr() for tensor in pointers),
-            0 if source is None else source.data_ptr(),
-            *sizes,
-            chosen.most.bit_length() - 1,
-            chosen.span,
-            *places,
-        ),
-        smem=chosen.shared_bytes,
-        pdl=True,
-    )
+# Launches the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`.
+linear = functools.partial(sorted_rows.linear, plan, _FORMAT)

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import operands, sorted_rows, stream_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
-from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
-ARCH = "90a"  # it was measured there, and lives on kernels that begin before those in front of them are done
-TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
+# It lives on kernels that begin before those in front of them are done.
+ARCH = stream_config.MEASURED_ARCH
+TOKENS = sorted_rows.TOKENS
 _WARPS, _TILES = 8, 4  # of a block, and column tiles of a warp at most
-_FORMAT = "QQQQQQQ" + "i" * 13
+_FORMAT = sorted_rows.FORMAT + "i" * 6
 _PART_BYTES = 1024  # of the sums of a warp
-_RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,6 @@ class Config:
         )
 
 
-# Cached, because every launch looks its kernel up.
-_kernel_of = functools.lru_cache(maxsize=4096)(Config.spec)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A launch. Places in shared memory are byte offsets, as the header of resident.cu lays it out.
@@ -90,6 +85,12 @@ class Plan:
     parts_at: int
     shared_bytes: int
 
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The kernel's own arguments."""
+        places = (self.x_at, self.weights_at, self.parts_at)
+        return (self.each, self.rest, self.span.bit_length() - 1, *places)
+
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
@@ -101,16 +102,10 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on a GPU whose blocks may have `shared_bytes` of shared memory."""
-    return [
-        config.spec(bits, dtype, tokens)
-        for bits in SUPPORTED_BITS
-        for tokens in TOKENS
-        for config in configs(bits, shared_bytes)
-        for dtype in operands.DTYPES
-    ]
+    return sorted_rows.specs(configs, shared_bytes)
 
 
-def refusal(rows: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
+def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
     """Why the kernel may not take a problem, or None."""
     if weight.device.arch != ARCH:
         return f"it is for sm_{ARCH}, this is sm_{weight.device.arch}"
@@ -118,7 +113,7 @@ def refusal(rows: int, dtype: torch.dtype, experts: int, weight: WeightShape) ->
     if weight.in_features > most:
         return f"it takes up to {most} columns, got {weight.in_features}"
     reason = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
-    if reason is None and plan(rows, experts, weight) is None:
+    if reason is None and plan(1, experts, weight) is None:  # as for any number
         reason = f"{experts} experts' weights do not fit in the multiprocessors' shared memory"
     return reason
 
@@ -143,8 +138,7 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
         x_at = weights_at + weight_bytes
         parts_at = x_at + (0 if config.in_holes else x_bytes)
         end = parts_at + config.warps * _PART_BYTES
-        # Of a multiprocessor's, each block takes 1 KB for itself.
-        if end <= (device.shared_bytes + _RESERVED_BYTES) // config.blocks - _RESERVED_BYTES:
+        if end <= sorted_rows.room(config.blocks, device):
             x_at = 0 if config.in_holes else x_at
             places = (x_at, weights_at, weight_bytes, parts_at)
             return Plan(config, tokens, grid, each, rest, span, *places, end)
@@ -159,38 +153,5 @@ def _span(most: int, k_tiles: int, config: Config) -> int:
     return span
 
 
-def linear(
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    offsets: torch.Tensor,
-    source: torch.Tensor | None,
-    out_features: int,
-    in_features: int,
-    silu_and_mul: bool,
-    out: torch.Tensor,
-) -> None:
-    """Launch the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`."""
-    index, rows = x.device.index, out.shape[0]
-    bits, experts = bits_of(codebook), tiled.shape[0]
-    limits = driver.device_limits(index)
-    chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
-    assert chosen is not None
-    x = operands.aligned_rows(x)
-    x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, _FORMAT)
-    launcher.launch_on(
-        index,
-        kernel,
-        (chosen.grid, 1, 1),
-        chosen.config.warps * driver.WARP,
-        (
-            *operands.addresses(tiled, codebook, scale, x, out, offsets, source),
-            *(out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul)),
-            *(chosen.each, chosen.rest, chosen.span.bit_length() - 1),
-            *(chosen.x_at, chosen.weights_at, chosen.parts_at),
-        ),
-        smem=chosen.shared_bytes,
-        pdl=True,
-    )
+# Launches the kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`.
+linear = functools.partial(sorted_rows.linear, plan, _FORMAT)

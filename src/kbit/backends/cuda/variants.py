@@ -29,7 +29,8 @@ def all_specs(arch: str) -> list[KernelSpec]:
     """The kernels that are ever launched on an architecture, such as "90a"."""
     number = arch.rstrip("af")
     shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
-    hopper = [*wgmma_config.specs(), *resident.specs(shared)] if arch == wgmma.ARCH else []
-    products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *hopper]
+    hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
+    few_experts = resident.specs(shared) if arch == resident.ARCH else []
+    products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
     around = [spec for module in _AROUND for spec in module.specs()]
     return [*rows.row_specs(), *around, *products, *nvfp4.specs()]

@@ -60,12 +60,8 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
 }
 
 struct Output {
-    const float* scale;  // of every expert's matrix
     u16* y;
 
-    DEVICE float factor(const Job& job) const {
-        return __ldg(scale + job.expert) * (kScaleWeights ? 1.0f : S::kUnit);
-    }
     DEVICE void store(const Problem& p, const Job& job, int unit, float factor,
                       const float (&sums)[2][kColumns][4], int lane) const {
         const int t = lane & 3, width = p.width(), row = p.upper(unit) * 16 + (lane >> 2);
@@ -176,16 +172,8 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     launch_early();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
     const float level = D::level(codebook, lane);
-    Problem p;
-    p.n = n;
-    p.k = k;
-    p.k_tiles = (k + 63) / 64;
-    p.row_tiles = (n + 15) / 16;
-    p.gated = gated != 0;
-    p.units = gated ? p.row_tiles / 2 : (p.row_tiles + 1) / 2;
-    p.span = span;
-    p.teams = kWarps / span;
     const int team = warp / span, place = warp % span;
+    const Problem p(n, k, gated != 0, span, kWarps / span);
 
     const u32 base = shared_address(memory);
     Job* const jobs = reinterpret_cast<Job*>(memory + jobs_at);
@@ -214,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     const Activations activations{x, source, x_stride, x_rows, most_tokens(jobs, count)};
     const u32 x_lane = base + x_at + activations.lane_place(lane), x_bytes = activations.tile_bytes();
     const int slots = x_room / int(p.k_tiles * x_bytes);
-    const Output out{scale, y};
+    const Output out{y};
     const u32 zero = opaque(u32(n) >> 31);
     const u32 parts = base + parts_at + team * (span - 1) * kSums * 128;
     Place at{jobs, team};
@@ -232,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
         for (; at.unit < jobs[last].begin; at.unit += p.teams) {
             at.settle();
             const int slot = int(at.job - jobs) - first;
-            const float factor = out.factor(*at.job);  // long before it is needed
+            const float factor = factor_of(scale, at.job->expert);  // long before it is needed
             float sums[2][kColumns][4] = {};
             multiply_unit(sums, p, decode, ring, x_lane, slot * p.k_tiles * x_bytes, x_bytes, zero, lane);
             if (span > 1) {

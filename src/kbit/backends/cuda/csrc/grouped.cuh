@@ -122,10 +122,7 @@ struct Activations {
             }
             const u16* from = nullptr;
             if (token < jobs[job].tokens) {
-                int row = jobs[job].row + token;
-                if (source) {
-                    row = max(0, min(source[row], rows - 1));
-                }
+                const int row = row_of_x(source, jobs[job].row + token, rows);
                 from = x + u64(u32(row)) * u32(stride);
             }
             const u32 to = job * p.k_tiles * tile_bytes() + token * 128;

@@ -23,6 +23,18 @@ struct Problem {
     bool gated;
     int span, teams;
 
+    // teams_: as many of `span_` warps as a block has, so that a kernel may have a shift instead of a
+    // division.
+    DEVICE Problem(int n_, int k_, bool gated_, int span_, int teams_)
+        : n(n_),
+          k(k_),
+          k_tiles((k_ + 63) / 64),
+          row_tiles((n_ + 15) / 16),
+          units(gated_ ? row_tiles / 2 : (row_tiles + 1) / 2),
+          gated(gated_),
+          span(span_),
+          teams(teams_) {}
+
     DEVICE int width() const { return gated ? n / 2 : n; }
     // The row tile of each half. The last of an odd number stands in for the one that is missing.
     DEVICE int upper(int unit) const { return gated ? unit : 2 * unit; }
@@ -35,6 +47,11 @@ struct Problem {
 struct Piece {
     int expert, row, tokens;  // rows row .. row + tokens - 1, as sorted
 };
+
+// What the sums of an expert are multiplied by at the end.
+DEVICE float factor_of(const float* scale, int expert) {
+    return __ldg(scale + expert) * (kScaleWeights ? 1.0f : S::kUnit);
+}
 
 // sums += the two k16 steps `a` of block BLOCK of a column tile times x. `a` may be scaled.
 template <int BLOCK>

@@ -13,6 +13,11 @@ DEVICE int row_offset(const int* offsets, int expert, int rows) {
     return at < 0 ? 0 : at < rows ? at : rows;
 }
 
+// Which row of x a sorted row is: `source` says, or is null, and x is sorted. Harmless, too.
+DEVICE int row_of_x(const int* source, int row, int x_rows) {
+    return source ? max(0, min(source[row], x_rows - 1)) : row;
+}
+
 // n / divisor for 0 <= n with a quotient below 2^21, by a reciprocal that is there before n is.
 struct Divider {
     int divisor;

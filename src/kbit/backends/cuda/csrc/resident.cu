@@ -31,7 +31,6 @@
 #include "grouped_unit.cuh"
 
 constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
-constexpr int kAhead = 1;                    // of them, decoded before there is x
 constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
 static_assert(!kInHoles || D::kHoles);
 
@@ -66,10 +65,7 @@ struct Activations {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
             there[n] = n * 8 + g < piece.tokens;
-            int row = piece.row + (there[n] ? n * 8 + g : 0);
-            if (source) {
-                row = max(0, min(source[row], rows - 1));
-            }
+            const int row = row_of_x(source, piece.row + (there[n] ? n * 8 + g : 0), rows);
             from[n] = x + u64(u32(row)) * u32(stride);
         }
         for (int first = (threadIdx.x >> 5) * 32 + (lane & 3) * 8; first < last;
@@ -99,22 +95,19 @@ struct Activations {
     }
 };
 
-// The first tiles of a warp's first unit, decoded.
+// The first tile of a warp's first unit, decoded before there is x.
 struct Ready {
-    u32 a[kAhead][2][2][2][4];  // [tile][half][block][step]
+    u32 a[2][2][2][4];  // [half][block][step]
 
-    DEVICE void decode_tiles(const D& decode, u32 weights, u32 half_bytes, int lane) {
+    DEVICE void decode_tile(const D& decode, u32 weights, u32 half_bytes, int lane) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 w[Config::bits];
-                D::load(w, weights + half * half_bytes + i * D::kTileBytes, lane);
-                static_for<2>([&](auto block) {
-                    decode.template step<2 * block.value>(w, a[i][half][block.value][0]);
-                    decode.template step<2 * block.value + 1>(w, a[i][half][block.value][1]);
-                });
-            }
+        for (int half = 0; half < 2; ++half) {
+            u32 w[Config::bits];
+            D::load(w, weights + half * half_bytes, lane);
+            static_for<2>([&](auto block) {
+                decode.template step<2 * block.value>(w, a[half][block.value][0]);
+                decode.template step<2 * block.value + 1>(w, a[half][block.value][1]);
+            });
         }
     }
 };
@@ -128,7 +121,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const 
     const u32 scales_at = weights + D::kScalesAt + lane / 4 * S::kBytes;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-        const bool decoded = AHEAD && i < kAhead;
+        const bool decoded = AHEAD && i == 0;
         const u32 tile = i < tiles ? i : 0;
         u32 w[2][Config::bits], b[kColumns][8];
         S::Words scales[2];
@@ -158,7 +151,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const 
                     u32 a[2][4];
 #pragma unroll
                     for (int j = 0; j < 8; ++j) {
-                        a[j / 4][j % 4] = ready.a[i][half][block.value][j / 4][j % 4];
+                        a[j / 4][j % 4] = ready.a[half][block.value][j / 4][j % 4];
                     }
                     multiply_block<block.value>(sums[half], a, scales[half], b);
                 }
@@ -235,15 +228,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     launch_early();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), block = blockIdx.x;
     const float level = D::level(codebook, lane);
-    Problem p;
-    p.n = n;
-    p.k = k;
-    p.k_tiles = (k + 63) / 64;
-    p.row_tiles = (n + 15) / 16;
-    p.gated = gated != 0;
-    p.units = gated ? p.row_tiles / 2 : (p.row_tiles + 1) / 2;
-    p.span = 1 << span_log;
-    p.teams = kWarps >> span_log;
+    const Problem p(n, k, gated != 0, 1 << span_log, kWarps >> span_log);
     const int team = warp >> span_log, place = warp & (p.span - 1);
     const int first_tile = p.k_tiles * place >> span_log,
               tiles = (p.k_tiles * (place + 1) >> span_log) - first_tile;
@@ -280,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     Ready ready = {};
     if (mine > 0) {
         barrier_wait(barrier, 0);
-        ready.decode_tiles(decode, weights + 2 * team * half_bytes, half_bytes, lane);
+        ready.decode_tile(decode, weights + 2 * team * half_bytes, half_bytes, lane);
     }
     wait_for_previous();
     launch_late();
@@ -298,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             }
             activations.stage(staged_at, p, piece);
             staged = true;
-            const float factor = __ldg(scale + expert) * (kScaleWeights ? 1.0f : S::kUnit);
+            const float factor = factor_of(scale, expert);
             u32 columns[kColumns];
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {  // beyond a piece's tokens, its last one
