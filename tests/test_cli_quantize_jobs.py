@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from kbit.cli.quantize import _summary
+from kbit.format.names import original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import read_header
 from kbit.integrations import streaming
@@ -188,3 +189,23 @@ def test_gpus_give_the_bytes_of_the_cpu(source, tmp_path):
     result = run(source, tmp_path / "all", "--device", devices, "--jobs", 3 * torch.cuda.device_count())
     assert result.exit_code == 0, result.output
     assert content(tmp_path / "cpu") == content(tmp_path / "all")
+
+
+@pytest.mark.gpu
+def test_codes_that_a_gpu_is_still_writing(source, tmp_path):
+    policy = QuantizationPolicy(bits=4)
+    streaming.quantize_checkpoint(source, tmp_path / "plain", policy)
+    files = [load_file(file) for file in (tmp_path / "plain").glob("*.safetensors")]
+    parts = {name: part for file in files for name, part in file.items() if original_of(name) != name}
+
+    def make() -> dict[str, torch.Tensor]:
+        there = {name: part.cuda() for name, part in parts.items()}
+        late = {name: torch.zeros_like(part) for name, part in there.items()}
+        torch.cuda._sleep(10**9)  # half a second
+        for name, part in late.items():
+            part.copy_(there[name])
+        return late
+
+    codes = streaming.Codes("late", make)
+    streaming.quantize_checkpoint(source, tmp_path / "late", policy, devices=["cuda"], codes=codes)
+    assert content(tmp_path / "late") == content(tmp_path / "plain")

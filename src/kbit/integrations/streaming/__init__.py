@@ -82,8 +82,8 @@ class Codes:
 
     Attributes:
         key: what they follow from, beside the source and the policy.
-        make: called if there is a shard to write; returns {name in the output: part}, on any device. Tensors
-            that it lacks are quantized as without it.
+        make: called if there is a shard to write; returns {name in the output: part}, on any device, where
+            they need not be there yet. Tensors that it lacks are quantized as without it.
     """
 
     key: str
@@ -141,7 +141,7 @@ def quantize_checkpoint(
         try:
             with folder.explained(source, partial):
                 finished = all((partial / file).is_file() for file in shards)
-                made = {} if codes is None or finished else codes.make()
+                made = {} if codes is None or finished else _complete(codes.make())
                 report = _write_shards(partial, shards, policy, progress, where, made)
                 _write_rest(source, partial, config, policy, shards)
         except ValueError as error:
@@ -152,6 +152,13 @@ def quantize_checkpoint(
         folder.publish(partial, target)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _complete(made: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Codes that a GPU has written, not only been asked for: workers read them in streams of their own."""
+    for device in {part.device for part in made.values() if part.is_cuda}:
+        torch.cuda.synchronize(device)
+    return made
 
 
 def _write_shards(
