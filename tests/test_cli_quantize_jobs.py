@@ -198,13 +198,17 @@ def test_codes_that_a_gpu_is_still_writing(source, tmp_path):
     files = [load_file(file) for file in (tmp_path / "plain").glob("*.safetensors")]
     parts = {name: part for file in files for name, part in file.items() if original_of(name) != name}
 
+    torch.cuda.Stream()  # the first one of a process waits for the device
+
     def make() -> dict[str, torch.Tensor]:
         there = {name: part.cuda() for name, part in parts.items()}
-        late = {name: torch.zeros_like(part) for name, part in there.items()}
-        torch.cuda._sleep(10**9)  # half a second
-        for name, part in late.items():
-            part.copy_(there[name])
-        return late
+        for late in (False, True):  # at first, so that kernels are loaded
+            made = {name: torch.zeros_like(part) for name, part in there.items()}
+            if late:
+                torch.cuda._sleep(10**9)  # half a second
+            for name, part in made.items():
+                part += there[name]
+        return made
 
     codes = streaming.Codes("late", make)
     streaming.quantize_checkpoint(source, tmp_path / "late", policy, devices=["cuda"], codes=codes)

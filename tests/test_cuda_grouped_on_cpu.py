@@ -72,6 +72,11 @@ def test_any_dealing(kernel: ModuleType, dealing: Sequence[int], gathered: bool)
 
 
 @both
+def test_dozens_of_experts_in_a_block(kernel: ModuleType) -> None:
+    check(kernel, (1, 0, 2, 0, 0) * 18, 9, 64)
+
+
+@both
 @pytest.mark.parametrize("dealing", [(40, 3), (16, 16), (12, 0, 20)], ids=str)
 def test_sixteen_rows_at_a_time(kernel: ModuleType, dealing: Sequence[int]) -> None:
     weight = WeightShape(72, 200, 4, False, LIMITS)

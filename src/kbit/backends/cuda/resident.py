@@ -21,7 +21,8 @@ ARCH = stream_config.MEASURED_ARCH
 TOKENS = sorted_rows.TOKENS
 _WARPS, _TILES = 8, 4  # of a block, and column tiles of a warp at most
 _FORMAT = sorted_rows.FORMAT + "i" * 6
-_PART_BYTES = 1024  # of the sums of a warp
+_SUM_BYTES = 128  # of a warp's sums of a token
+_HOLE = 128  # bytes; as many of the table come before each
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,28 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     most = each + (rest > 0)
     several = rows > TOKENS[0] * experts
     for tokens, config in itertools.product(TOKENS[several::-1], configs(bits, device.shared_bytes)):
-        x_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens
         span = _span(most, k_tiles, config)
-        if k_tiles > span * config.tiles or (config.in_holes and x_bytes > operands.HOLE_BYTES):
+        if k_tiles > span * config.tiles:
             continue
         weights_at = config.table_bytes + -(-config.warps * 8 // 128) * 128
         weight_bytes = most * 2 * k_tiles * words * 4
-        x_at = weights_at + weight_bytes
-        parts_at = x_at + (0 if config.in_holes else x_bytes)
-        end = parts_at + config.warps * _PART_BYTES
-        if end <= sorted_rows.room(config.blocks, device):
-            x_at = 0 if config.in_holes else x_at
-            places = (x_at, weights_at, weight_bytes, parts_at)
-            return Plan(config, tokens, grid, each, rest, span, *places, end)
+        places = _places(config, tokens, k_tiles, weights_at + weight_bytes)
+        if places is not None and places[-1] <= sorted_rows.room(config.blocks, device):
+            x_at, parts_at, end = places
+            return Plan(config, tokens, grid, each, rest, span, x_at, weights_at, weight_bytes, parts_at, end)
     return None
+
+
+def _places(config: Config, tokens: int, k_tiles: int, weights_end: int) -> tuple[int, int, int] | None:
+    """Where activations and sums are, and the end of it all; None if the holes are too small."""
+    x_bytes, part_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens, config.warps * tokens * _SUM_BYTES
+    if not config.in_holes:
+        return weights_end, weights_end + x_bytes, weights_end + x_bytes + part_bytes
+    if tokens == TOKENS[0]:
+        fit, parts_at, end = x_bytes, weights_end, weights_end + part_bytes
+    else:  # sums, too, for which no other room is left
+        fit, parts_at, end = x_bytes + part_bytes, 2 * x_bytes + _HOLE, weights_end
+    return (0, parts_at, end) if fit <= operands.HOLE_BYTES else None
 
 
 def _span(most: int, k_tiles: int, config: Config) -> int:

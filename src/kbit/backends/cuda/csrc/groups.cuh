@@ -13,6 +13,31 @@ DEVICE int row_offset(const int* offsets, int expert, int rows) {
     return at < 0 ? 0 : at < rows ? at : rows;
 }
 
+// The offsets of experts from one on: a warp loads the next 30, and the first and the last of all, at once.
+// Where all blocks want the same ones, four loads of each thread took 0.1 us longer.
+struct Offsets {
+    static constexpr int kNext = 30;
+    const int* offsets;
+    int from, rows, mine;
+
+    // All lanes of a warp, as everywhere here.
+    DEVICE Offsets(const int* offsets_, int from_, int experts, int rows_, int lane)
+        : offsets(offsets_),
+          from(from_),
+          rows(rows_),
+          mine(row_offset(offsets_,
+                          lane < kNext    ? min(from_ + lane, experts)
+                          : lane == kNext ? 0
+                                          : experts,
+                          rows_)) {}
+    DEVICE int of(int expert) const {
+        return expert - from < kNext ? __shfl_sync(~0u, mine, expert - from)
+                                     : row_offset(offsets, expert, rows);
+    }
+    DEVICE int first() const { return __shfl_sync(~0u, mine, kNext); }
+    DEVICE int last() const { return __shfl_sync(~0u, mine, kNext + 1); }
+};
+
 // Which row of x a sorted row is: `source` says, or is null, and x is sorted. Harmless, too.
 DEVICE int row_of_x(const int* source, int row, int x_rows) {
     return source ? max(0, min(source[row], x_rows - 1)) : row;
@@ -134,9 +159,9 @@ DEVICE const Group& find_group(LIST list, int groups, int piece) {
 struct Owned {
     int first, count;
 
-    DEVICE Owned(const int* offsets, int experts, int rows) : first(row_offset(offsets, 0, rows)) {
-        count = max(0, row_offset(offsets, experts, rows) - first);
-    }
+    DEVICE Owned(const int* offsets, int experts, int rows)
+        : Owned(row_offset(offsets, 0, rows), row_offset(offsets, experts, rows)) {}
+    DEVICE Owned(int first_, int end) : first(first_), count(max(0, end - first_)) {}
     // The others' y becomes zero; by thread `thread` of `threads` of a block.
     DEVICE void clear_others(u16* y, int rows, int width, int thread, int threads) const {
         for (int row = blockIdx.x; row < rows - count; row += gridDim.x) {

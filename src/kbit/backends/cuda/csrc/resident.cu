@@ -27,12 +27,13 @@
 // Dependent launch: as stream.cu's, whoever writes `tiled` ends with a kernel that is launched without it.
 //
 // Shared memory: table, barriers of the warps, weights of the block's units, x of a piece (kInHoles: in what
-// the table leaves free), sums of teams.
+// the table leaves free), sums of teams (kSumsInHoles: behind x).
 #include "grouped_unit.cuh"
 
 constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
 constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
 static_assert(!kInHoles || D::kHoles);
+constexpr bool kSumsInHoles = kInHoles && kTokens == 16;
 
 // Four 8 x 8 matrices of 16-bit numbers: lane 8i + j says where row j of matrix i is.
 DEVICE void load_matrices(u32 (&v)[8], int at, u32 address) {
@@ -46,7 +47,8 @@ DEVICE void load_matrices(u32 (&v)[8], int at, u32 address) {
 // each token. Columns beyond K are zeros up to a column tile.
 struct Activations {
     static constexpr int kChunkBytes = kColumns * 128 * (kInHoles ? 2 : 1);  // of 8 columns
-    static constexpr int kAtOnce = 8 / kColumns;                             // loads of a lane and 8 tokens
+    // Loads of a lane and 8 tokens: a block that is alone has the registers for two rounds in one.
+    static constexpr int kAtOnce = (Config::blocks == 1 ? 16 : 8) / kColumns;
     const u16* x;
     const int* source;  // which row of x a sorted row is, or null if x is sorted
     int stride, rows;
@@ -162,50 +164,72 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const 
     }
 }
 
-// The sums of a team's warps, in their order, to y: a warp adds up and writes every `span`-th of a lane's
-// pairs (one of each half). `parts`: of the team, for this lane, [warp][half][pair][lane].
+// The sums of a team's warps, in their order, to y. A pair is of one row of each half and one token; a warp
+// adds up and writes every `span`-th of a lane's. `parts`: of the team, for this lane, [warp][pair][half],
+// pairs every `step` bytes.
 struct Output {
-    static constexpr int kPairs = 4;  // of 8 tokens
-    static constexpr int kHalfBytes = kPairs * 128;
+    static constexpr int kPairs = 4 * kColumns;
+    static constexpr int kPairBytes = 256;
     u16* y;
+    u32 step;
+
+    // Pairs of even tokens come first: of a single one there are no others.
+    static DEVICE int sum_of(int pair) { return (pair & 1) * 2 + (pair >> 1 & 1); }
+    static DEVICE int token_of(int pair) { return pair / 4 * 8 + (pair >> 1 & 1); }
 
     DEVICE void finish(const Problem& p, const Piece& piece, int unit, float factor,
                        const float (&sums)[2][kColumns][4], u32 parts, int team, int place, int lane) const {
+        const u32 to = parts + place * kPairs * step;
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-            const u32 to = parts + place * 2 * kHalfBytes;
-#pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                put_shared(to + i * 128, __float_as_uint(sums[0][n][i]));
-                put_shared(to + kHalfBytes + i * 128, __float_as_uint(sums[1][n][i]));
-            }
-            team_sync(team, p.span * 32);
+        for (int pair = 0; pair < kPairs; ++pair) {
+            const int n = pair / 4, i = sum_of(pair);
+            store_shared2(to + pair * step,
+                          uint2{__float_as_uint(sums[0][n][i]), __float_as_uint(sums[1][n][i])});
+        }
+        team_sync(team, p.span * 32);
+        if (p.span < kPairs) {
+            write_all<2>(p, piece, unit, factor, parts, place, lane);
+        } else {
+            write_all<1>(p, piece, unit, factor, parts, place, lane);
+        }
+        team_sync(team, p.span * 32);
+    }
+    // AT_ONCE pairs of the warp: one alone waits for itself, instruction by instruction.
+    template <int AT_ONCE>
+    DEVICE void write_all(const Problem& p, const Piece& piece, int unit, float factor, u32 parts, int place,
+                          int lane) const {
 #pragma unroll 1
-            for (int i = place; i < kPairs; i += p.span) {
-                if (n * 8 + (i & 1) < piece.tokens) {  // else of no lane, as the odd ones of a single token
-                    write(p, piece, unit, factor, parts + i * 128, n * 8 + 2 * (lane & 3) + (i & 1),
-                          (lane >> 2) + (i & 2) * 4);
+        for (int first = place; first < kPairs; first += AT_ONCE * p.span) {
+            if (token_of(first) >= piece.tokens) {
+                continue;  // of no lane
+            }
+            float v[AT_ONCE][2] = {};
+#pragma unroll
+            for (int warp = 0; warp < kWarps; ++warp) {
+                if ((AT_ONCE == 1 || AT_ONCE * warp < kPairs) && warp < p.span) {
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        const uint2 part = load_shared2(parts + (warp * kPairs + first + i * p.span) * step);
+                        v[i][0] += __uint_as_float(part.x);
+                        v[i][1] += __uint_as_float(part.y);
+                    }
                 }
             }
-            team_sync(team, p.span * 32);
-        }
-    }
-    DEVICE void write(const Problem& p, const Piece& piece, int unit, float factor, u32 from, int token,
-                      int row) const {
-        float v[2] = {};
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-            if (warp < p.span) {
-                v[0] += __uint_as_float(load_shared(from + 2 * warp * kHalfBytes));
-                v[1] += __uint_as_float(load_shared(from + (2 * warp + 1) * kHalfBytes));
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int pair = first + i * p.span;
+                write(p, piece, unit, v[i][0] * factor, v[i][1] * factor, token_of(pair) + 2 * (lane & 3),
+                      (lane >> 2) + (sum_of(pair) & 2) * 4);
             }
         }
+    }
+    DEVICE void write(const Problem& p, const Piece& piece, int unit, float upper, float lower, int token,
+                      int row) const {
         if (token >= piece.tokens) {
             return;
         }
         const int width = p.width(), column = p.upper(unit) * 16 + row;
         u16* const to = y + u64(piece.row + token) * width + column;
-        const float upper = v[0] * factor, lower = v[1] * factor;
         if (p.gated) {
             to[0] = H::narrow(silu_and_mul<Config::bf16>(upper, lower));
             return;
@@ -257,11 +281,12 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
     const D decode(memory, lane);
-    const Output out{y};
+    const Output out{y, kSumsInHoles ? 2 * Output::kPairBytes : Output::kPairBytes};
     const Activations activations{x, source, x_stride, x_rows};
     const u32 staged_at = opaque(base + x_at + Activations::place(4 * warp + (lane & 3), lane >> 2));
     const u32 x_tile = opaque(base + x_at + first_tile * 8 * Activations::kChunkBytes);
-    const u32 parts = opaque(base + parts_at + (team << span_log) * 2 * Output::kHalfBytes + lane * 4);
+    const u32 parts = opaque(base + parts_at + (team << span_log) * Output::kPairs * out.step +
+                             (kSumsInHoles ? D::hole(lane * 8) - D::hole(0) : lane * 8));
     Ready ready = {};
     if (mine > 0) {
         barrier_wait(barrier, 0);
@@ -270,12 +295,13 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     wait_for_previous();
     launch_late();
 
-    const Owned owned(offsets, experts, rows);  // here, or a block's end waits for it
+    const Offsets at(offsets, first_expert, experts, rows, lane);
+    const Owned owned(at.first(), at.last());
     bool staged = false;
     int unit = 0, end = p.units - skipped;
     for (int expert = first_expert; unit < count; ++expert, unit = end, end += p.units) {
-        const int last = min(end, count), end_row = row_offset(offsets, expert + 1, rows);
-        Piece piece{expert, row_offset(offsets, expert, rows), 0};
+        const int last = min(end, count), end_row = at.of(expert + 1);
+        Piece piece{expert, at.of(expert), 0};
         for (; piece.row < end_row; piece.row += kTokens) {
             piece.tokens = min(kTokens, end_row - piece.row);
             if (staged) {
@@ -293,11 +319,11 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             __syncthreads();
             for (int u = unit + ((team - unit) & (p.teams - 1)); u < last; u += p.teams) {
                 float sums[2][kColumns][4] = {};
-                const u32 at = weights + 2 * u * half_bytes;
+                const u32 from = weights + 2 * u * half_bytes;
                 if (u == team) {
-                    multiply_unit<true>(sums, decode, ready, at, half_bytes, columns, tiles, lane);
+                    multiply_unit<true>(sums, decode, ready, from, half_bytes, columns, tiles, lane);
                 } else {
-                    multiply_unit<false>(sums, decode, ready, at, half_bytes, columns, tiles, lane);
+                    multiply_unit<false>(sums, decode, ready, from, half_bytes, columns, tiles, lane);
                 }
                 out.finish(p, piece, skipped + u - (expert - first_expert) * p.units, factor, sums, parts,
                            team, place, lane);
