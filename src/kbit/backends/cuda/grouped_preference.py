@@ -15,10 +15,10 @@ from kbit.backends.cuda.weight_shape import WeightShape
 # the machine: on an H200 128 experts of 512 x 2048 take 33 us and 43, of 2048 x 512 45 and 35.
 _SHORT, _TILE_ROWS = 1024, 128
 # Rows of an expert, evenly dealt, and bytes of a block's weights up to which resident.cu is fastest. On an
-# H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.5 us,
-# grouped 5.0; by 16 rows 4.9 and 4.6, wgmma 6.8 and 5.6; 16 of them (70 KB) by 4 rows 5.9 and 6.6, grouped
-# 7.7 and 7.6; 32 of them by 4 rows 11.5, grouped 9.7. An expert with more rows than others waits for its own
-# blocks: dealt by Zipf's law, 64 rows on 8 experts take 8.2 and 7.2 us, grouped 7.5 and 6.9.
+# H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.4 and
+# 3.2 us, grouped 5.0; by 16 rows 4.7 and 4.2, wgmma 6.8 and 5.6; 16 of them (70 KB) by 4 rows 5.9 and 6.6,
+# grouped 7.7 and 7.6; 32 of them by 4 rows 11.5, grouped 9.7. An expert with more rows than others waits for
+# its own blocks: dealt by Zipf's law, 64 rows on 8 experts take 8.2 and 7.2 us, grouped 7.5 and 6.9.
 _RESIDENT_ROWS, _RESIDENT_BYTES = 16, 72 * 1024
 
 
