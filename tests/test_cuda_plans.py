@@ -134,6 +134,18 @@ def test_resident_plans_fit_and_hold_every_unit() -> None:
         assert plan.span * plan.config.tiles >= k_tiles, case
         assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
         assert plan.config in resident.configs(bits, device.shared_bytes), case
+        x_bytes, sum_bytes = 128 * k_tiles * plan.tokens, 128 * plan.config.warps * plan.tokens
+        weights_end = plan.weights_at + plan.weight_bytes
+        assert plan.config.table_bytes + 8 * plan.config.warps <= plan.weights_at, case
+        if not plan.config.in_holes:
+            assert (plan.x_at, plan.parts_at) == (weights_end, weights_end + x_bytes), case
+            assert plan.parts_at + sum_bytes == plan.shared_bytes, case
+        elif plan.tokens == 8:
+            assert 2 * x_bytes <= plan.config.table_bytes, case
+            assert (plan.parts_at, plan.parts_at + sum_bytes) == (weights_end, plan.shared_bytes), case
+        else:  # every other 128 bytes of the table
+            assert (plan.parts_at, weights_end) == (2 * x_bytes + 128, plan.shared_bytes), case
+            assert 2 * (x_bytes + sum_bytes) <= plan.config.table_bytes, case
         chosen.add((bits, plan.tokens, plan.config))
     for bits, tokens in itertools.product(SUPPORTED_BITS, resident.TOKENS):
         for config in resident.configs(bits, device.shared_bytes):
