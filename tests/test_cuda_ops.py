@@ -370,6 +370,36 @@ def test_two_streams_share_tiles_that_the_first_one_made():
         assert_within(other, *product_and_bound(x, q))
 
 
+def two_layers() -> list[kbit.nn.KbitLinear]:
+    """In tiles; the second's memory was the first's, where that lets go of some."""
+    linears = (torch.nn.Linear(576, 1000, device=DEVICE) for _ in range(2))
+    layers = [kbit.nn.KbitLinear.from_linear(linear) for linear in linears]
+    assert all("weight_tiled" in layer._parameters for layer in layers)
+    return layers
+
+
+def test_a_state_dict_is_complete_for_other_streams():
+    first, second = two_layers()
+    side = torch.cuda.Stream()
+    expected = {name: part.cpu() for name, part in second.state_dict().items()}
+    first.state_dict()
+    torch.cuda._sleep(10**9)  # half a second
+    state = second.state_dict()
+    with torch.cuda.stream(side):
+        assert all(torch.equal(part.cpu(), expected[name]) for name, part in state.items())
+
+
+def test_leaving_a_gpu_that_is_busy_without_blocking():
+    first, second = two_layers()
+    expected = {name: part.cpu() for name, part in second.state_dict().items()}
+    first.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    second.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(part, expected[name]) for name, part in second.state_dict().items())
+
+
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("m", [1, 8, 64])
 def test_capture_in_a_cuda_graph(m, tiled):

@@ -68,6 +68,9 @@ class QuantizedTensor:
     ) -> QuantizedTensor:
         """A weight in tiled form, without a copy.
 
+        A product launched right behind the kernel that writes one of these may read it before: let a stream's
+        work be done before.
+
         Args:
             tiled: int32 [..., row tiles, column tiles, words].
             codebook, scale, bits, shape: as in the class.
@@ -104,8 +107,8 @@ class QuantizedTensor:
     def tile(self) -> QuantizedTensor:
         """Change to the tiled form, in place, and give the canonical one up.
 
-        Waits once for the device, so that the tiles are complete for every stream and what they were made of
-        can be freed. Meanwhile both forms exist.
+        Waits once for the current stream: then the tiles are complete for every stream, and what they were
+        made of is freed, which no other stream may still be reading. Meanwhile both forms exist.
 
         Returns:
             This object.

@@ -55,20 +55,21 @@ class Call:
 
     def __init__(self, siblings: Siblings) -> None:
         self.siblings = siblings
-        self.x: torch.Tensor | None = None
-        self.results: tuple[torch.Tensor, ...] = ()
+        # The input and its results: one attribute, since threads may share a call.
+        self.made: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def result_of(self, layer: KbitLinear, x: torch.Tensor) -> torch.Tensor | None:
         """A layer's product with x; None if it must compute that itself."""
-        layers = self.siblings.layers
-        if self.x is None:
+        layers, made = self.siblings.layers, self.made
+        if made is None:
             y = _product(self.siblings, x, silu_and_mul=False)
             if y is None:
                 return None
-            self.x, self.results = x, y.split_with_sizes([one.out_features for one in layers], dim=-1)
-        if self.x is not x:
+            made = x, y.split_with_sizes([one.out_features for one in layers], dim=-1)
+            self.made = made
+        if made[0] is not x:
             return None
-        for sibling, result in zip(layers, self.results, strict=True):
+        for sibling, result in zip(layers, made[1], strict=True):
             if sibling is layer:
                 return result
         return None

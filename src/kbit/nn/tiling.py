@@ -224,6 +224,8 @@ class TileableModule(nn.Module):
         for name, device in before.items():
             now = self._device_of(name)
             if now != device and not self._tiles_pay(now):
+                if device.type == "cuda":  # with non_blocking, tiles are not there yet, and read next
+                    torch.cuda.current_stream(device).synchronize()
                 self.restore(name)
         self.prepare()
         return self
@@ -233,7 +235,9 @@ class TileableModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.shapes:
             if destination.pop(f"{prefix}{name}{TILED}", None) is not None:
-                for part, tensor in zip(self._canonical_parts, self._canonical(name), strict=True):
+                canonical = self._canonical(name)
+                wait_for(canonical[0])  # whoever saves may copy in another stream
+                for part, tensor in zip(self._canonical_parts, canonical, strict=True):
                     destination[f"{prefix}{name}{part}"] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
