@@ -81,6 +81,12 @@ def test_a_result_may_have_as_long_a_name_as_files_can(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_results_are_json_whatever_the_numbers(tmp_path):
+    write_json(tmp_path / "a.json", {"perplexity": float("nan"), "arms": [(float("inf"), 1.5)]})
+    text = (tmp_path / "a.json").read_text()
+    assert "".join(text.split()) == '{"perplexity":null,"arms":[[null,1.5]]}'
+
+
 def test_more_jobs_than_a_machine_can_have_are_refused(tmp_path):
     result = CliRunner().invoke(app, ["quantize", str(tmp_path), str(tmp_path / "out"), "--jobs", str(10**8)])
     assert result.exit_code == 2

@@ -123,6 +123,10 @@ def test_the_error_names_layers_that_are_there(tmp_path: Path, weight: NVFP4Tens
         from_modelopt(tmp_path, "model.layers.1.mlp.down_proj")
     with pytest.raises(ValueError, match=r"NVFP4 layers here: none\. The file is one for from_modelopt\."):
         from_compressed_tensors(tmp_path, NAME)
+    codes = {f"{NAME}.weight_packed": torch.zeros(2, 4), f"{NAME}.weight_absmax": torch.zeros(2, 1)}
+    save_file(codes, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="The file has k-bit codes, which transformers loads"):
+        from_compressed_tensors(tmp_path, NAME)
 
 
 def write_model(folder: Path, t: NVFP4Tensor) -> Path:

@@ -53,6 +53,11 @@ def test_layers_of_kbit_are_adapted():
     assert kinds == {"LoraLinear", "LoraKbitExperts"}
 
 
+def test_a_model_without_adapters_is_not_merged():
+    with pytest.raises(TypeError, match="Linear is no peft model"):
+        merge(torch.nn.Linear(2, 2))
+
+
 def test_a_fresh_adapter_changes_nothing():
     model = quantized()
     expected = model(IDS).logits.detach()

@@ -211,3 +211,21 @@ def test_widths_of_what_stays_unquantized_may_differ(monkeypatch):
     monkeypatch.setattr(names, "get_model_conversion_mapping", lambda model: [fuse])
     index = {f"model.layers.0.{part}": TensorInfo(None, torch.float32, (32, 32), 0) for part in parts}
     assert build_plan(model, kbit.KbitConfig(overrides={"q_proj": 5}), index, pre_quantized=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codebook": [-1 + 2 * i / 15 for i in range(16)]}, "another codebook of 4 bits than the model's"),
+        ({"absmax_format": "float32"}, "block scales in float32, not e4m4 as the model's"),
+    ],
+)
+def test_layers_that_the_config_would_decode_otherwise_are_not_saved(saved, tmp_path, options, message):
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    attention = model.model.layers[0].self_attn
+    linear = nn.Linear(attention.q_proj.in_features, attention.q_proj.out_features, bias=False)
+    attention.q_proj = kbit.nn.KbitLinear.from_linear(linear, bits=4, **options)
+    with pytest.raises(ValueError, match=f"self_attn.q_proj has {message}"):
+        model.save_pretrained(tmp_path / "other")
+    attention.q_proj = linear
+    model.save_pretrained(tmp_path / "plain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     """
     if file is None:
         return
-    text = json.dumps(result, indent=1) + "\n"
+    text = json.dumps(_in_json(result), indent=1, allow_nan=False) + "\n"
     if _is_stdout(file):  # /dev/stdout, perhaps redirected to a file
         sys.stdout.write(text)
         return
@@ -64,6 +65,15 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
         file.write_text(text)
         return
     replace_text(file.resolve(), text)  # of a link, what it points to
+
+
+def _in_json(value: Any) -> Any:
+    """A result with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_stdout(file: Path) -> bool:

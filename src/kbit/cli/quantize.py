@@ -61,7 +61,7 @@ def quantize(
     embedding_bits: Annotated[
         int | None, typer.Option(help="Quantize embeddings and output head too, to so many bits.")
     ] = None,
-    codebook: Annotated[str, typer.Option(help="Levels that codes stand for: nf, normal-float.")] = "nf",
+    codebook: Annotated[str, typer.Option(help="Levels that codes stand for: nf (normal-float).")] = "nf",
     absmax: Annotated[
         str, typer.Option(help="Format of block scales: e4m4 (a byte), float16 or float32 (larger, slow).")
     ] = "e4m4",

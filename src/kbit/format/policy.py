@@ -36,7 +36,8 @@ class QuantizationPolicy:
         overrides: {regular expression: bits}; the first that `re.search` finds in a name of the module wins.
             0 leaves the module unquantized. A repeated group may hold no other repeat, and no alternatives.
         modules_to_not_convert: names; a module is skipped if one of them is a name of it or of its parents.
-        embedding_bits: width of input embeddings and the output head; None leaves them unquantized.
+        embedding_bits: width of input embeddings and the output head, known by their names (docs/format.md);
+            None leaves them unquantized. Those with other names are modules like any other.
 
     Raises:
         TypeError, ValueError: a field is out of range; the message names it.

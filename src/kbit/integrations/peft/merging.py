@@ -34,12 +34,18 @@ def merge(model: Any, requantize: bool = True) -> Any:
         The base model, changed in place.
 
     Raises:
+        TypeError: the model is none of peft's.
         ValueError: experts are adapted and `requantize` is off (there is no 16-bit class to fall back to); an
             embedding is adapted; an adapter has a bias and its layer none; or a quantized layer's adapter is
             not LoRA. Nothing has changed then.
         NonFiniteWeightError: a sum holds NaN or Inf; layers in front of the one it names are merged already.
     """
     check_tuners(model)
+    if not hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"merge: {type(model).__name__} is no peft model, so it has no adapters to merge. Give what "
+            f"peft.get_peft_model returned."
+        )
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]
     for name, layer in adapted:  # before anything changes

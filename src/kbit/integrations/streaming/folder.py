@@ -48,6 +48,8 @@ def exclusive(partial: Path) -> Iterator[None]:
         partial.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
+        if not Path(lock.lock_file).exists():  # it could not be made
+            raise OSError(errno.EIO, f"{partial.parent} cannot be written to. Write elsewhere.") from None
         raise FileExistsError(
             f"{partial} is being written by another process. Wait for it, or choose another name."
         ) from None

@@ -178,6 +178,7 @@ class KbitHfQuantizer(HfQuantizer):
         from kbit.integrations.transformers import saving
 
         saving.refuse_conversions(model)
+        saving.refuse_other_levels(model, self.quantization_config)
         if _is_distributed():
             from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
 

@@ -9,11 +9,14 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
+from kbit.format.codebook import get_codebook
 from kbit.format.names import PARTS, original_of
+from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import first_of
 from kbit.integrations.transformers.names import converted_parts, lost_in_files, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
 from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
+from kbit.nn.parts import QuantizedModule
 
 
 class SplitScales(ConversionOps):
@@ -85,6 +88,32 @@ def refuse_conversions(model: Any) -> None:
             f"save_pretrained: checkpoints of {type(model).__name__} give {first_of(lost)} names by which "
             f"transformers would not find codes again. Leave those unquantized by modules_to_not_convert or "
             f"overrides."
+        )
+
+
+def refuse_other_levels(model: Any, policy: QuantizationPolicy) -> None:
+    """Refuse to save layers that loading by the model's config would decode to other weights.
+
+    Args:
+        model: a PreTrainedModel.
+        policy: what its config will say.
+
+    Raises:
+        ValueError: a layer, set by hand, has another codebook or other block scales than the config states.
+    """
+    stated = {bits: get_codebook(policy.codebook_for(bits), bits).tolist() for bits in policy.widths()}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        if module.levels != stated.get(module.bits, module.levels):
+            other = f"another codebook of {module.bits} bits than"
+        elif module.absmax_format != policy.absmax_format:
+            other = f"block scales in {module.absmax_format}, not {policy.absmax_format} as"
+        else:
+            continue
+        raise ValueError(
+            f"save_pretrained: {name} has {other} the model's quantization config says, by which it would be "
+            f"loaded. Quantize it as the others are, or replace it by an unquantized layer."
         )
 
 

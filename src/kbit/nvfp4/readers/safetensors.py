@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from kbit.format.model_files import read_index
+from kbit.format.names import ABSMAX
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
@@ -80,6 +81,8 @@ def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor,
 
 def _hint(index: Mapping[str, TensorInfo]) -> str:
     """Which reader a file without such layers is for, by names that only one library has."""
+    if any(name.endswith(ABSMAX) for name in index):
+        return " The file has k-bit codes, which transformers loads."
     for end, reader in ((".weight_scale_2", from_modelopt), (".weight_packed", from_compressed_tensors)):
         if any(name.endswith(end) for name in index):
             return f" The file is one for {reader.__name__}."
