@@ -202,3 +202,13 @@ def test_a_second_call_for_other_bits_says_that_it_changes_nothing(recwarn):
     quantize_model(model, kbit.QuantizationPolicy(bits=3))
     assert not recwarn
     assert [layer.bits for layer in model] == [4, 4, 3]
+
+
+def test_a_width_of_embeddings_that_no_module_has_is_reported():
+    class Table(nn.Embedding):
+        pass
+
+    model = nn.ModuleDict({"embed_tokens": Table(64, 64), "fc": nn.Linear(64, 64)})
+    message = r"no module for embedding_bits=5 \(embed_tokens has no weight that can be quantized\)"
+    with pytest.warns(UserWarning, match=message):
+        kbit.quantize_model(model, kbit.QuantizationPolicy(embedding_bits=5))

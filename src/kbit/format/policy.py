@@ -119,7 +119,7 @@ class QuantizationPolicy:
                 return bits or f"the override {pattern!r} is 0"
         if any(ROUTERS.search(name) for name in names):
             return "it is a router"
-        if any(_EMBEDDINGS.search(name) for name in names):
+        if any(map(is_embedding, names)):
             return self.embedding_bits or "embedding_bits is not set"
         return self.bits
 
@@ -239,6 +239,11 @@ def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
 def is_inside(module_name: str, skipped: str) -> bool:
     """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
     return module_name == skipped or module_name.startswith(skipped + ".")
+
+
+def is_embedding(module_name: str) -> bool:
+    """Whether a module is an input embedding or an output head, by its name."""
+    return _EMBEDDINGS.search(module_name) is not None
 
 
 def _of_every_layer(name: str) -> str:

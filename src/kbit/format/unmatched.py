@@ -1,4 +1,4 @@
-"""Overrides and skips that match no module: one line that names them, and what was perhaps meant."""
+"""Overrides, skips and a width of embeddings that match no module: one line that names them, and what was perhaps meant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from kbit.format import patterns
-from kbit.format.policy import QuantizationPolicy, is_inside
+from kbit.format.policy import QuantizationPolicy, is_embedding, is_inside
 
 # A name is near a pattern from this likeness on, of 1.
 NEAR = 0.6
@@ -20,7 +20,7 @@ def unmatched(
     """What of a policy matches no module of a model, in one line; None if everything matches.
 
     Args:
-        policy: its overrides and skips are looked at.
+        policy: its overrides, skips and `embedding_bits` are looked at.
         quantizable: names, in the model and in its files, of the modules that can be quantized.
         others: names of further modules. They can be left unquantized only, so overrides to a width do not
             match them.
@@ -36,6 +36,9 @@ def unmatched(
         if not any(is_inside(name, skipped) for name in everything):
             missed.append(f"skip '{skipped}'{_nearest(skipped, everything)}")
             rule = " A skip is a whole name, with a layer's number for *."
+    if policy.embedding_bits is not None and not any(map(is_embedding, quantizable)):
+        found = [name for name in others if is_embedding(name)]
+        missed.append(f"embedding_bits={policy.embedding_bits}{_no_layer(found)}")
     if not missed:
         return None
     return f"kbit found no module for {', '.join(missed)}.{rule}{_about_experts(quantizable)}"
