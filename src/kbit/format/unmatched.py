@@ -1,4 +1,4 @@
-"""Overrides, skips and a width of embeddings that match no module: one line that names them, and what was perhaps meant."""
+"""Overrides, skips and `embedding_bits` that match no module: one line that names them and what was meant."""
 
 from __future__ import annotations
 
