@@ -371,7 +371,7 @@ def test_two_streams_share_tiles_that_the_first_one_made():
 
 
 def two_layers() -> list[kbit.nn.KbitLinear]:
-    """In tiles; the second's memory was the first's, where that lets go of some."""
+    """Alike, in tiles: what the first lets go of, the second is given."""
     linears = (torch.nn.Linear(576, 1000, device=DEVICE) for _ in range(2))
     layers = [kbit.nn.KbitLinear.from_linear(linear) for linear in linears]
     assert all("weight_tiled" in layer._parameters for layer in layers)

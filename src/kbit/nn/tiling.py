@@ -24,10 +24,10 @@ TILED = "_tiled"
 _lock = threading.Lock()
 
 
-def wait_for(tiles: torch.Tensor) -> None:
-    """Wait until tiles are written: other streams, and kernels that start early, may read them next."""
-    if tiles.is_cuda:
-        torch.cuda.current_stream(tiles.device).synchronize()
+def wait_for(device: torch.device) -> None:
+    """Wait until weights are written: the host, other streams, early kernels may read them next."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
@@ -40,7 +40,7 @@ def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
         return False  # no parameters: replicas of DataParallel
     with _lock, torch.inference_mode(False), torch.no_grad():
         together = adjoin(tiles)
-        wait_for(together[0])
+        wait_for(together[0].device)
         for one, moved in zip(tiles, together, strict=True):
             one.data = moved
     return True
@@ -150,7 +150,7 @@ class TileableModule(nn.Module):
             if parts is None:
                 return  # another thread was faster
             tiled = self._to_tiles(name, *(part.detach() for part in parts))
-            wait_for(tiled)  # and the canonical form can be freed
+            wait_for(tiled.device)  # and the canonical form can be freed
             # First add, then remove: another thread finds one form or the other.
             self._set_parameter(name + TILED, tiled)
             for part in self._canonical_parts:
@@ -159,7 +159,7 @@ class TileableModule(nn.Module):
     def _change_to_canonical(self, name: str) -> None:
         with _lock, torch.inference_mode(False), torch.no_grad():
             canonical = self._canonical(name)
-            wait_for(canonical[0])
+            wait_for(canonical[0].device)
             for part, tensor in zip(self._canonical_parts, canonical, strict=True):
                 self._set_parameter(name + part, tensor)
             self._parameters.pop(name + TILED, None)
@@ -224,8 +224,7 @@ class TileableModule(nn.Module):
         for name, device in before.items():
             now = self._device_of(name)
             if now != device and not self._tiles_pay(now):
-                if device.type == "cuda":  # with non_blocking, tiles are not there yet, and read next
-                    torch.cuda.current_stream(device).synchronize()
+                wait_for(device)  # with non_blocking, what was copied from there need not be here yet
                 self.restore(name)
         self.prepare()
         return self
@@ -236,7 +235,7 @@ class TileableModule(nn.Module):
         for name in self.shapes:
             if destination.pop(f"{prefix}{name}{TILED}", None) is not None:
                 canonical = self._canonical(name)
-                wait_for(canonical[0])  # whoever saves may copy in another stream
+                wait_for(canonical[0].device)  # whoever saves may copy in another stream
                 for part, tensor in zip(self._canonical_parts, canonical, strict=True):
                     destination[f"{prefix}{name}{part}"] = tensor
 
@@ -287,5 +286,5 @@ class TileableModule(nn.Module):
         if same_place and tiles is not None and made is not None and made.shape == tiles.shape:
             with torch.no_grad():
                 tiles.copy_(made)
-            wait_for(tiles)
+            wait_for(tiles.device)
             self._set_parameter(name + TILED, tiles)

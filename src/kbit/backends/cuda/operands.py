@@ -14,8 +14,8 @@ MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
 # copy; at 5 bits with a copy for each lane. Of single levels, which take the least memory and the most
 # instructions.
 TABLE_BYTES, WIDE_TABLE_BYTES, LEVELS_BYTES = 65536, 131072, 4096
-# Widths whose table of pairs is half unused, in pieces of 128 bytes, and how much that is.
-HOLES, HOLE_BYTES = (3, 4), TABLE_BYTES // 2
+# Widths whose table of pairs is half unused: every other so many bytes; and how much that is in all.
+HOLES, HOLE, HOLE_BYTES = (3, 4), 128, TABLE_BYTES // 2
 # Shared memory of a block: all that sm_86, 89 and 120 have; and the most with which the wide table leaves too
 # little for the rest. With that table one token of 8192 x 28672 takes 50 us at 5 bits, with single levels 72.
 SMALL_MEMORY, WIDE_TABLE_MEMORY = 99 * 1024, 200 * 1024

@@ -22,7 +22,6 @@ TOKENS = sorted_rows.TOKENS
 _WARPS, _TILES = 8, 4  # of a block, and column tiles of a warp at most
 _FORMAT = sorted_rows.FORMAT + "i" * 6
 _SUM_BYTES = 128  # of a warp's sums of a token
-_HOLE = 128  # bytes; as many of the table come before each
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _places(config: Config, tokens: int, k_tiles: int, weights_end: int) -> tupl
     if tokens == TOKENS[0]:
         fit, parts_at, end = x_bytes, weights_end, weights_end + part_bytes
     else:  # sums, too, for which no other room is left
-        fit, parts_at, end = x_bytes + part_bytes, 2 * x_bytes + _HOLE, weights_end
+        fit, parts_at, end = x_bytes + part_bytes, 2 * x_bytes + operands.HOLE, weights_end
     return (0, parts_at, end) if fit <= operands.HOLE_BYTES else None
 
 
