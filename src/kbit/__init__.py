@@ -22,7 +22,7 @@ from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
 from kbit.integrations.transformers.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
-from kbit.nn import dequantize_model, quantize_model
+from kbit.nn import compile_kernels, dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "QuantizationPolicy",
     "QuantizedTensor",
     "__version__",
+    "compile_kernels",
     "dequantize",
     "dequantize_model",
     "disable_cuda_graphs",

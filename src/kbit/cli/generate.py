@@ -112,6 +112,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    from kbit.cli.compile_ahead import compile_ahead
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     _check_sampling(temperature, top_p)
@@ -125,6 +126,7 @@ def generate(
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
     with console.status("loading"):
         model = load_model(folder, dtype, device)
+    compile_ahead(model, (1, input_ids.shape[1]))
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}

@@ -1,5 +1,6 @@
 """Layers on quantized weights, and their placement in a model."""
 
+from kbit.nn.ahead import compile_kernels
 from kbit.nn.dequantize import dequantize_model
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts
@@ -12,6 +13,7 @@ __all__ = [
     "KbitExperts",
     "KbitLinear",
     "QuantizedModule",
+    "compile_kernels",
     "dequantize_model",
     "quantize_model",
 ]

@@ -210,17 +210,21 @@ class KbitExperts(QuantizedModule):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
         # Of other ranks' experts sorting leaves nothing to do; without it they would be read.
-        if self._is_expert_parallel or self.gate_up_proj_scale.dim() > 1 or not is_silu(self.act_fn):
+        if self._is_expert_parallel or not self.is_fused:
             return None
         gate_up, down = self._tiles_for_call("gate_up_proj"), self._tiles_for_call("down_proj")
         return None if gate_up is None or down is None else (gate_up, down)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels activate: silu, and one factor for gates and ups."""
+        return self.gate_up_proj_scale.dim() == 1 and is_silu(self.act_fn)
 
     def _activated(
         self, rows: torch.Tensor, bounds: torch.Tensor, source: torch.Tensor | None = None
     ) -> torch.Tensor:
         """act(gate(x)) * up(x) of rows sorted by expert, or of rows[source]."""
-        fused = self.gate_up_proj_scale.dim() == 1 and is_silu(self.act_fn)
-        if fused and not (torch.is_grad_enabled() and rows.requires_grad):
+        if self.is_fused and not (torch.is_grad_enabled() and rows.requires_grad):
             return self.grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
         if source is not None:
             rows = rows.index_select(0, source)

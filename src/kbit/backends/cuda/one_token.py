@@ -13,6 +13,7 @@ import functools
 import torch
 
 from kbit.backends.cuda import driver, operands, stream, stream_config
+from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
 from kbit.format.codebook import bits_of
@@ -46,8 +47,7 @@ def rows(
 ) -> None:
     """out[u] = x @ W[ids[u]]^T (gated: silu(gate) * up) of one token, x [1, K], ids [U], in one launch."""
     sizes = (out_features, in_features, silu_and_mul)
-    tiles = -(-out_features // layout.TILE_ROWS)  # of each expert
-    shape = (ids.shape[0] * tiles * layout.TILE_ROWS, in_features)
+    shape = _stacked(ids.shape[0], out_features, in_features)
     _launch_experts(stream_config.EXPERT_ROWS, x, tiled, codebook, scale, ids, None, sizes, shape, out)
 
 
@@ -67,8 +67,30 @@ def columns(
     To be launched right after `rows` with the same ids, which are read before the kernel in front is done.
     """
     sizes = (out_features, in_features, False)
-    shape = (out_features, x.shape[0] * -(-in_features // stream.GROUP_COLUMNS) * stream.GROUP_COLUMNS)
+    shape = _side_by_side(x.shape[0], out_features, in_features)
     _launch_experts(stream_config.EXPERT_COLUMNS, x, tiled, codebook, scale, ids, weights, sizes, shape, out)
+
+
+def _stacked(slots: int, out_features: int, in_features: int) -> tuple[int, int]:
+    """N and K of the rows of so many experts as one weight."""
+    return slots * -(-out_features // layout.TILE_ROWS) * layout.TILE_ROWS, in_features
+
+
+def _side_by_side(slots: int, out_features: int, in_features: int) -> tuple[int, int]:
+    """N and K of the columns of so many experts as one weight."""
+    return out_features, slots * -(-in_features // stream.GROUP_COLUMNS) * stream.GROUP_COLUMNS
+
+
+def kernel_of(slots: int, dtype: torch.dtype, weight: WeightShape) -> KernelSpec:
+    """The kernel of `rows` (gated) or `columns` for a token's `slots` experts, `weight` one's."""
+    kind = stream_config.EXPERT_ROWS if weight.gated else stream_config.EXPERT_COLUMNS
+    joined = (_stacked if weight.gated else _side_by_side)(slots, weight.out_features, weight.in_features)
+    return _planned(kind, dtype, WeightShape(*joined, weight.bits, weight.gated, weight.device))[1]
+
+
+def _planned(experts: int, dtype: torch.dtype, weight: WeightShape) -> tuple[stream.Plan, KernelSpec]:
+    chosen = stream.plan(1, weight, experts=experts)
+    return chosen, stream_config.kernel_of(chosen.config, weight.bits, dtype, 1, False, experts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,8 +103,7 @@ def _prepared(
     in_features: int,
 ) -> stream.Prepared:
     """The launch for a weight of the rows, or columns, of all experts of a token; N and K of one of them."""
-    chosen = stream.plan(1, weight, experts=experts)
-    spec = stream_config.kernel_of(chosen.config, weight.bits, dtype, 1, False, experts)
+    chosen, spec = _planned(experts, dtype, weight)
     return stream.prepare(device_index, chosen, spec, 1, out_features, in_features, weight.gated)
 
 

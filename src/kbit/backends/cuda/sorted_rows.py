@@ -74,7 +74,8 @@ def specs(configs: Callable[[int, int], Sequence[Config]], shared_bytes: int) ->
 
 # Cached, because every launch looks its kernel up.
 @functools.lru_cache(maxsize=4096)
-def _kernel_of(config: Config, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+def kernel_of(config: Config, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+    """The kernel of a configuration, for up to so many rows of an expert at once."""
     return config.spec(bits, dtype, tokens)
 
 
@@ -106,7 +107,7 @@ def linear(
     assert chosen is not None
     x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    kernel = launcher.load(_kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, format)
+    kernel = launcher.load(kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, format)
     pointers = operands.addresses(tiled, codebook, scale, x, out, offsets, source)
     sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))
     launcher.launch_on(

@@ -220,9 +220,16 @@ def prepared(
     coded: bool = False,
 ) -> Prepared:
     """The launch for a legal problem of one launch; see `linear`, where x_scales make it `coded`."""
-    chosen = plan(m, weight, nvfp4)
-    spec = kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, nvfp4, DENSE, coded)
+    chosen, spec = planned(m, dtype, weight, nvfp4, coded)
     return prepare(device_index, chosen, spec, m, weight.out_features, weight.in_features, weight.gated)
+
+
+def planned(
+    m: int, dtype: torch.dtype, weight: WeightShape, nvfp4: bool = False, coded: bool = False
+) -> tuple[Plan, KernelSpec]:
+    """The launch for a legal problem of one launch, and its kernel."""
+    chosen = plan(m, weight, nvfp4)
+    return chosen, kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, nvfp4, DENSE, coded)
 
 
 def linear(

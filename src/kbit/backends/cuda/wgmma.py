@@ -16,6 +16,7 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda import wgmma_config as config
+from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
@@ -207,7 +208,7 @@ def prepare(
     """
     out_features, in_features, bits, gated, _ = weight
     tiling = chosen.tiling
-    block = config.of_tiling(bits, tiling, chosen.teams, experts > 0, nvfp4)
+    block = _block(chosen, bits, experts, nvfp4)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
     alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
     near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
@@ -219,6 +220,15 @@ def prepare(
     launch = launcher.Prepared(device_index, kernel, grid, block.threads, smem, cluster)
     weight_rows = tiling.rows // TILE_ROWS // (2 if gated else 1)
     return Prepared(launch, weight_rows, tiling.tokens // tiling.sharers, sizes)
+
+
+def kernel_of(chosen: Plan, dtype: torch.dtype, bits: int, experts: int = 0) -> KernelSpec:
+    """The kernel of a plan; experts: how many, 0 for one weight."""
+    return config.spec(_block(chosen, bits, experts), dtype)
+
+
+def _block(chosen: Plan, bits: int, experts: int, nvfp4: bool = False) -> config.Config:
+    return config.of_tiling(bits, chosen.tiling, chosen.teams, experts > 0, nvfp4)
 
 
 def linear(

@@ -1,0 +1,125 @@
+"""Compiling a model's kernels before its first step, which would otherwise wait for one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from kbit.backends.cuda import ahead, driver, operands, tables
+from kbit.backends.cuda.ahead import Product
+from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
+from kbit.nn.experts import KbitExperts
+from kbit.nn.merged import Merged, MergedMLP, are_joined
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.router import FusedRouter, SharedGate
+from kbit.nn.shared_expert import MergedExperts
+from kbit.ops import forms
+
+
+def compile_kernels(
+    model: nn.Module,
+    tokens: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> int:
+    """Compile the CUDA kernels that a model on a GPU will use, on all cores, into the cache of kernels.
+
+    A kernel is compiled at its first use otherwise, in a second or two, and a model has some tens of them for
+    different numbers of tokens. Kernels in the cache take no time. Without effect for layers on a CPU, and
+    where the cache cannot keep anything.
+
+    Args:
+        model: quantized, where it will run.
+        tokens: numbers of tokens of a step, of all its sequences; by default from 1 to 16384.
+        dtype: of the activations; by default that of the model's first 16-bit parameter, else bfloat16.
+        progress: called after each kernel with how many are done, how many there are, and its name.
+
+    Returns:
+        How many kernels were compiled.
+
+    Raises:
+        KbitError: a kernel cannot be compiled.
+        ValueError: a number of tokens is below 1, or KBIT_KERNEL is wrong.
+
+    >>> kbit.compile_kernels(model, tokens=[1, 128])
+    0
+    """
+    tokens = ahead.ROWS if tokens is None else tokens
+    if not tokens or min(tokens) < 1:
+        raise ValueError(f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r}.")
+    halves = (one.dtype for one in model.parameters() if one.dtype in operands.DTYPES)
+    dtype = dtype or next(halves, torch.bfloat16)
+    wanted = {
+        (spec, driver.device_arch(device.index)): None
+        for device in _gpus(model)
+        for spec in ahead.kernels(
+            products(model, device),
+            tokens,
+            dtype,
+            driver.device_limits(device.index),
+            tables.for_device(device.index),
+            {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
+        )
+    }
+    if not wanted or folder_problem(cubin_folder()) is not None:
+        return 0
+    done = itertools.count(1)
+
+    def tell(spec: KernelSpec, *_: object) -> None:
+        if progress is not None:
+            progress(next(done), len(wanted), spec.name)
+
+    compiled = 0
+    for outcome in compile_many(wanted, on_done=tell):
+        if isinstance(outcome, ValueError):
+            raise outcome
+        compiled += not outcome.cached
+    return compiled
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    """The GPUs whose kernels multiply layers of a model."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedModule))
+    devices = {layer._device_of(name) for layer in layers for name in layer.shapes}
+    return [one for one in devices if one.type == "cuda" and forms.tiles_pay("linear", one, torch.uint8)]
+
+
+def _weights(model: nn.Module, device: torch.device) -> Iterator[tuple[QuantizedModule, str]]:
+    """Quantized layers with the names of their weights, of those that are on a device."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedModule):
+            for name in layer.shapes:
+                if layer._device_of(name) == device:
+                    yield layer, name
+
+
+def products(model: nn.Module, device: torch.device) -> Iterator[Product]:
+    """The products by weights in tiles on a device, as a model's modules compute them without gradients."""
+    shared = set[nn.Module]()  # experts that run with a shared one where tokens are few
+    merged = set[nn.Module]()
+    slots = 0  # a model's routers choose as many experts each
+    for module in model.modules():
+        if isinstance(module, FusedRouter) and not isinstance(module, SharedGate):
+            slots = module.top_k
+        elif isinstance(module, MergedExperts) and module.factors is not None:
+            shared.update(child for child in module.children() if isinstance(child, KbitExperts))
+        elif isinstance(module, Merged):
+            for group in module.siblings():
+                layers = group.layers
+                if are_joined(group) and group.tiles[0].device == device:
+                    merged.update(layers)
+                    rows, gated = sum(layer.out_features for layer in layers), isinstance(module, MergedMLP)
+                    yield Product(rows, layers[0].in_features, layers[0].bits, gated)
+    for layer, name in _weights(model, device):
+        if layer._held(name) is None or layer in merged:
+            continue
+        *count, rows, columns = layer.shapes[name]
+        if not isinstance(layer, KbitExperts):
+            yield Product(rows, columns, layer.bits)
+            continue
+        gated = name == "gate_up_proj" and layer.is_fused
+        for more in range(1 + (layer in shared)):
+            yield Product(rows, columns, layer.bits, gated, count[0] + more, slots and slots + more)
