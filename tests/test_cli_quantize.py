@@ -369,3 +369,17 @@ def write_large_model(folder: Path, config: dict) -> None:
     save_file(ends | {"model.norm.weight": torch.ones(h)}, folder / "ends.safetensors")
     weight_map |= dict.fromkeys([*ends, "model.norm.weight"], "ends.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("by_width", [False, True])
+def test_levels_from_a_file(source, tmp_path, by_width):
+    levels = [round(i / 15 - (15 - i) / 15, 6) for i in range(16)]
+    three = [-1.0, -0.5, -0.2, -0.05, 0.05, 0.2, 0.5, 1.0]
+    (tmp_path / "levels.json").write_text(json.dumps({"3": three, "4": levels} if by_width else levels))
+    options = ["--override", "down_proj=3"] if by_width else []
+    result = run(source, tmp_path / "out", "--codebook", str(tmp_path / "levels.json"), *options)
+    assert result.exit_code == 0, result.output
+    policy = validate_checkpoint(tmp_path / "out")
+    assert policy.codebook_for(4).tolist() == pytest.approx(levels)
+    if by_width:
+        assert policy.codebook_for(3).tolist() == pytest.approx(three)

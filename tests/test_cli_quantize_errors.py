@@ -360,9 +360,40 @@ def test_tensors_that_the_model_does_not_use(tmp_path, architecture, change, unu
         (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
         (["--override", ".=0"], "unquantized"),
         (["--codebook", "uniform"], "unknown codebook"),
+        (["--codebook", "no/such.json"], "No such file"),
         (["--absmax", "int8"], "unknown absmax"),
     ],
 )
 def test_bad_options(source, tmp_path, options, message):
     assert message in refuse(source, tmp_path / "out", *options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2", "must hold a list"),
+        ("[-1, 0, NaN, 1]", "must hold a list"),
+        ('"nf"', "must hold a list"),
+        ('{"four": [1]}', "must hold a list"),
+        ("[-1, 0, 1]", "a 4-bit codebook has 16 levels"),
+        ('{"3": [-1, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 1]}', "4"),
+    ],
+)
+def test_bad_codebooks(source, tmp_path, content, message):
+    levels = tmp_path / "levels.json"
+    levels.write_text(content)
+    assert message in refuse(source, tmp_path / "out", "--codebook", str(levels))
+    assert list(tmp_path.iterdir()) == [levels]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_stays_unquantized_and_is_not_finite_is_named(source, tmp_path, value):
+    def change(_, tensors):
+        tensors["model.norm.weight"][3] = value
+
+    altered(source, tmp_path / "in", change)
+    result = run(tmp_path / "in", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "NaN or infinity in unquantized tensors: model.norm.weight" in " ".join(result.output.split())
+    assert "infinity" not in run(source, tmp_path / "fine").output

@@ -16,7 +16,7 @@ from rich.progress import TransferSpeedColumn as SpeedColumn
 from kbit.cli.consoles import Console
 from kbit.cli.options import words
 from kbit.cli.outputs import check_file, write_json
-from kbit.format.words import counted
+from kbit.format.words import counted, first_of
 
 if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
@@ -61,7 +61,9 @@ def quantize(
     embedding_bits: Annotated[
         int | None, typer.Option(help="Quantize embeddings and output head too, to so many bits.")
     ] = None,
-    codebook: Annotated[str, typer.Option(help="Levels that codes stand for: nf (normal-float).")] = "nf",
+    codebook: Annotated[
+        str, typer.Option(help="Levels that codes stand for: nf (normal-float), or a JSON file of them.")
+    ] = "nf",
     absmax: Annotated[
         str, typer.Option(help="Format of block scales: e4m4 (a byte), float16 or float32 (larger, slow).")
     ] = "e4m4",
@@ -93,11 +95,12 @@ def quantize(
 ) -> None:
     """Quantize a model, shard by shard. Run it again to go on after an interruption."""
     from kbit.cli.calibrate import calibrated
+    from kbit.cli.codebooks import parse_codebook
     from kbit.format import QuantizationPolicy
 
     policy = QuantizationPolicy(
         bits=bits,
-        codebook=codebook,
+        codebook=parse_codebook(codebook),
         absmax_format=absmax,
         search=not plain,
         overrides=parse_overrides(override or []),
@@ -186,6 +189,12 @@ def _print_summary(report: Report, target: Path) -> None:
         f"peak memory {peak_memory_mb():.0f} MB",
         soft_wrap=True,
     )
+    if report.not_finite:
+        console.print(
+            f"[yellow]warning:[/yellow] NaN or infinity in unquantized tensors: "
+            f"{escape(first_of(report.not_finite))}. Is the source damaged?",
+            soft_wrap=True,
+        )
     left = report.bytes_out - report.quantized_bytes
     if left >= _LARGE_BYTES:
         console.print(

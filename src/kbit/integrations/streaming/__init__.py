@@ -49,6 +49,7 @@ class Report:
         resumed_shards: shards that an earlier run had finished; the counts of bytes and weights include them.
         written_weights: weights of the shards that this run wrote, in `seconds` from headers to the end.
         workers: one device for each.
+        not_finite: tensors that stay unquantized and hold NaN or infinity, of the shards that this run wrote.
     """
 
     bytes_in: int = 0
@@ -61,6 +62,7 @@ class Report:
     written_weights: int = 0
     seconds: float = 0.0
     workers: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
 
     @property
     def weights_per_second(self) -> float:
@@ -189,6 +191,8 @@ def _write_shards(
                 return
             if not finished:
                 tensors |= _run(job, policy, made, device)
+                if job.bits is None and not _is_finite(tensors[job.name]):
+                    report.not_finite.append(job.name)
             count(job, finished)
         if finished:
             with lock:
@@ -229,6 +233,12 @@ def _run(
         return parts_to_save(job.parts_name, quantized(job.name))
     experts = [quantized(f"{job.name}[{expert}]", expert) for expert in range(job.info.shape[0])]
     return parts_to_save(job.parts_name, QuantizedTensor.stack(experts))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())  # NaN, if there is any
 
 
 def _write_rest(
