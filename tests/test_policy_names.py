@@ -248,18 +248,6 @@ def test_what_matches_something_is_not_told(overrides, skipped, way, sources, tm
     assert not told(caught)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_name_of_a_tied_head_decides_nothing(way, sources, tmp_path):
-    """Its weight is that of the embeddings, and has the width of their name."""
-    with pytest.warns(UserWarning, match="no module") as caught:
-        quantize(way, sources["llama"], tmp_path / "out", overrides={"lm_head": 5}, embedding_bits=4)
-    assert len(told(caught)) == 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quantize(way, sources["llama"], tmp_path / "two", modules_to_not_convert=["lm_head"])
-    assert not told(caught)  # that is left unquantized, as asked
-
-
 def test_the_command_says_it_in_a_line(sources, tmp_path):
     source, target = str(sources["qwen3_moe"]), str(tmp_path / "out")
     options = ["--override", r"down_projj$=5", "--skip", "nope"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kbit.format.codebook import BLOCK_SIZE
+from kbit.format.embeddings import is_embedding, was_embedding
 from kbit.format.model_files import CONFIG_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
@@ -66,7 +67,7 @@ def validate_checkpoint(folder: Path) -> QuantizationPolicy:
         folder: a model folder.
 
     Returns:
-        The policy in its config.
+        The policy in its config; see `policy_in_files`.
 
     Raises:
         ValueError: the config or a tensor is not what the format says; the message names it.
@@ -74,8 +75,31 @@ def validate_checkpoint(folder: Path) -> QuantizationPolicy:
     folder = Path(folder)
     config = read_config(folder)
     policy = read_policy(config, str(folder / CONFIG_NAME))
-    check_index(read_index(folder), policy, config)
+    index = read_index(folder)
+    policy = policy_in_files(policy, index)
+    check_index(index, policy, config)
     return policy
+
+
+def policy_in_files(policy: QuantizationPolicy, tensors: Mapping[str, TensorInfo]) -> QuantizationPolicy:
+    """A checkpoint's policy, with overrides for embeddings and heads that were written as ordinary modules.
+
+    Versions of kbit that knew six names of such gave all others `bits`. Where the shapes say so, and no skip
+    or override names the module, an override says it too.
+
+    Args:
+        policy: the one in the config.
+        tensors: see `read_index`.
+    """
+    widths = {}
+    for name, info in tensors.items():
+        module, blocks = module_of(name), tensors.get(original_of(name) + ABSMAX)
+        if not name.endswith(PACKED) or not is_embedding(module) or was_embedding(module):
+            continue
+        plain = blocks is not None and info.shape[-1:] == (policy.bits * sum(blocks.shape[-1:]),)
+        if plain and policy.explicit(module) is None:
+            widths[module] = policy.bits
+    return policy.stating(widths) if widths else policy
 
 
 def check_index(

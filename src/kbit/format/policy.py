@@ -11,6 +11,7 @@ import torch
 
 from kbit.format import patterns
 from kbit.format.codebook import BLOCK_SIZE, check_bits, get_codebook
+from kbit.format.embeddings import is_embedding
 from kbit.format.scales import absmax_format
 
 QUANT_METHOD = "kbit"
@@ -19,7 +20,6 @@ FORMAT_VERSION = 1
 # Never quantized unless an override names them: routers decide where tokens go and are tiny, and some read
 # the weight of a layer in them (gate.wg of HunYuan-MoE, router.classifier of LongCat).
 ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
-_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embedding|embeddings|wte|lm_head|embed_out)$")
 
 Codebook = str | Sequence[float] | Mapping[int, Sequence[float]]
 
@@ -36,7 +36,7 @@ class QuantizationPolicy:
         overrides: {regular expression: bits}; the first that `re.search` finds in a name of the module wins.
             0 leaves the module unquantized. A repeated group may hold no other repeat, and no alternatives.
         modules_to_not_convert: names; a module is skipped if one of them is a name of it or of its parents.
-        embedding_bits: width of input embeddings and the output head, known by their names (docs/format.md);
+        embedding_bits: width of embeddings and output heads, known by their names (`kbit.format.embeddings`);
             None leaves them unquantized. Those with other names are modules like any other.
 
     Raises:
@@ -109,14 +109,28 @@ class QuantizationPolicy:
         decided = self._decide(names)
         return decided if isinstance(decided, str) else None
 
-    def _decide(self, names: Sequence[str]) -> int | str:
-        """The width of a module, or why it has none."""
+    def explicit(self, *names: str) -> int | str | None:
+        """What skips and overrides say of a module: its width, or why it has none; None if they say nothing.
+
+        Args:
+            names: see `bits_for`.
+
+        Raises:
+            ValueError: see `bits_for`.
+        """
         for skipped in self.modules_to_not_convert or ():
             if any(is_inside(name, skipped) for name in names):
                 return f"modules_to_not_convert has {skipped!r}"
         for pattern, bits in self.overrides.items():
             if any(patterns.is_found(pattern, name) for name in names):
                 return bits or f"the override {pattern!r} is 0"
+        return None
+
+    def _decide(self, names: Sequence[str]) -> int | str:
+        """The width of a module, or why it has none."""
+        said = self.explicit(*names)
+        if said is not None:
+            return said
         if any(ROUTERS.search(name) for name in names):
             return "it is a router"
         if any(map(is_embedding, names)):
@@ -239,11 +253,6 @@ def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
 def is_inside(module_name: str, skipped: str) -> bool:
     """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
     return module_name == skipped or module_name.startswith(skipped + ".")
-
-
-def is_embedding(module_name: str) -> bool:
-    """Whether a module is an input embedding or an output head, by its name."""
-    return _EMBEDDINGS.search(module_name) is not None
 
 
 def _of_every_layer(name: str) -> str:

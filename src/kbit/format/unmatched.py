@@ -7,7 +7,8 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from kbit.format import patterns
-from kbit.format.policy import QuantizationPolicy, is_embedding, is_inside
+from kbit.format.embeddings import is_embedding
+from kbit.format.policy import QuantizationPolicy, is_inside
 
 # A name is near a pattern from this likeness on, of 1.
 NEAR = 0.6
@@ -15,7 +16,10 @@ NEAREST = 3
 
 
 def unmatched(
-    policy: QuantizationPolicy, quantizable: Collection[str], others: Collection[str]
+    policy: QuantizationPolicy,
+    quantizable: Collection[str],
+    others: Collection[str],
+    tied: Collection[str] = (),
 ) -> str | None:
     """What of a policy matches no module of a model, in one line; None if everything matches.
 
@@ -24,11 +28,14 @@ def unmatched(
         quantizable: names, in the model and in its files, of the modules that can be quantized.
         others: names of further modules. They can be left unquantized only, so overrides to a width do not
             match them.
+        tied: those of modules with the weight of a quantizable one, whose name decides. Overrides match them;
+            what becomes of those tells `kbit.format.ties.contradictions`.
     """
-    everything = [*quantizable, *others]
+    others = [name for name in others if name not in set(tied)]
+    everything = [*quantizable, *tied, *others]
     missed, rule = [], ""
     for pattern, bits in policy.overrides.items():
-        known = quantizable if bits else everything
+        known = [*quantizable, *tied] if bits else everything
         if not any(patterns.is_found(pattern, name) for name in known):
             found = [name for name in others if patterns.is_found(pattern, name)] if bits else []
             missed.append(f"override '{pattern}'{_no_layer(found) or _nearest(pattern, known)}")

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from kbit.format.names import module_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.ties import contradictions, why_kept
 from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
 from kbit.nn.calibration import Group, Hessians, Sample, calibrated_layer, in_turn
@@ -70,9 +71,9 @@ def quantize_model(
     """Replace linear layers, embeddings and fused experts by quantized ones, in place.
 
     Each layer's 16-bit weight is freed as soon as its codes exist, so the peak is the model plus one layer.
-    Layers that share a weight (a tied output head) share the quantized one. Hooks on calls stay. Routers
-    beside experts stay 16-bit, and on a GPU run by kernels of their own (`kbit.nn.router`); there layers of
-    one input, such as q, k and v, run as one (`kbit.nn.merged`).
+    Layers that share a weight (a tied output head) share the quantized one (`kbit.format.ties`). Hooks on
+    calls stay. Routers beside experts stay 16-bit, and on a GPU run by own kernels (`kbit.nn.router`); there
+    layers of one input, such as q, k and v, run as one (`kbit.nn.merged`).
 
     Args:
         model: any nn.Module with weights on a real device; not itself a linear layer.
@@ -94,7 +95,8 @@ def quantize_model(
 
     Warns:
         UserWarning: large parameters stay that the policy would quantize; an override or a skip matches no
-            module; the model has no quantized layer in the end; or all were before, some with other bits.
+            module, or an override is for a tied weight that has other bits; the model has no quantized layer
+            in the end; or all were before, some with other bits.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -113,7 +115,7 @@ def quantize_model(
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
     fused = {name for ask in fused_experts for name in ask(model)}
     layers = _layers(model)
-    _warn_about_unmatched(model, policy, [members[0] for members in layers], names)
+    _warn_about_names(model, policy, layers, names)
     groups = _with_bits(model, layers, policy, names)
     if not groups and (kept := other_bits(model, lambda name: _width(name, policy, names))):
         warnings.warn(kept, stacklevel=2)
@@ -164,7 +166,8 @@ def _with_bits(
     groups = []
     alone = left_alone(model)
     for members in layers:
-        bits = _width(members[0], policy, names)
+        kept = why_kept(policy, [all_names(name, names) for name in members])
+        bits = None if kept else _width(members[0], policy, names)
         if bits is None or alone.keys() & members:
             continue
         if "" in members:
@@ -285,11 +288,13 @@ def _warn_about_leftovers(
         )
 
 
-def _warn_about_unmatched(
-    model: nn.Module, policy: QuantizationPolicy, layers: list[str], names: Mapping[str, list[str]]
+def _warn_about_names(
+    model: nn.Module, policy: QuantizationPolicy, layers: list[list[str]], names: Mapping[str, list[str]]
 ) -> None:
-    known = [each for name in layers for each in all_names(name, names)]
+    weights = [[all_names(name, names) for name in members] for members in layers]
+    known = [each for holders in weights for each in holders[0]]
+    tied = [each for holders in weights for others in holders[1:] for each in others]
     others = [each for name, _ in model.named_modules() for each in all_names(name, names)]
-    found = unmatched(policy, known, others)
-    if found:
-        warnings.warn(found, stacklevel=3)
+    for found in (unmatched(policy, known, others, tied), contradictions(policy, weights)):
+        if found:
+            warnings.warn(found, stacklevel=3)

@@ -3,20 +3,19 @@ config."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kbit.format.embeddings import is_head
 from kbit.format.policy import ROUTERS, is_inside, names_to_skip
 from kbit.nvfp4.layers import NVFP4Settings
 from kbit.nvfp4.readers import stored
 
 QUANT_METHOD = stored.KBIT
 FORMAT_VERSION = 1
-_HEADS = re.compile(r"(^|\.)(lm_head|embed_out)$")  # which decide the token
 
 
 @dataclass
@@ -63,7 +62,7 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
                 return f"modules_to_not_convert has {skipped!r}"
         if any(ROUTERS.search(name) for name in names):
             return "it is a router"
-        return "it is the output head" if any(_HEADS.search(name) for name in names) else None
+        return "it is the output head" if any(map(is_head, names)) else None
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint's config.json holds."""

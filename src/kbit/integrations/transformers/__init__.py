@@ -8,6 +8,7 @@ transformers; asking it for `KbitConfig` does.
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
+    tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
     late_masks                   masks that such steps make themselves

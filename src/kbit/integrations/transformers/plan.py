@@ -18,6 +18,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from kbit.format.names import PACKED, SCALE, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
+from kbit.format.ties import contradictions, why_kept
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import (
     Transforms,
@@ -26,6 +27,7 @@ from kbit.integrations.transformers.names import (
     parameter_of,
 )
 from kbit.integrations.transformers.refusals import refuse_missing, refuse_unlike
+from kbit.integrations.transformers.tied_modules import Tied, tied_modules
 from kbit.nn.experts import WEIGHTS
 from kbit.nn.support import left_alone, refuse_mixed, unsupported
 
@@ -87,20 +89,23 @@ def build_plan(
             be quantized.
 
     Warns:
-        UserWarning: an override or a skip matches no module.
+        UserWarning: an override or a skip matches no module, or an override is for a tied weight that has
+            other bits.
     """
     transforms = loading_transforms(model)
     routes = _routes(model, index, pre_quantized, transforms)
+    tied = {} if pre_quantized else _tied_by_routes(model, routes, index is not None)
     if not pre_quantized:
-        _warn_about_unmatched(model, policy, routes)
+        _warn_about_names(model, policy, routes, tied, index is not None)
     plan: Plan = {}
     stored = index or {}
     plain = {
         route.target: route.name for route in routes if pre_quantized and route.name + PACKED not in stored
     }
     widths: dict[str, dict[int, str]] = {}
-    for name, target, pattern, modules in routes:
-        bits = None if pre_quantized and name + PACKED not in stored else policy.bits_for(*modules)
+    for route in routes:
+        name, target, pattern, _ = route
+        bits = None if pre_quantized and name + PACKED not in stored else _width(policy, route, tied)
         if bits is None:
             continue
         planned = plan.setdefault(target, Planned(bits, merged=pattern is not None))
@@ -154,16 +159,48 @@ def _routes(
     return routes
 
 
-def _warn_about_unmatched(model: Any, policy: QuantizationPolicy, routes: Iterable[Route]) -> None:
+def _width(policy: QuantizationPolicy, route: Route, tied: Tied) -> int | None:
+    """The width of a tensor; of a weight that modules share, what they get together."""
+    holders = tied.get(route.target, [route.modules])
+    if why_kept(policy, holders):
+        return None
+    return policy.bits_for(*holders[0])
+
+
+def _tied_by_routes(model: Any, routes: Iterable[Route], of_files: bool) -> Tied:
+    """The modules that share each routed parameter, the one whose name decides first.
+
+    That is the embedding; but where files hold tensors of several, each is its own, since transformers ties
+    them only if they turn out to be equal.
+    """
+    own = {route.target: route.modules for route in routes}
+    paths = {holder_of(target) for target in own} if of_files else set()
+    found = {}
+    for target, holders in tied_modules(model).items():
+        if target in own:
+            path = holder_of(target)
+            known = [own[target] if names[-1] == path else names for names in holders]
+            apart = holders[0][-1] in paths
+            found[target] = sorted(known, key=lambda names: names is not own[target]) if apart else known
+    return found
+
+
+def _warn_about_names(
+    model: Any, policy: QuantizationPolicy, routes: Iterable[Route], tied: Tied, of_files: bool
+) -> None:
     quantizable: dict[str, None] = {}
     others = dict.fromkeys(name for name, _ in model.named_modules())
     owners = dict.fromkeys((holder_of(route.target), route.modules) for route in routes)
     for path, names in owners:  # of experts stored one by one there are hundreds of routes to each
         supported = unsupported(model.get_submodule(path)) is None
         (quantizable if supported else others).update(dict.fromkeys(names))
-    found = unmatched(policy, quantizable, others)
-    if found:
-        warnings.warn(found, stacklevel=2)
+    # A module with a tensor of its own in the files answers for itself.
+    apart = {path for path, _ in owners} if of_files else set()
+    weights = [[first, *(one for one in rest if one[-1] not in apart)] for first, *rest in tied.values()]
+    sharing = {name for _, *rest in weights for names in rest for name in names}
+    for found in (unmatched(policy, quantizable, others, sharing), contradictions(policy, weights)):
+        if found:
+            warnings.warn(found, stacklevel=3)
 
 
 def is_expert_merge(converter: WeightConverter) -> bool:

@@ -10,7 +10,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from kbit.format.checkpoint import check_index
+from kbit.format.checkpoint import check_index, policy_in_files
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.policy import QUANT_METHOD
 from kbit.format.safetensors_header import TensorInfo
@@ -69,6 +69,8 @@ class KbitHfQuantizer(HfQuantizer):
                     "a kbit checkpoint is loaded from a folder of safetensors files; got a state dict or "
                     "pickled weights."
                 )
+            policy = self.quantization_config = policy_in_files(policy, self.index)
+            model.config.quantization_config = policy
             check_index(self.index, policy, model.config.to_dict())
         self.plan = build_plan(model, policy, self.index, self.pre_quantized)
         self.ties = placement.plan_ties(model, self.plan, refuse=self.pre_quantized)

@@ -10,8 +10,10 @@ from torch import nn
 
 from kbit.format.names import holder_of, module_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.ties import why_kept
 from kbit.format.words import counted
 from kbit.integrations.transformers.names import loading_transforms, parameter_of
+from kbit.integrations.transformers.tied_modules import tied_modules
 from kbit.nn import replace
 from kbit.nn.support import left_alone, unsupported
 from kbit.nn.tiling import TileableModule
@@ -31,12 +33,13 @@ def reasons_in_model(model: Any, policy: QuantizationPolicy, tensors: Iterable[s
         tensors: names in its files.
     """
     transforms, state, alone = loading_transforms(model), model.state_dict(), left_alone(model)
-    found = {}
+    found, tied = {}, tied_modules(model)
     for name in tensors:
         target, _ = parameter_of(name, transforms, model.base_model_prefix, state)
         if target in state:
             path = holder_of(target)
             reason = policy.why_not(module_of(name), module_of(target)) or alone.get(path)
+            reason = reason or why_kept(policy, tied.get(target, ()))
             found[name] = reason or unsupported(model.get_submodule(path))
     return {name: reason for name, reason in found.items() if reason}
 

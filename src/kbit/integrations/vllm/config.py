@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from kbit.format.embeddings import is_token_table
 from kbit.format.names import SCALE, original_of
 from kbit.format.policy import QUANT_METHOD, QuantizationPolicy
 from kbit.integrations.vllm.experts import KbitExpertsMethod
@@ -184,11 +185,9 @@ class KbitVllmConfig(QuantizationConfig):
 
     def _width_of_embedding(self) -> int | None:
         """Bits of the input embedding, which a tied head shares; None if it is not quantized."""
-        tables = [name for name in self.widths if name.rpartition(".")[2] in _TABLES]
+        tables = list(filter(is_token_table, self.widths))
         return self._width_of(tables[0]) if tables else None
 
 
 # What models merge without saying so before they are built.
 _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-# What transformers calls input embeddings.
-_TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")

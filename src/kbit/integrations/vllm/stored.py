@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kbit.format.checkpoint import check_index
+from kbit.format.checkpoint import check_index, policy_in_files
 from kbit.format.model_files import CONFIG_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
@@ -31,7 +31,8 @@ def index_of(model: str, revision: str | None, policy: QuantizationPolicy) -> di
     folder = Path(model)
     if folder.is_dir():
         index = read_index(folder)
-        check_index(index, policy, read_config(folder) if (folder / CONFIG_NAME).is_file() else None)
+        config = read_config(folder) if (folder / CONFIG_NAME).is_file() else None
+        check_index(index, policy_in_files(policy, index), config)
         return index
     from vllm.transformers_utils.config import get_safetensors_params_metadata
 
@@ -41,7 +42,7 @@ def index_of(model: str, revision: str | None, policy: QuantizationPolicy) -> di
             f"{model}: the headers of its safetensors files cannot be read, which say what is quantized. "
             f"Fetch the checkpoint (hf download {model}) and try again."
         )
-    check_index(index, policy)
+    check_index(index, policy_in_files(policy, index))
     return index
 
 

@@ -1,0 +1,161 @@
+"""A weight that modules share: a skip of any of them counts, and an override that is not followed is told."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import kbit
+from kbit.cli import app
+from kbit.format import QuantizationPolicy
+from kbit.format.ties import contradictions, why_kept, width_of
+from kbit.integrations.streaming import quantize_checkpoint
+from kbit.nn import QuantizedModule, quantize_model, replace
+from tiny_models import build
+
+WAYS = ("in place", "on load", "from files")
+TIED = ("model.embed_tokens", "lm_head")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tied") / "llama"
+    build("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+def quantize(way: str, source: Path, target: Path, **settings) -> tuple[list[str], dict[str, int]]:
+    """(What was warned of, bits of the tied modules) of a folder that was quantized so, saved and loaded."""
+    config = kbit.KbitConfig(**settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "from files":
+            quantize_checkpoint(source, target, config)
+        elif way == "on load":
+            model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+            model.save_pretrained(target)
+        else:
+            quantize_model(AutoModelForCausalLM.from_pretrained(source), config).save_pretrained(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = AutoModelForCausalLM.from_pretrained(target)
+    found = {name: again.get_submodule(name) for name in TIED}
+    told = [str(one.message) for one in caught if str(one.message).startswith("kbit")]
+    return told, {name: m.bits for name, m in found.items() if isinstance(m, QuantizedModule)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_not_convert": ["lm_head"]},
+        {"modules_to_not_convert": ["model.embed_tokens"]},
+        {"overrides": {"lm_head": 0}},
+        {"overrides": {"embed": 0}},
+    ],
+)
+def test_a_skip_of_either_name_keeps_both(way, settings, source, tmp_path):
+    assert quantize(way, source, tmp_path / "out", embedding_bits=4, **settings) == ([], {})
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in tensors
+    assert "model.layers.0.mlp.up_proj.weight_packed" in tensors
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("settings", "bits", "told"),
+    [
+        ({"overrides": {"lm_head": 5}, "embedding_bits": 4}, 4, "lm_head gets 4 bits and not 5"),
+        ({"overrides": {"lm_head": 5, "embed": 3}}, 3, "lm_head gets 3 bits and not 5, as its weight is"),
+        ({"overrides": {"lm_head": 5}}, None, "model.embed_tokens: embedding_bits is not set"),
+        (
+            {"overrides": {"embed": 3}, "modules_to_not_convert": ["lm_head"]},
+            None,
+            "model.embed_tokens stays unquantized and does not get 3 bits: it shares its weight with lm_head",
+        ),
+    ],
+)
+def test_an_override_that_is_not_followed_is_told_once(way, settings, bits, told, source, tmp_path):
+    messages, widths = quantize(way, source, tmp_path / "out", **settings)
+    (message,) = messages
+    assert told in message
+    assert widths == (dict.fromkeys(TIED, bits) if bits else {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("overrides", [{"lm_head": 4}, {"embed|lm_head": 3}, {"lm_head": 5, "embed": 5}])
+def test_overrides_that_agree_are_not_told(way, overrides, source, tmp_path):
+    messages, widths = quantize(way, source, tmp_path / "out", embedding_bits=4, overrides=overrides)
+    assert messages == []
+    assert set(widths) == set(TIED)
+
+
+def test_pickled_weights_are_treated_alike(source, tmp_path):
+    """Their tensors are not known beforehand, so those of the model are asked about, both ends of a tie."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    (tmp_path / "in").mkdir()
+    model.config.save_pretrained(tmp_path / "in")
+    torch.save(model.state_dict(), tmp_path / "in" / "pytorch_model.bin")
+    skip = {"embedding_bits": 4, "modules_to_not_convert": ["lm_head"]}
+    assert quantize("on load", tmp_path / "in", tmp_path / "skip", **skip) == ([], {})
+    other = {"embedding_bits": 4, "overrides": {"lm_head": 5}}
+    told, widths = quantize("on load", tmp_path / "in", tmp_path / "two", **other)
+    assert widths == dict.fromkeys(TIED, 4)
+    assert "lm_head gets 4 bits and not 5" in told[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_inspect_says_why(way, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(replace, "LARGE", 1000)
+    settings = {"embedding_bits": 4, "modules_to_not_convert": ["lm_head"]}
+    quantize(way, source, tmp_path / "out", **settings)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.output.splitlines() if "unquantized model.embed_tokens.weight" in line]
+    assert line.endswith("it shares its weight with lm_head: modules_to_not_convert has 'lm_head'")
+
+
+def test_the_command_does_as_asked(source, tmp_path):
+    options = ["--embedding-bits", "4", "--skip", "lm_head"]
+    result = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, result.output
+    assert "model.embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_a_folder_that_was_written_against_its_skip_loads_as_it_is(source, tmp_path):
+    config = kbit.KbitConfig(embedding_bits=4)
+    quantize_checkpoint(source, tmp_path / "old", config)
+    file = tmp_path / "old" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    file.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
+    assert model.lm_head.weight_packed is model.model.embed_tokens.weight_packed
+
+
+def test_any_model_and_any_number_of_modules():
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("one", "two", "three", "four")})
+    model["two"].weight = model["three"].weight = model["one"].weight
+    quantize_model(model, QuantizationPolicy(modules_to_not_convert=["three"]))
+    assert [isinstance(layer, QuantizedModule) for layer in model.values()] == [False, False, False, True]
+
+
+def test_the_first_decides_unless_one_is_kept():
+    holders = [["table"], ["heads.0", "head"]]
+    assert width_of(QuantizationPolicy(bits=3), holders) == 3
+    policy = QuantizationPolicy(overrides={"table": 5, "heads": 4})
+    assert width_of(policy, holders) == 5
+    assert contradictions(policy, [holders, holders, [["other"], ["third"]]]) == (
+        "kbit does not follow every override: head gets 5 bits and not 4, as its weight is that of table."
+    )
+    kept = QuantizationPolicy(overrides={"heads": 0})
+    assert width_of(kept, holders) is None
+    assert why_kept(kept, holders) == "it shares its weight with head: the override 'heads' is 0"
