@@ -331,6 +331,14 @@ def test_inspect_takes_a_config_that_says_that_nothing_is_quantized(folders, tmp
     assert inspected(tmp_path / "model") == inspected(folders["original"])
 
 
+def test_inspect_refuses_codes_of_which_the_config_does_not_tell(folders, tmp_path):
+    shutil.copytree(folders["quantized"], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert "are k-bit codes, but config.json has no" in refuse("inspect", tmp_path / "model")
+
+
 def test_inspect_refuses_what_does_not_fit(folders, tmp_path):
     assert "not quantized" in refuse("inspect", folders["original"], "--source", folders["quantized"])
     message = refuse("inspect", folders["quantized"], "--source", folders["quantized"])

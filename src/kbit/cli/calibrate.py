@@ -7,12 +7,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model
 from kbit.cli.texts import WINDOW, calibration_samples
 from kbit.integrations.devices import find_device
+
+# As many activations as a layer has inputs, or some inputs are never seen apart from others.
+FEW_TOKENS = 4096
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +38,12 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
 
     place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
     samples = calibration_samples(source, text, WINDOW)
+    if samples.numel() < FEW_TOKENS:
+        Console(stderr=True).print(
+            f"[yellow]warning:[/yellow] {escape(str(text))} has {samples.numel()} tokens only, and codes go by "
+            f"what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
+            soft_wrap=True,
+        )
 
     def make() -> Mapping[str, torch.Tensor]:
         from kbit import quantize_model

@@ -113,14 +113,21 @@ def _read_folder(folder: Path) -> Folder:
     from kbit.cli.inspect_nvfp4 import read_nvfp4
     from kbit.format.checkpoint import validate_checkpoint
     from kbit.format.model_files import read_config, read_index
-    from kbit.format.names import module_of
+    from kbit.format.names import ABSMAX, module_of
 
     config = read_config(folder)
     found = read_nvfp4(folder, config)
     if found is not None:
         return found
     if config.get("quantization_config") is None:
-        return Folder(read_modules(read_index(folder), None))
+        index = read_index(folder)
+        coded = [name for name in _quantized_names(index) if name + ABSMAX in index]
+        if coded:
+            raise ValueError(
+                f"{folder}: {coded[0]} and others are k-bit codes, but config.json has no "
+                f"quantization_config, so nobody can tell their codebook. Restore the config.json that they were saved with."
+            )
+        return Folder(read_modules(index, None))
     policy = validate_checkpoint(folder)
     index = read_index(folder)
     modules = read_modules(index, policy)
