@@ -324,19 +324,12 @@ def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
     assert re.search("unquantized model.embed_tokens.weight: .* MB: embedding_bits is not set\n", output)
 
 
-def test_inspect_takes_a_config_that_says_that_nothing_is_quantized(folders, tmp_path):
-    shutil.copytree(folders["original"], tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"quantization_config": None}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert inspected(tmp_path / "model") == inspected(folders["original"])
-
-
-def test_inspect_refuses_codes_of_which_the_config_does_not_tell(folders, tmp_path):
-    shutil.copytree(folders["quantized"], tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert "are k-bit codes, but config.json has no" in refuse("inspect", tmp_path / "model")
+def test_inspect_of_a_config_that_says_that_nothing_is_quantized(folders, tmp_path):
+    for name in ("original", "quantized"):
+        file = shutil.copytree(folders[name], tmp_path / name) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
+    assert inspected(tmp_path / "original") == inspected(folders["original"])
+    assert "are k-bit codes, but config.json has no" in refuse("inspect", tmp_path / "quantized")
 
 
 def test_inspect_refuses_what_does_not_fit(folders, tmp_path):

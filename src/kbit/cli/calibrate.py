@@ -40,8 +40,8 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
     samples = calibration_samples(source, text, WINDOW)
     if samples.numel() < FEW_TOKENS:
         Console(stderr=True).print(
-            f"[yellow]warning:[/yellow] {escape(str(text))} has {samples.numel()} tokens only, and codes go by "
-            f"what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
+            f"[yellow]warning:[/yellow] {escape(str(text))} has {samples.numel()} tokens only, and codes "
+            f"go by what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
             soft_wrap=True,
         )
 

@@ -125,7 +125,8 @@ def _read_folder(folder: Path) -> Folder:
         if coded:
             raise ValueError(
                 f"{folder}: {coded[0]} and others are k-bit codes, but config.json has no "
-                f"quantization_config, so nobody can tell their codebook. Restore the config.json that they were saved with."
+                f"quantization_config, so nobody can tell their codebook. Restore the "
+                f"config.json that they were saved with."
             )
         return Folder(read_modules(index, None))
     policy = validate_checkpoint(folder)
