@@ -195,6 +195,14 @@ def test_a_models_kernels(tiles_pay, on_h200):
     assert all(dict(spec.config).get("bf16", True) is True for spec, _ in on_h200)
 
 
+def test_scales_in_float16_are_no_activations(tiles_pay, on_h200):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+    policy = kbit.KbitConfig(bits=4, absmax_format="float16", overrides={"1": 0})
+    kbit.compile_kernels(quantize_model(model, policy), tokens=[1])
+    assert on_h200
+    assert all(dict(spec.config).get("bf16", True) for spec, _ in on_h200)
+
+
 def test_a_refused_kernel_is_an_error(tiles_pay, on_h200, monkeypatch):
     monkeypatch.setattr(of_models, "compile_many", lambda *_, **__: [kbit.KbitError("refused")])
     with pytest.raises(kbit.KbitError, match="refused"):

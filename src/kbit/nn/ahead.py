@@ -11,6 +11,7 @@ from torch import nn
 from kbit.backends.cuda import ahead, driver, operands, tables
 from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
+from kbit.format.names import ABSMAX
 from kbit.nn.experts import KbitExperts
 from kbit.nn.merged import Merged, MergedMLP, are_joined
 from kbit.nn.parts import QuantizedModule
@@ -50,8 +51,8 @@ def compile_kernels(
     tokens = ahead.ROWS if tokens is None else tokens
     if not tokens or min(tokens) < 1:
         raise ValueError(f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r}.")
-    halves = (one.dtype for one in model.parameters() if one.dtype in operands.DTYPES)
-    dtype = dtype or next(halves, torch.bfloat16)
+    own = (one.dtype for name, one in model.named_parameters() if not name.endswith(ABSMAX))
+    dtype = dtype or next((each for each in own if each in operands.DTYPES), torch.bfloat16)
     wanted = {
         (spec, driver.device_arch(device.index)): None
         for device in _gpus(model)
