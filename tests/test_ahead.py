@@ -150,7 +150,9 @@ def test_products_by_another_activation_are_not_gated(tiles_pay):
     for layer in model.modules():
         if isinstance(layer, kbit.nn.KbitExperts):
             layer.act_fn = torch.nn.GELU()
-    assert not any(one.gated for one in of_models.products(model, CPU) if one.experts)
+    experts = [one for one in of_models.products(model, CPU) if one.experts]
+    assert experts
+    assert not any(one.gated for one in experts)
 
 
 def test_what_is_not_in_tiles_has_no_product():

@@ -62,8 +62,10 @@ def quantize(way: str, source: Path, target: Path, **settings) -> tuple[list[str
         {"overrides": {"embed": 0}},
     ],
 )
-def test_a_skip_of_either_name_keeps_both(way, settings, source, tmp_path):
-    assert quantize(way, source, tmp_path / "out", embedding_bits=4, **settings) == ([], {})
+@pytest.mark.parametrize("embedding_bits", [None, 4])
+def test_a_skip_of_either_name_keeps_both(way, settings, embedding_bits, source, tmp_path):
+    settings = settings | {"embedding_bits": embedding_bits}
+    assert quantize(way, source, tmp_path / "out", **settings) == ([], {})
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert "model.embed_tokens.weight" in tensors
     assert "model.layers.0.mlp.up_proj.weight_packed" in tensors

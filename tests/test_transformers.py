@@ -393,12 +393,8 @@ def test_names_of_one_module_must_get_the_same_bits(override, first, second, qua
         load(folder, config).save_pretrained(tmp_path)
         folder, kwargs = tmp_path, {}
     elif not bits:  # a skip by either name is for both
-        assert (
-            type(
-                SharesProjection.from_pretrained(folder, **kwargs).get_submodule("model.layers.0.mlp.up_proj")
-            )
-            is nn.Linear
-        )
+        model = SharesProjection.from_pretrained(folder, **kwargs)
+        assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is nn.Linear
         return
     told = rf"layers.0.mlp.up_proj \({first}\) and model.layers.1.mlp.up_proj \({second}\) are one module"
     with pytest.raises(ValueError, match=told + ".*Change overrides"):

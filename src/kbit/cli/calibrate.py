@@ -15,9 +15,6 @@ from kbit.cli.model_folder import load_model
 from kbit.cli.texts import WINDOW, calibration_samples
 from kbit.integrations.devices import find_device
 
-# As many activations as a layer has inputs, or some inputs are never seen apart from others.
-FEW_TOKENS = 4096
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -25,6 +22,9 @@ if TYPE_CHECKING:
 
     from kbit.format import QuantizationPolicy
     from kbit.integrations.streaming import Codes
+
+# As many activations as a layer has inputs, or some inputs are never seen apart from others.
+FEW_TOKENS = 4096
 
 
 def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str) -> Codes:

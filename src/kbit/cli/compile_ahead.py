@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,18 +29,3 @@ def compile_ahead(model: Any, tokens: Sequence[int] | None = None) -> None:
         compiled = compile_kernels(model, tokens, progress=show)
     if compiled:
         console.print(f"[dim]compiled {compiled} kernels for this GPU, once[/dim]")
-
-
-def compile_when_serving() -> None:
-    """Have transformers' server do so with a model that it loads."""
-    from transformers.cli.serving.model_manager import ModelManager
-
-    load = ModelManager._load_model
-
-    @functools.wraps(load)
-    def loaded(self: Any, *arguments: Any, **named: Any) -> Any:
-        model = load(self, *arguments, **named)
-        compile_ahead(model)
-        return model
-
-    ModelManager._load_model = loaded

@@ -58,10 +58,11 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
 
     import kbit  # noqa: F401  (registers the checkpoints)
     from kbit.cli import serve_batching, serve_graphs
-    from kbit.cli.compile_ahead import compile_when_serving
+    from kbit.cli.compile_ahead import compile_ahead
+    from kbit.cli.serve_loading import when_loaded
     from kbit.cli.serve_requests import refuse_malformed
 
-    compile_when_serving()
+    when_loaded(compile_ahead)
     if cuda_graphs:
         serve_graphs.use_cuda_graphs()
         arguments = serve_graphs.options(arguments)

@@ -29,20 +29,15 @@ def use_cuda_graphs() -> None:
         RuntimeError: there is no GPU.
     """
     import torch
-    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import CBGenerateManager
 
+    from kbit.cli.serve_loading import when_loaded
     from kbit.integrations.transformers.cuda_graphs import enable_cuda_graphs
 
     if not torch.cuda.is_available():
         raise RuntimeError("--cuda-graphs needs a GPU, and PyTorch finds none. Leave it out on a CPU.")
-    load, start = ModelManager._load_model, CBGenerateManager.__init__
-
-    @functools.wraps(load)
-    def loaded(self: Any, *arguments: Any, **named: Any) -> Any:
-        model = load(self, *arguments, **named)
-        enable_cuda_graphs(model)
-        return model
+    when_loaded(enable_cuda_graphs)
+    start = CBGenerateManager.__init__
 
     @functools.wraps(start)
     def started(self: Any, cb_config: Any = None) -> None:
@@ -51,4 +46,4 @@ def use_cuda_graphs() -> None:
                 setattr(cb_config, name, size)
         start(self, cb_config)
 
-    ModelManager._load_model, CBGenerateManager.__init__ = loaded, started
+    CBGenerateManager.__init__ = started

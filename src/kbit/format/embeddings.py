@@ -39,6 +39,7 @@ HEADS = _words("""
     output_projection vocab_projector logits_dense
     """)
 
+_ALL = TOKEN_TABLES | OTHER_TABLES | HEADS
 # All that versions of kbit before these lists knew.
 _AT_FIRST = _words("embed_tokens embedding embeddings wte lm_head embed_out")
 
@@ -51,7 +52,7 @@ def is_embedding(module_name: str) -> bool:
     >>> is_embedding("model.embed_tokens"), is_embedding("decoder.lm_heads.0"), is_embedding("mlp.shared.up")
     (True, True, False)
     """
-    return is_head(module_name) or _last(module_name) in TOKEN_TABLES | OTHER_TABLES
+    return _last(module_name) in _ALL
 
 
 def is_token_table(module_name: str) -> bool:

@@ -44,8 +44,7 @@ def contradictions(policy: QuantizationPolicy, weights: Iterable[Holders]) -> st
     """
     found: list[str] = []
     for holders in weights:
-        width = width_of(policy, holders)
-        kept = why_kept(policy, holders)
+        width, kept = width_of(policy, holders), why_kept(policy, holders)
         for names in holders:
             said = policy.explicit(*names)
             if not isinstance(said, int) or said == width:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends import environment
 from kbit.backends.cuda import (
     caches,
     driver,
@@ -109,8 +108,8 @@ def _of_experts(
     tokens: int, dtype: torch.dtype, product: Product, weight: WeightShape
 ) -> Iterator[KernelSpec]:
     slots, intermediate = product.slots, weight.out_features // 2 if weight.gated else weight.in_features
-    alone = one_token.refusal(dtype, dtype, intermediate, slots, weight.device.arch) is None
-    if tokens == 1 and slots and alone and environment.kernel() in (None, "stream"):
+    alone = tokens == 1 and slots > 0
+    if alone and one_token.is_chosen(dtype, dtype, intermediate, slots, weight.device.arch):
         yield one_token.kernel_of(slots, dtype, weight)  # but for experts that do not take it
     if weight.gated and operands.refusal(torch.float16, weight.out_features, weight.gated):
         weight = weight._replace(gated=False)

@@ -12,6 +12,7 @@ import functools
 
 import torch
 
+from kbit.backends import environment
 from kbit.backends.cuda import driver, operands, stream, stream_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
@@ -32,6 +33,14 @@ def refusal(
     if weights_dtype not in (dtype, torch.float32):
         return f"weights must be {dtype} or float32, got {weights_dtype}"
     return operands.refusal(dtype, 2 * intermediate, silu_and_mul=True)
+
+
+def is_chosen(
+    dtype: torch.dtype, weights_dtype: torch.dtype, intermediate: int, slots: int, arch: str
+) -> bool:
+    """Whether it takes a token: it may, and KBIT_KERNEL names no other kernel."""
+    named = environment.kernel() in (None, "stream")
+    return named and refusal(dtype, weights_dtype, intermediate, slots, arch) is None
 
 
 def rows(

@@ -235,10 +235,8 @@ def experts_one_token(
         ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.grouped_preference.choose`.
     """
     hidden, slots = x.shape[1], ids.shape[1]
-    refusal = one_token.refusal(
-        x.dtype, weights.dtype, intermediate, slots, driver.device_arch(x.device.index)
-    )
-    if refusal is None and environment.kernel() in (None, "stream"):
+    arch = driver.device_arch(x.device.index)
+    if one_token.is_chosen(x.dtype, weights.dtype, intermediate, slots, arch):
         rows = x.new_empty((slots, intermediate))
         one_token.rows(x, gate_up, codebook, gate_up_scale, ids[0], 2 * intermediate, hidden, True, rows)
         one_token.columns(rows, down, codebook, down_scale, ids[0], weights[0], hidden, intermediate, out)

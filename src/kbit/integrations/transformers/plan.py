@@ -18,7 +18,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from kbit.format.names import PACKED, SCALE, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
-from kbit.format.ties import contradictions, why_kept
+from kbit.format.ties import contradictions, width_of
 from kbit.format.unmatched import unmatched
 from kbit.integrations.transformers.names import (
     Transforms,
@@ -161,10 +161,7 @@ def _routes(
 
 def _width(policy: QuantizationPolicy, route: Route, tied: Tied) -> int | None:
     """The width of a tensor; of a weight that modules share, what they get together."""
-    holders = tied.get(route.target, [route.modules])
-    if why_kept(policy, holders):
-        return None
-    return policy.bits_for(*holders[0])
+    return width_of(policy, tied.get(route.target, [route.modules]))
 
 
 def _tied_by_routes(model: Any, routes: Iterable[Route], of_files: bool) -> Tied:
