@@ -106,6 +106,29 @@ template <class T>
 T __shfl_up_sync(u32, T value, int step) {
     return exchange(value, lane_id() < step ? lane_id() : lane_id() - step);
 }
+template <class T>
+T __shfl_down_sync(u32, T value, int step) {
+    return exchange(value, lane_id() + step > 31 ? lane_id() : lane_id() + step);
+}
+template <class T>
+T __reduce_add_sync(u32, T value) {
+    T sum = 0;
+    for (int i = 0; i < 32; ++i) {
+        sum += exchange(value, i);
+    }
+    return sum;
+}
+template <class T, class F>
+T reduced(T value, F larger) {
+    for (int step = 16; step > 0; step /= 2) {
+        const T other = exchange(value, lane_id() ^ step);
+        value = larger(value, other) ? value : other;
+    }
+    return value;
+}
+inline u32 __reduce_max_sync(u32, u32 value) {
+    return reduced(value, [](u32 a, u32 b) { return a > b; });
+}
 inline u32 __ballot_sync(u32, bool predicate) {
     warp().values[lane_id()] = predicate;
     __syncwarp();
@@ -311,7 +334,15 @@ inline void stage4(u32 to, const void* from) {
 inline void stage16(u32 to, const void* from) {
     stage<uint4>(to, from);
 }
+inline void stage16_if(u32 to, const void* from, bool valid) {
+    stage<uint4>(to, from);
+    if (!valid) {
+        into_shared(to, uint4{0, 0, 0, 0});
+    }
+}
 inline void end_stage() {}
+template <int LATER = 1>
+inline void wait_for_stage() {}
 inline void launch_dependents() {}
 inline void launch_early() {}
 inline void launch_late() {}

@@ -32,7 +32,7 @@ TOGETHER = (
 )
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.
-KNOWN = ("common.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
+KNOWN = ("common.cuh", "stage16.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-fsigned-char")
 
 # PTX statements and what stands for them.

@@ -9,17 +9,6 @@ using std::fabs;
 
 // ---- a warp and a block
 
-template <class T, class F>
-T reduced(T value, F larger) {
-    for (int step = 16; step > 0; step /= 2) {
-        const T other = exchange(value, lane_id() ^ step);
-        value = larger(value, other) ? value : other;
-    }
-    return value;
-}
-inline u32 __reduce_max_sync(u32, u32 value) {
-    return reduced(value, [](u32 a, u32 b) { return a > b; });
-}
 inline u32 __reduce_min_sync(u32, u32 value) {
     return reduced(value, [](u32 a, u32 b) { return a < b; });
 }
@@ -92,13 +81,6 @@ u32 minimum_or_nan(u32 a, u32 b) {
 
 // ---- memory
 
-inline void stage16_if(u32 to, const void* from, bool valid) {
-    stage<uint4>(to, from);
-    if (!valid) {
-        into_shared(to, uint4{0, 0, 0, 0});
-    }
-}
-inline void wait_for_stage() {}
 template <int COUNT, int SIZE>
 void load_words(u32 (&w)[SIZE], const u32* from) {
     require_aligned(u64(from), COUNT == 4 ? 16 : COUNT == 2 ? 8 : 4);

@@ -138,7 +138,9 @@ def test_resident_plans_fit_and_hold_every_unit() -> None:
         weights_end = plan.weights_at + plan.weight_bytes
         assert plan.config.table_bytes + 8 * plan.config.warps <= plan.weights_at, case
         if not plan.config.in_holes:
-            assert (plan.x_at, plan.parts_at) == (weights_end, weights_end + x_bytes), case
+            assert weights_end <= plan.x_at < weights_end + 128, case
+            assert plan.x_at % 128 == 0, case
+            assert plan.parts_at == plan.x_at + x_bytes, case
             assert plan.parts_at + sum_bytes == plan.shared_bytes, case
         elif plan.tokens == 8:
             assert 2 * x_bytes <= plan.config.table_bytes, case

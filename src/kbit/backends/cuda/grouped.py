@@ -21,7 +21,7 @@ _FORMAT = sorted_rows.FORMAT + "i" * 7
 _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
-_ROW_BYTES = 128  # of 32 sums
+_ROW_BYTES = 128  # of 32 sums, or of a token's columns of a tile
 # Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
 # take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
@@ -76,6 +76,7 @@ class Plan:
         grid: blocks.
         span: warps that split K.
         x_at, x_room: where activations are, and bytes for them: 0 if one expert's do not fit.
+        x_slots: rows of activations that fit there.
         ring_at: where tiles in flight are.
         jobs_at: where the block's list of pieces of experts is.
         parts_at: where the sums of warps that split K are.
@@ -89,6 +90,7 @@ class Plan:
     span: int
     x_at: int
     x_room: int
+    x_slots: int
     ring_at: int
     jobs_at: int
     parts_at: int
@@ -97,7 +99,7 @@ class Plan:
     @property
     def own(self) -> tuple[int, ...]:
         """The kernel's own arguments."""
-        places = (self.x_at, self.x_room, self.ring_at, self.jobs_at, self.parts_at)
+        places = (self.x_at, self.x_slots, self.ring_at, self.jobs_at, self.parts_at)
         return (self.most.bit_length() - 1, self.span, *places)
 
 
@@ -180,13 +182,16 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
     end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
     room = sorted_rows.room(config.blocks, device)
-    x_at, x_room = (
-        (0, operands.HOLE_BYTES if end <= room else 0) if config.in_holes else (end, max(0, room - end))
-    )
-    job_bytes = k_tiles * layout.TILE_COLUMNS * 2 * most
-    x_room = min(x_room, jobs * job_bytes) if x_room >= job_bytes else 0
+    if config.in_holes:
+        x_at, x_room = 0, operands.HOLE_BYTES if end <= room else 0
+    else:
+        x_at = end = -(-end // _ROW_BYTES) * _ROW_BYTES
+        x_room = max(0, room - end)
+    row_bytes = k_tiles * layout.TILE_COLUMNS * 2
+    x_room = min(x_room, jobs * most * row_bytes) if x_room >= most * row_bytes else 0
     end += 0 if config.in_holes else x_room
-    return Plan(config, tokens, most, grid, span, x_at, x_room, ring_at, jobs_at, parts_at, end)
+    x_slots = x_room // row_bytes
+    return Plan(config, tokens, most, grid, span, x_at, x_room, x_slots, ring_at, jobs_at, parts_at, end)
 
 
 def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: int) -> int:

@@ -145,7 +145,8 @@ def _places(config: Config, tokens: int, k_tiles: int, weights_end: int) -> tupl
     """Where activations and sums are, and the end of it all; None if the holes are too small."""
     x_bytes, part_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens, config.warps * tokens * _SUM_BYTES
     if not config.in_holes:
-        return weights_end, weights_end + x_bytes, weights_end + x_bytes + part_bytes
+        x_at = -(-weights_end // 128) * 128
+        return x_at, x_at + x_bytes, x_at + x_bytes + part_bytes
     if tokens == TOKENS[0]:
         fit, parts_at, end = x_bytes, weights_end, weights_end + part_bytes
     else:  # sums, too, for which no other room is left

@@ -25,7 +25,8 @@
 // of teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
 #include "grouped.cuh"
 
-// A warp's columns of a unit. x: see Activations::load, x_tile: the job's first, x_bytes: of a column tile.
+// A warp's columns of a unit. x: a lane's place in the first column tile, x_tile: the job's first, x_bytes: of
+// a tile.
 DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const D& decode, Ring& ring, u32 x,
                           u32 x_tile, u32 x_bytes, u32 zero, int lane) {
     for (int tile = ring.first_tile; tile < ring.end_tile; tile += kTiles) {
@@ -47,7 +48,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const Problem& p, const
             // The tile that the last stage may lack holds old codes and scales, all of them finite.
             const bool there = i == 0 || tile + i < ring.end_tile;
             u32 b[kColumns][8];
-            Activations::load(b, x, x_tile + (there ? tile + i : tile) * x_bytes);
+            Staged::load(b, x + (x_tile + (there ? tile + i : tile)) * x_bytes);
             if (i == kTiles - 1) {
                 ring.refill(p, loaded, zero);
             }
@@ -121,9 +122,9 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, i
 
 // The block's jobs, `room` at most (only offsets that decrease could ask for more), and an end; returns their
 // units. All threads; ends with a block barrier.
-DEVICE int list_jobs(Job* jobs, int room, int& count, int* scratch, const int* offsets, int experts, int rows,
+DEVICE int list_jobs(Job* jobs, int room, int& count, u32 scratch, const int* offsets, int experts, int rows,
                      const Problem& p, int most_log, const Divider& by_grid, const Divider& by_units) {
-    Groups<kWarps, Config::experts> groups;
+    BlockGroups groups;
     groups.find(scratch, offsets, experts, rows, most_log);
     const int all = groups.all_pieces * p.units, each = by_grid(all), rest = all - each * by_grid.divisor;
     const int block = blockIdx.x, first = each * block + min(block, rest);
@@ -134,16 +135,15 @@ DEVICE int list_jobs(Job* jobs, int room, int& count, int* scratch, const int* o
         count = room;
         units = (first_piece + room) * p.units - first;
     }
-    int piece = groups.pieces;
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        const int pieces = groups.pieces_of(i, most_log), expert = threadIdx.x * groups.kShare + i;
+        const int pieces = groups.pieces_of(i, most_log), piece = groups.before[i];
         for (int j = max(0, first_piece - piece); j < min(pieces, first_piece + count - piece); ++j) {
             const int row = groups.row[i] + (j << most_log), begin = max(first, (piece + j) * p.units);
-            jobs[piece + j - first_piece] = {expert, row, min(1 << most_log, groups.row[i + 1] - row),
+            jobs[piece + j - first_piece] = {groups.expert(i), row,
+                                             min(1 << most_log, groups.end[i] - row),
                                              begin - (piece + j) * p.units, begin - first};
         }
-        piece += pieces;
     }
     if (threadIdx.x == 0) {
         jobs[count] = {0, 0, 0, 0, units};
@@ -152,21 +152,23 @@ DEVICE int list_jobs(Job* jobs, int room, int& count, int* scratch, const int* o
     return units;
 }
 
-// Columns of B that a block's jobs need: 1, 2, 4 or 8.
-DEVICE int most_tokens(const Job* jobs, int count) {
-    int tokens = kTokens == 16 ? 8 : 1;
-    for (int i = 0; i < count; ++i) {
-        while (tokens < 8 && tokens < jobs[i].tokens) {
-            tokens *= 2;
-        }
+// Columns of B that a block's jobs need, 1, 2, 4 or 8, as a logarithm; of 16 tokens all. All lanes.
+DEVICE int tokens_log(const Job* jobs, int count, int lane) {
+    if (kTokens == 16) {
+        return 4;
     }
-    return tokens;
+    int most = 1;
+    for (int i = lane; i < count; i += 32) {
+        most = max(most, jobs[i].tokens);
+    }
+    most = __reduce_max_sync(~0u, u32(most));
+    return most > 4 ? 3 : most > 2 ? 2 : most - 1;
 }
 
 extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     grouped(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* __restrict__ scale,
             const u16* x, u16* y, const int* offsets, const int* source, int n, int k, int rows, int x_stride,
-            int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_room, int ring_at,
+            int x_rows, int experts, int gated, int most_log, int span, int x_at, int x_slots, int ring_at,
             int jobs_at, int parts_at) {
     extern __shared__ __align__(1024) u8 memory[];
     launch_early();
@@ -191,38 +193,33 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     wait_for_previous();
     launch_late();
 
-    const Owned owned(offsets, experts, rows);
-    int* const scratch = reinterpret_cast<int*>(memory + D::kTableBytes + kWarps * kStages * 8);
+    const u32 scratch = base + D::kTableBytes + kWarps * kStages * 8;
     int count;
     const int room = (parts_at - jobs_at) / int(sizeof(Job)) - 1;
     ring.count =
         list_jobs(jobs, room, count, scratch, offsets, experts, rows, p, most_log, by_grid, by_units);
 
     const D decode(memory, lane);
-    const Activations activations{x, source, x_stride, x_rows, most_tokens(jobs, count)};
-    const u32 x_lane = base + x_at + activations.lane_place(lane), x_bytes = activations.tile_bytes();
-    const int slots = x_room / int(p.k_tiles * x_bytes);
+    const Staged staged{{x, source, x_stride, x_rows}, tokens_log(jobs, count, lane)};
+    const u32 x_bytes = staged.tile_bytes(), region = base + x_at;
+    const u32 x_lane = region + staged.lane_place(lane);
+    const int slots = x_slots >> staged.tokens_log;
     const Output out{y};
     const u32 zero = opaque(u32(n) >> 31);
     const u32 parts = base + parts_at + team * (span - 1) * kSums * 128;
     Place at{jobs, team};
-    for (int first = 0; first < count; first += slots) {
+    staged.ask(region, p, jobs, min(slots, count), warp, lane);
+    ring.start(p);  // behind the weights of the whole machine activations came 1.5 us later
+    for (int first = 0;;) {
         const int last = min(first + slots, count);
-        if (first > 0) {
-            __syncthreads();  // all have read what will be overwritten
-        }
-        activations.stage(memory + x_at, p, jobs + first, last - first, [&] {
-            if (first == 0) {
-                ring.start(p);
-            }
-        });
+        wait_for_stage<0>();
         __syncthreads();
         for (; at.unit < jobs[last].begin; at.unit += p.teams) {
             at.settle();
             const int slot = int(at.job - jobs) - first;
             const float factor = factor_of(scale, at.job->expert);  // long before it is needed
             float sums[2][kColumns][4] = {};
-            multiply_unit(sums, p, decode, ring, x_lane, slot * p.k_tiles * x_bytes, x_bytes, zero, lane);
+            multiply_unit(sums, p, decode, ring, x_lane, slot * p.k_tiles, x_bytes, zero, lane);
             if (span > 1) {
                 add_up(p, sums, parts, team, place, lane);
             }
@@ -230,6 +227,12 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
                 out.store(p, *at.job, at.weight_unit(), factor, sums, lane);
             }
         }
+        if (last == count) {
+            break;
+        }
+        __syncthreads();  // all have read what will be overwritten
+        first = last;
+        staged.ask(region, p, jobs + first, min(slots, count - first), warp, lane);
     }
-    owned.clear_others(y, rows, p.width(), threadIdx.x, blockDim.x);
+    BlockGroups::owned(scratch).clear_others(y, rows, p.width(), threadIdx.x, blockDim.x);
 }

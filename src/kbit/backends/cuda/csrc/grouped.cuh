@@ -7,8 +7,7 @@ constexpr int kStages = Config::stages;
 constexpr int kTiles = 2;  // of a row tile, in a stage of the ring
 constexpr int kHalfBytes = kTiles * D::kTileBytes;
 constexpr int kStageBytes = 2 * kHalfBytes;
-constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
-static_assert(!kInHoles || D::kHoles);
+using BlockGroups = Groups<kWarps, Config::experts>;
 
 // A piece, and units of its expert's weight. A block has a list of them, and an end.
 struct Job : Piece {
@@ -58,9 +57,9 @@ struct Ring {
         if (at.unit < count) {
             at.settle();
             const int unit = at.weight_unit();
-            const u64 row = u64(at.job->expert) * p.row_tiles;
-            upper = tiled + ((row + p.upper(unit)) * p.k_tiles + first_tile) * D::kTileBytes;
-            lower = tiled + ((row + p.lower(unit)) * p.k_tiles + first_tile) * D::kTileBytes;
+            const u32 row = at.job->expert * p.row_tiles, row_bytes = p.k_tiles * D::kTileBytes;
+            upper = tiled + u64(row + p.upper(unit)) * row_bytes + first_tile * D::kTileBytes;
+            lower = tiled + u64(row + p.lower(unit)) * row_bytes + first_tile * D::kTileBytes;
             tile = first_tile;
         }
     }
@@ -90,87 +89,33 @@ struct Ring {
     }
 };
 
-// x of jobs in shared memory, as B operands: [job][column tile][8-token set][token][4 lanes][8 words]. Of a
-// set there are only `tokens` (1, 2, 4 or 8); columns of B beyond them repeat these, and their results are
-// dropped.
-struct Activations {
-    const u16* x;
-    const int* source;  // which row of x a sorted row is, or null if x is sorted
-    int stride, rows, tokens;
+// x of jobs: [job][column tile][token]. There are only `tokens` (1, 2, 4, 8 or 16) of each; columns of B beyond
+// them repeat these, and their results are dropped.
+struct Staged {
+    Activations x;
+    int tokens_log;
 
-    // Where byte `at` is, from the region's start.
-    static DEVICE u32 place(u32 at) { return kInHoles ? D::hole(at) : at; }
-    DEVICE u32 tile_bytes() const { return tokens * 128 * kColumns; }
-    // Of a lane, in every column tile.
-    DEVICE u32 lane_place(int lane) const { return place((lane & (4 * tokens - 1)) * 32); }
-
-    // All threads of the block: `count` jobs from `jobs` on, one after the other. A warp takes a token at a
-    // time, eight chunks of 8 columns a lane at once. `then` runs in every warp when its first loads are on
-    // their way: behind the weights of the whole machine they took 1.5 us longer.
-    template <class THEN>
-    DEVICE void stage(u8* region, const Problem& p, const Job* jobs, int count, THEN then) const {
-        constexpr int kAtOnce = 8;
-        const int lane = threadIdx.x & 31, chunks = p.k_tiles * 8, all = tokens * kColumns;
-        int job = 0, token = threadIdx.x >> 5;
-        bool first_loads = true;
-        while (true) {
-            for (; token >= all; token -= all) {
-                ++job;
-            }
-            if (job >= count) {
-                break;
-            }
-            const u16* from = nullptr;
-            if (token < jobs[job].tokens) {
-                const int row = row_of_x(source, jobs[job].row + token, rows);
-                from = x + u64(u32(row)) * u32(stride);
-            }
-            const u32 to = job * p.k_tiles * tile_bytes() + token * 128;
-            for (int first = lane; first < chunks; first += kAtOnce * 32) {
-                uint4 v[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int chunk = first + i * 32;
-                    const bool there = from && chunk * 8 < p.k;
-                    v[i] = there ? *reinterpret_cast<const uint4*>(from + chunk * 8) : uint4{};
-                }
-                if (first == lane && first_loads) {
-                    then();
-                    first_loads = false;
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int chunk = first + i * 32;
-                    if (chunk < chunks) {
-                        u8* const word = region + place(to + chunk / 8 * tile_bytes() + chunk % 8 * 4);
-                        *reinterpret_cast<u32*>(word) = v[i].x;
-                        *reinterpret_cast<u32*>(word + 32) = v[i].y;
-                        *reinterpret_cast<u32*>(word + 64) = v[i].z;
-                        *reinterpret_cast<u32*>(word + 96) = v[i].w;
-                    }
-                }
-            }
-            token += kWarps;
-        }
-        if (first_loads) {
-            then();
-        }
+    DEVICE u32 tile_bytes() const { return Activations::kRowBytes << tokens_log; }
+    // Of the row that lane 8i + j loads of a column tile, matrix i of 8 tokens.
+    DEVICE u32 lane_place(int lane) const {
+        const int token = lane & 7 & (1 << tokens_log) - 1;
+        return Activations::place(token, lane >> 3, token);
     }
-    // A lane's part of a column tile, its four steps. lane_at: the region's address + lane_place(lane); tile:
-    // a multiple of 128 from the region's start.
-    static DEVICE void load(u32 (&b)[kColumns][8], u32 lane_at, u32 tile) {
+    // Asks for `count` jobs from `jobs` on, one after the other; all warps of the block, a token at a time.
+    DEVICE void ask(u32 region, const Problem& p, const Job* jobs, int count, int warp, int lane) const {
+        for (int i = warp; i < count << tokens_log; i += kWarps) {
+            const int job = i >> tokens_log, token = i & (1 << tokens_log) - 1;
+            const bool there = token < jobs[job].tokens;
+            const int row = (job * p.k_tiles << tokens_log) + token;
+            x.ask(region, p, there ? jobs[job].row + token : -1, row, token, 1 << tokens_log, lane);
+        }
+        end_stage();
+    }
+    // A lane's part of a column tile. at: the tile's, of lane_place.
+    static DEVICE void load(u32 (&b)[kColumns][8], u32 at) {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
-            const u32 at = lane_at + (tile + n * 1024) * (kInHoles ? 2 : 1);
-            const uint4 v = load_shared4(at), w = load_shared4(at + 16);
-            b[n][0] = v.x;
-            b[n][1] = v.y;
-            b[n][2] = v.z;
-            b[n][3] = v.w;
-            b[n][4] = w.x;
-            b[n][5] = w.y;
-            b[n][6] = w.z;
-            b[n][7] = w.w;
+            Activations::load(b[n], at, n * 8 * Activations::kRowBytes);
         }
     }
 };

@@ -5,6 +5,7 @@
 #include "decode.cuh"
 #include "groups.cuh"
 #include "quads.cuh"
+#include "stage16.cuh"
 
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
@@ -16,6 +17,8 @@ constexpr int kColumns = kTokens == 16 ? 2 : 1;  // MMA columns / 8
 constexpr int kSums = 8 * kColumns;              // of a lane and unit
 // As in stream.cu: scaled weights, or scaled products of a block.
 constexpr bool kScaleWeights = Config::tokens == 16;
+constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
+static_assert(!kInHoles || D::kHoles);
 
 // A unit is two row tiles: neighbours, or if gated a gate's and its up's. Warps of a team share its columns.
 struct Problem {
@@ -99,6 +102,46 @@ DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const 
         }
     });
 }
+
+// Four 8 x 8 matrices of 16-bit numbers: lane 8i + j says where row j of matrix i is.
+DEVICE void load_matrices(u32 (&v)[8], int at, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[at]), "=r"(v[at + 1]), "=r"(v[at + 2]), "=r"(v[at + 3])
+                 : "r"(address));
+}
+
+// x in shared memory: rows of 64 columns of a token, 16 bits each, as matrices of 8 tokens by 8 columns.
+// Chunks of 8 columns are swapped by their token, so that a matrix meets no bank twice.
+struct Activations {
+    static constexpr int kRowBytes = kInHoles ? D::kRowBytes : 128;  // from a row to the next
+    const u16* x;
+    const int* source;  // which row of x a sorted row is, or null if x is sorted
+    int stride, rows;
+
+    // Of chunk 0 .. 7 of a row.
+    static DEVICE u32 place(int row, int chunk, int token) {
+        return row * kRowBytes + (kInHoles ? D::kHole : 0) + (chunk ^ (token & 7)) * 16;
+    }
+    // A warp asks for a sorted row, or zeros if it is negative: into row `first` from `region` on for its first
+    // column tile, and every `step`-th for the others. (Lanes that take chunks of 8 rows were slower by half.)
+    DEVICE void ask(u32 region, const Problem& p, int sorted, int first, int token, int step,
+                    int lane) const {
+        const int row = sorted < 0 ? 0 : row_of_x(source, sorted, rows);
+        const u16* const from = x + u64(u32(row)) * u32(stride);
+        u32 to = region + place(first + lane / 8 * step, lane & 7, token);
+#pragma unroll 4
+        for (int chunk = lane; chunk < p.k_tiles * 8; chunk += 32) {
+            stage16_if(to, from + chunk * 8, sorted >= 0 && chunk * 8 < p.k);
+            to += 4 * step * kRowBytes;
+        }
+    }
+    // A lane's part of a column tile and 8 tokens, its four steps. at: `place` of the row that lane 8i + j
+    // loads of matrix i; offset: a multiple of 128.
+    static DEVICE void load(u32 (&b)[8], u32 at, u32 offset) {
+        load_matrices(b, 0, at + offset);
+        load_matrices(b, 4, (at ^ 64) + offset);
+    }
+};
 
 // `threads`: of the team.
 DEVICE void team_sync(int team, int threads) {

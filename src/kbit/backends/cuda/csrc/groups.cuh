@@ -55,61 +55,97 @@ struct Divider {
     }
 };
 
-// Experts of a thread, for all threads of a block to have a part of the list. Their rows are cut in pieces of
-// as many tokens as a kernel takes at once.
-template <int WARPS, int EXPERTS>
-struct Groups {
-    static constexpr int kShare = (EXPERTS + WARPS * 32 - 1) / (WARPS * 32);
+// Rows that experts own.
+struct Owned {
+    int first, count;
 
-    int row[kShare + 1];  // where each one's begin, and the last one's end
-    int active, pieces;   // experts with rows and pieces in front of this thread's
-    int all_active, all_pieces;
-
-    // tokens: of a piece, a power of two, as its logarithm.
-    DEVICE int pieces_of(int i, int tokens) const {
-        return row[i + 1] > row[i] ? (row[i + 1] - row[i] + (1 << tokens) - 1) >> tokens : 0;
-    }
-
-    // scratch: 2 * WARPS numbers in shared memory. Has one block barrier.
-    DEVICE void find(int* scratch, const int* offsets, int experts, int rows, int tokens) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = threadIdx.x * kShare;
-#pragma unroll
-        for (int i = 0; i <= kShare; ++i) {  // all on their way at once: each takes 700 clocks
-            row[i] = first < experts ? row_offset(offsets, min(first + i, experts), rows) : 0;
-        }
-        int a = 0, b = 0;
-#pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-            a += row[i + 1] > row[i];
-            b += pieces_of(i, tokens);
-        }
-        active = a;
-        pieces = b;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int x = __shfl_up_sync(~0u, a, step), y = __shfl_up_sync(~0u, b, step);
-            a += lane >= step ? x : 0;
-            b += lane >= step ? y : 0;
-        }
-        if (lane == 31) {
-            scratch[2 * warp] = a;
-            scratch[2 * warp + 1] = b;
-        }
-        active = a - active;
-        pieces = b - pieces;
-        __syncthreads();
-        all_active = all_pieces = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            active += w < warp ? scratch[2 * w] : 0;
-            pieces += w < warp ? scratch[2 * w + 1] : 0;
-            all_active += scratch[2 * w];
-            all_pieces += scratch[2 * w + 1];
+    DEVICE Owned(int first_, int end) : first(first_), count(max(0, end - first_)) {}
+    // The others' y becomes zero; by thread `thread` of `threads` of a block.
+    DEVICE void clear_others(u16* y, int rows, int width, int thread, int threads) const {
+        for (int row = blockIdx.x; row < rows - count; row += gridDim.x) {
+            u16* const to = y + u64(row < first ? row : row + count) * width;
+            for (int i = thread; i < width; i += threads) {
+                to[i] = 0;
+            }
         }
     }
 };
 
-// An expert with rows, in a list of all those.
+// Experts with rows, for all threads of a block to know theirs: thread t has t and, of many, those every
+// WARPS * 32 from there on. Their rows are cut in pieces of as many tokens as a kernel takes at once.
+//
+// Every offset is loaded once. With neighbours loaded by each thread, and the first and the last by all, the
+// cache lines that all blocks want at once took 1000 clocks instead of 600.
+template <int WARPS, int EXPERTS>
+struct Groups {
+    static constexpr int kThreads = WARPS * 32;
+    static constexpr int kShare = (EXPERTS + kThreads - 1) / kThreads;
+    static constexpr int kChunks = 32;  // of 32 experts
+    static_assert(EXPERTS <= 32 * kChunks);
+    static constexpr int kFirstAt = kChunks * 4;  // in scratch: the first row of an expert, and behind the last
+
+    int row[kShare], end[kShare];  // of each expert
+    int before[kShare];            // pieces in front of it
+    int all_pieces;
+
+    static DEVICE int expert(int i) { return threadIdx.x + i * kThreads; }
+    // tokens: of a piece, a power of two, as its logarithm.
+    DEVICE int pieces_of(int i, int tokens) const {
+        return end[i] > row[i] ? (end[i] - row[i] + (1 << tokens) - 1) >> tokens : 0;
+    }
+
+    // scratch: shared address of kChunks + 2 numbers. Has one block barrier.
+    DEVICE void find(u32 scratch, const int* offsets, int experts, int rows, int tokens) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {  // all on their way at once
+            row[i] = end[i] = 0;
+            if (i * kThreads < experts) {
+                row[i] = row_offset(offsets, min(expert(i), experts), rows);
+                end[i] = lane == 31 ? row_offset(offsets, min(expert(i) + 1, experts), rows) : 0;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            const int chunk = i * WARPS + warp;
+            int sum = 0;
+            if (i * kThreads < experts) {
+                const int next = __shfl_down_sync(~0u, row[i], 1);
+                end[i] = lane == 31 ? end[i] : next;
+                const int mine = pieces_of(i, tokens);
+                sum = mine;
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    const int other = __shfl_up_sync(~0u, sum, step);
+                    sum += lane >= step ? other : 0;
+                }
+                before[i] = sum - mine;
+            }
+            if (lane == 31 && chunk < kChunks) {
+                put_shared(scratch + chunk * 4, sum);
+            }
+            if (expert(i) == 0) {
+                put_shared(scratch + kFirstAt, row[i]);
+            }
+            if (expert(i) == experts - 1) {
+                put_shared(scratch + kFirstAt + 4, end[i]);
+            }
+        }
+        __syncthreads();
+        const int sum = load_shared(scratch + lane * 4);
+        all_pieces = __reduce_add_sync(~0u, sum);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            before[i] += __reduce_add_sync(~0u, lane < i * WARPS + warp ? sum : 0);
+        }
+    }
+    // After `find`.
+    static DEVICE Owned owned(u32 scratch) {
+        return Owned(load_shared(scratch + kFirstAt), load_shared(scratch + kFirstAt + 4));
+    }
+};
+
+// An expert, in a list of all.
 struct Group {
     int expert, first, end;  // its rows
     int before;              // pieces of the experts in front of it
@@ -127,23 +163,20 @@ struct GroupList {
 
 // All threads write the list; ends with a block barrier.
 template <class LIST, int WARPS, int EXPERTS>
-DEVICE void write_list(LIST list, const Groups<WARPS, EXPERTS>& groups, int tokens) {
-    int at = groups.active, before = groups.pieces;
+DEVICE void write_list(LIST list, const Groups<WARPS, EXPERTS>& groups, int experts) {
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        const int pieces = groups.pieces_of(i, tokens), expert = threadIdx.x * groups.kShare + i;
-        if (pieces > 0) {
-            list[at++] = {expert, groups.row[i], groups.row[i + 1], before};
-            before += pieces;
+        if (groups.expert(i) < experts) {
+            list[groups.expert(i)] = {groups.expert(i), groups.row[i], groups.end[i], groups.before[i]};
         }
     }
     __syncthreads();
 }
 
-// Whose piece `piece` is, which must exist.
+// Whose piece `piece` is, which must exist: the last one's that has no more than so many in front.
 template <class LIST>
-DEVICE const Group& find_group(LIST list, int groups, int piece) {
-    int low = 0, high = groups;  // the answer is in low .. high - 1
+DEVICE const Group& find_group(LIST list, int experts, int piece) {
+    int low = 0, high = experts;  // the answer is in low .. high - 1
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (list[middle].before <= piece) {
@@ -154,21 +187,3 @@ DEVICE const Group& find_group(LIST list, int groups, int piece) {
     }
     return list[low];
 }
-
-// Rows that experts own.
-struct Owned {
-    int first, count;
-
-    DEVICE Owned(const int* offsets, int experts, int rows)
-        : Owned(row_offset(offsets, 0, rows), row_offset(offsets, experts, rows)) {}
-    DEVICE Owned(int first_, int end) : first(first_), count(max(0, end - first_)) {}
-    // The others' y becomes zero; by thread `thread` of `threads` of a block.
-    DEVICE void clear_others(u16* y, int rows, int width, int thread, int threads) const {
-        for (int row = blockIdx.x; row < rows - count; row += gridDim.x) {
-            u16* const to = y + u64(row < first ? row : row + count) * width;
-            for (int i = thread; i < width; i += threads) {
-                to[i] = 0;
-            }
-        }
-    }
-};

@@ -31,71 +31,9 @@
 #include "grouped_unit.cuh"
 
 constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
-constexpr bool kInHoles = Config::in_holes;  // x, in what the table leaves free
-static_assert(!kInHoles || D::kHoles);
 constexpr bool kSumsInHoles = kInHoles && kTokens == 16;
 
-// Four 8 x 8 matrices of 16-bit numbers: lane 8i + j says where row j of matrix i is.
-DEVICE void load_matrices(u32 (&v)[8], int at, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[at]), "=r"(v[at + 1]), "=r"(v[at + 2]), "=r"(v[at + 3])
-                 : "r"(address));
-}
-
-// x of a piece in shared memory: [8 columns][8 tokens][token][8 columns] of 16 bits. Tokens are swapped by
-// their columns, so that neither four lanes that write neighbours of a row meet, nor eight that read one of
-// each token. Columns beyond K are zeros up to a column tile.
-struct Activations {
-    static constexpr int kChunkBytes = kColumns * 128 * (kInHoles ? 2 : 1);  // of 8 columns
-    // Loads of a lane and 8 tokens: a block that is alone has the registers for two rounds in one.
-    static constexpr int kAtOnce = (Config::blocks == 1 ? 16 : 8) / kColumns;
-    const u16* x;
-    const int* source;  // which row of x a sorted row is, or null if x is sorted
-    int stride, rows;
-
-    // Of the first of chunks whose numbers are `chunk` modulo 4.
-    static DEVICE u32 place(int chunk, int token) {
-        const u32 at = (chunk * kColumns + token / 8) * 128 + (token % 8 ^ chunk % 4 * 2) * 16;
-        return kInHoles ? D::hole(at) : at;
-    }
-    // All threads of the block. to: `place` of chunk 4 * warp + lane % 4 and token lane / 4.
-    DEVICE void stage(u32 to, const Problem& p, const Piece& piece) const {
-        const int lane = threadIdx.x & 31, g = lane >> 2;
-        const int last = p.k_tiles * 64;
-        const u16* from[kColumns];
-        bool there[kColumns];
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-            there[n] = n * 8 + g < piece.tokens;
-            const int row = row_of_x(source, piece.row + (there[n] ? n * 8 + g : 0), rows);
-            from[n] = x + u64(u32(row)) * u32(stride);
-        }
-        for (int first = (threadIdx.x >> 5) * 32 + (lane & 3) * 8; first < last;
-             first += kAtOnce * kWarps * 32) {
-            uint4 v[kAtOnce][kColumns];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-                for (int n = 0; n < kColumns; ++n) {
-                    const int column = first + i * kWarps * 32;
-                    v[i][n] = there[n] && column < p.k ? *reinterpret_cast<const uint4*>(from[n] + column)
-                                                       : uint4{};
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-                for (int n = 0; n < kColumns; ++n) {
-                    if (there[n] && first + i * kWarps * 32 < last) {
-                        store_shared4(to + i * kWarps * 4 * kChunkBytes + n * (kChunkBytes / kColumns),
-                                      v[i][n]);
-                    }
-                }
-            }
-            to += kAtOnce * kWarps * 4 * kChunkBytes;
-        }
-    }
-};
+constexpr u32 kXTileBytes = kTokens * Activations::kRowBytes;  // of a column tile: [token]
 
 // The first tile of a warp's first unit, decoded before there is x.
 struct Ready {
@@ -137,10 +75,7 @@ DEVICE void multiply_unit(float (&sums)[2][kColumns][4], const D& decode, const 
         }
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-            for (int block = 0; block < 2; ++block) {
-                load_matrices(b[n], 4 * block, x[n] + (tile * 8 + block * 4) * Activations::kChunkBytes);
-            }
+            Activations::load(b[n], x[n], tile * kXTileBytes);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 b[n][j] = i < tiles ? b[n][j] : 0;
@@ -283,8 +218,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     const D decode(memory, lane);
     const Output out{y, kSumsInHoles ? 2 * Output::kPairBytes : Output::kPairBytes};
     const Activations activations{x, source, x_stride, x_rows};
-    const u32 staged_at = opaque(base + x_at + Activations::place(4 * warp + (lane & 3), lane >> 2));
-    const u32 x_tile = opaque(base + x_at + first_tile * 8 * Activations::kChunkBytes);
+    const u32 region = opaque(base + x_at), x_tile = opaque(region + first_tile * kXTileBytes);
     const u32 parts = opaque(base + parts_at + (team << span_log) * Output::kPairs * out.step +
                              (kSumsInHoles ? D::hole(lane * 8) - D::hole(0) : lane * 8));
     Ready ready = {};
@@ -307,15 +241,19 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
             if (staged) {
                 __syncthreads();  // all have read what will be overwritten
             }
-            activations.stage(staged_at, p, piece);
+            for (int token = warp; token < piece.tokens; token += kWarps) {
+                activations.ask(region, p, piece.row + token, token, token, kTokens, lane);
+            }
+            end_stage();
             staged = true;
             const float factor = factor_of(scale, expert);
             u32 columns[kColumns];
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {  // beyond a piece's tokens, its last one
-                columns[n] =
-                    x_tile + Activations::place(lane >> 3, min(n * 8 + (lane & 7), piece.tokens - 1));
+                const int token = min(n * 8 + (lane & 7), piece.tokens - 1);
+                columns[n] = x_tile + Activations::place(token, lane >> 3, token);
             }
+            wait_for_stage<0>();
             __syncthreads();
             for (int u = unit + ((team - unit) & (p.teams - 1)); u < last; u += p.teams) {
                 float sums[2][kColumns][4] = {};

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "stage16.cuh"
 
 typedef long long i64;
 
@@ -141,22 +142,6 @@ DEVICE void store16(void* to, uint4 v) {
     // As C++ the compiler made four stores of it in repack.cu.
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
-}
-
-// Asynchronous copies of 16 bytes to a shared address; zeros where `valid` is false.
-DEVICE void stage16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DEVICE void stage16_if(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-DEVICE void end_stage() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// All stages but the last one ended are there.
-DEVICE void wait_for_stage() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
 // The first COUNT words of `w`; `from` is aligned to 16 bytes for 4 words, to 8 for 2.

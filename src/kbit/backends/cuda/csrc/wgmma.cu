@@ -285,15 +285,15 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     } else {
         __syncthreads();
     }
+    const u32 scratch = ring.base + kScratchAt;
     if constexpr (kGrouped) {
         wait_for_previous();
         const List list{memory + kListAt};
-        int* const scratch = reinterpret_cast<int*>(memory + kScratchAt);
-        Groups<(128 + kConsumers) / 32, Config::experts> groups;
+        BlockGroups groups;
         groups.find(scratch, offsets, experts, m, kTokensLog);
-        write_list(list, groups, kTokensLog);
+        write_list(list, groups, experts);
         p.list = list;
-        p.groups = groups.all_active;
+        p.experts = experts;
         p.token_blocks = groups.all_pieces;
         p.find_alone();
     }
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
                 (thread - 128) % kTeamThreads);
         if constexpr (kGrouped) {
-            Owned(offsets, experts, m).clear_others(y, m, p.width(), thread - 128, kConsumers);
+            BlockGroups::owned(scratch).clear_others(y, m, p.width(), thread - 128, kConsumers);
         }
     }
     if constexpr (kMulticast) {

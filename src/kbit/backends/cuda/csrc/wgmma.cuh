@@ -66,6 +66,7 @@ constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
 constexpr int kEarlySteps = 2 * kTeams;
 static_assert(kStages >= kEarlySteps);  // each has a slot of the ring, in its first phase
 constexpr int kScratchAt = kBarriersAt + kBarrierBytes * kStages;
+using BlockGroups = Groups<(128 + kConsumers) / 32, Config::experts>;
 using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
 constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
 constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
@@ -86,7 +87,7 @@ struct Problem {
     int near;   // token blocks whose activations stay in the L2 cache while all of W passes by
 
     List list;  // grouped: token_blocks are those of all experts
-    int groups;
+    int experts;
 
     // Those of full waves; and all, if the rest would take clusters as many rounds as they have blocks.
     DEVICE void find_alone() {
@@ -104,7 +105,7 @@ struct Problem {
             return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, m};
         }
         const int piece = Divider(row_blocks)(i);
-        const Group g = find_group(list, groups, piece);
+        const Group g = find_group(list, experts, piece);
         return {g.expert, i - piece * row_blocks, g.first + (piece - g.before) * kTokens, g.end};
     }
     DEVICE int width() const { return gated ? n / 2 : n; }
