@@ -10,7 +10,7 @@ import torch
 import cuda_on_cpu
 import cuda_wgmma_on_cpu
 import kbit
-from kbit.backends.cuda import driver, wgmma
+from kbit.backends.cuda import driver, wgmma, wgmma_config
 from kbit.backends.cuda.nvfp4.tiled import CODEBOOK
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
@@ -123,6 +123,16 @@ def test_experts(dealing: Sequence[int], gated: bool) -> None:
     for expert in range(experts):
         mine = slice(int(offsets[expert]), int(offsets[expert + 1]))
         cuda_on_cpu.require_product(y[mine], x[mine], w[expert], None, gated)
+
+
+@pytest.mark.parametrize("dealing", [(20, 0, 44), (70, 1)], ids=str)
+def test_experts_by_64_rows(dealing: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens in wgmma_config.GROUPED_HALF_TOKENS:
+        block = wgmma_config.Config(4, tokens, 2, grouped=True, rows=wgmma_config.HALF_ROWS)
+        monkeypatch.setattr(wgmma_config, "grouped_blocks", lambda bits, gated, block=block: [block])
+        wgmma.grouped_plan.cache_clear()
+        test_experts(dealing, False)
+    wgmma.grouped_plan.cache_clear()
 
 
 @pytest.mark.parametrize(

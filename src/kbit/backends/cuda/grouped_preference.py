@@ -63,7 +63,8 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
         words[chosen] += f": {held.grid} blocks of {held.config.warps} warps, {held.span} of them to a row"
     elif chosen == "wgmma":
         launch = wgmma.grouped_plan(m, experts, weight)
-        words[chosen] += f": {launch.grid} blocks of {launch.tiling.tokens} tokens"
+        tiling = launch.tiling
+        words[chosen] += f": {launch.grid} blocks of {tiling.rows} rows by {tiling.tokens} tokens"
     return words
 
 

@@ -86,14 +86,13 @@ def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
     """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
     out_features, in_features, bits, gated, device = weight
     costs, each = {}, -(-m // experts)
-    for tokens in config.GROUPED_TOKENS:
+    for block in config.grouped_blocks(bits, gated):
         for cluster in driver.CLUSTER_SHARES:
-            block = config.Config(bits, tokens, grouped=True)
             tiling = block.tiling(cluster)
             if cluster == 1 or block.splits(in_features, cluster):
-                tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // tokens)
+                tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // block.tokens)
                 grid = cluster * device.clusters(cluster)
-                costs[Plan(tiling, grid)] = _clocks(tiles, in_features, block, tiling, grid)
+                costs[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
     return min(costs, key=lambda plan: costs[plan])
 
 

@@ -89,8 +89,8 @@ struct Ring {
     }
 };
 
-// x of jobs: [job][column tile][token]. There are only `tokens` (1, 2, 4, 8 or 16) of each; columns of B beyond
-// them repeat these, and their results are dropped.
+// x of jobs: [job][column tile][token]. There are only `tokens` (1, 2, 4, 8 or 16) of each; columns of B
+// beyond them repeat these, and their results are dropped.
 struct Staged {
     Activations x;
     int tokens_log;

@@ -122,8 +122,9 @@ struct Activations {
     static DEVICE u32 place(int row, int chunk, int token) {
         return row * kRowBytes + (kInHoles ? D::kHole : 0) + (chunk ^ (token & 7)) * 16;
     }
-    // A warp asks for a sorted row, or zeros if it is negative: into row `first` from `region` on for its first
-    // column tile, and every `step`-th for the others. (Lanes that take chunks of 8 rows were slower by half.)
+    // A warp asks for a sorted row, or zeros if it is negative: into row `first` from `region` on for its
+    // first column tile, and every `step`-th for the others. (Lanes that take chunks of 8 rows were slower by
+    // half.)
     DEVICE void ask(u32 region, const Problem& p, int sorted, int first, int token, int step,
                     int lane) const {
         const int row = sorted < 0 ? 0 : row_of_x(source, sorted, rows);

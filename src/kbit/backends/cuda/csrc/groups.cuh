@@ -1,7 +1,7 @@
 // Which rows of x meet which weight: rows sorted by expert, offsets[e] .. offsets[e + 1] being those of e.
 //
-// A block lists the experts that have rows, so that empty ones cost nothing later, and takes a share of the
-// work that follows from the offsets alone: nothing is read on the host, and sums keep their order.
+// A block takes a share of the work that follows from the offsets alone: nothing is read on the host, and
+// sums keep their order.
 #pragma once
 
 #include "common.cuh"
@@ -71,18 +71,19 @@ struct Owned {
     }
 };
 
-// Experts with rows, for all threads of a block to know theirs: thread t has t and, of many, those every
-// WARPS * 32 from there on. Their rows are cut in pieces of as many tokens as a kernel takes at once.
+// The experts of a thread, for all threads of a block to have a part: thread t has t and, of many, those
+// every WARPS * 32 from there on. Their rows are cut in pieces of as many tokens as a kernel takes at once.
 //
-// Every offset is loaded once. With neighbours loaded by each thread, and the first and the last by all, the
-// cache lines that all blocks want at once took 1000 clocks instead of 600.
+// A block loads every offset once: all blocks want the same few cache lines at the same time, and with a
+// thread's neighbours, the first and the last one loaded by every thread they took 1000 clocks.
 template <int WARPS, int EXPERTS>
 struct Groups {
     static constexpr int kThreads = WARPS * 32;
-    static constexpr int kShare = (EXPERTS + kThreads - 1) / kThreads;
-    static constexpr int kChunks = 32;  // of 32 experts
+    static constexpr int kShare = EXPERTS ? (EXPERTS + kThreads - 1) / kThreads : 1;  // 0: not used
+    static constexpr int kChunks = 32;                                                // of 32 experts
     static_assert(EXPERTS <= 32 * kChunks);
-    static constexpr int kFirstAt = kChunks * 4;  // in scratch: the first row of an expert, and behind the last
+    static constexpr int kFirstAt =
+        kChunks * 4;  // in scratch: the first row of an expert, and behind the last
 
     int row[kShare], end[kShare];  // of each expert
     int before[kShare];            // pieces in front of it

@@ -30,7 +30,7 @@
 // the table leaves free), sums of teams (kSumsInHoles: behind x).
 #include "grouped_unit.cuh"
 
-constexpr int kTiles = Config::tiles;        // column tiles of a warp, at most
+constexpr int kTiles = Config::tiles;  // column tiles of a warp, at most
 constexpr bool kSumsInHoles = kInHoles && kTokens == 16;
 
 constexpr u32 kXTileBytes = kTokens * Activations::kRowBytes;  // of a column tile: [token]
