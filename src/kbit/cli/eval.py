@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.cli.texts import WINDOW, calibration_samples, encode_windows, read_text
+from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +50,13 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Score so many tokens of the text at most.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="What layers compute in: auto (the model's own), float32, float16, bfloat16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json_file: JsonFile = None,
 ) -> None:
-    """Perplexity and KL divergence on a text. Teacher forced, computed in float32."""
+    """Perplexity and KL divergence on a text. Teacher forced."""
     if bits is None and (plain or calibrate or embedding_bits is not None):
         raise ValueError(
             "--plain, --calibrate and --embedding-bits say how to quantize in memory. Add --bits, such as 4."
@@ -57,25 +64,32 @@ def evaluate(
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
     samples = None
+    load = functools.partial(load_model, dtype=dtype, device=device)
+    find_device(device)  # before the text is encoded
     if bits is None:
-        rows = _saved(folder, reference, text, window, max_tokens)
+        rows = _saved(folder, reference, text, window, max_tokens, load)
     else:
         methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
         if calibrate is not None:
             samples = calibration_samples(folder, calibrate, window)
         ids = encode_windows(folder, read_text(text), window, max_tokens)
-        rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples)
-    from kbit.bench import machine
+        rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples, load)
+    from kbit.bench import gpu_timing
 
     show(_table(rows, window))
     name = folder.resolve().name
     sampled = None if samples is None else samples.numel()
-    about = {"machine": machine.describe(), "model": name, "window": window, "calibration_tokens": sampled}
-    write_json(json_file, about | {"rows": rows})
+    about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
+    write_json(json_file, about | {"window": window, "calibration_tokens": sampled, "rows": rows})
 
 
 def _saved(
-    folder: Path, reference: Path | None, text: Path | None, window: int, max_tokens: int | None
+    folder: Path,
+    reference: Path | None,
+    text: Path | None,
+    window: int,
+    max_tokens: int | None,
+    load: Callable[[Path], Any],
 ) -> list[dict[str, Any]]:
     """Rows for a model as it is on disk, and for its reference where one is given."""
     ids = encode_windows(folder, read_text(text), window, max_tokens)
@@ -83,8 +97,8 @@ def _saved(
     base = None
     if reference is not None:
         remedy = "Give --reference the folder of the unquantized model, or leave it out."
-        base = models[f"{reference.resolve().name} (reference)"] = _load_unquantized(reference, remedy)
-    models[folder.resolve().name] = load_model(folder, "float32")
+        base = models[f"{reference.resolve().name} (reference)"] = _load_unquantized(reference, remedy, load)
+    models[folder.resolve().name] = load(folder)
     sizes = {each.config.get_text_config().vocab_size for each in models.values()}
     if len(sizes) > 1:
         raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
@@ -99,18 +113,19 @@ def _in_memory(
     embedding_bits: int | None,
     ids: torch.Tensor,
     samples: torch.Tensor | None,
+    load: Callable[[Path], Any],
 ) -> list[dict[str, Any]]:
     """Rows for the unquantized model, and for each width and method, "calibrated" being by the samples."""
     from kbit import quantize_model
     from kbit.format import QuantizationPolicy
 
-    base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.")
+    base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.", load)
     own = folder.resolve().name
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
     for width, method in itertools.product(widths, methods):
         policy = QuantizationPolicy(bits=width, search=method != "plain", embedding_bits=embedding_bits)
-        calibration = None if method != "calibrated" or samples is None else samples.split(1)
+        calibration = None if method != "calibrated" or samples is None else samples.to(base.device).split(1)
         name = f"{own} k={width} {method}"
         with console.status(name):
             model = models[name] = quantize_model(_sharing_copy(base), policy, calibration=calibration)
@@ -118,7 +133,7 @@ def _in_memory(
     return _score(models, rows, ids, base)
 
 
-def _load_unquantized(folder: Path, remedy: str) -> Any:
+def _load_unquantized(folder: Path, remedy: str, load: Callable[[Path], Any]) -> Any:
     """Raises ValueError, before it loads anything, if the folder's config says that kbit quantized it."""
     from kbit.format.policy import QUANT_METHOD
     from kbit.nvfp4.readers.stored import KBIT
@@ -127,7 +142,7 @@ def _load_unquantized(folder: Path, remedy: str) -> Any:
     method = section.get("quant_method") if isinstance(section, dict) else None
     if method in (QUANT_METHOD, KBIT):
         raise ValueError(f"{folder} is quantized. {remedy}")
-    return load_model(folder, "float32")
+    return load(folder)
 
 
 def _sharing_copy(model: Any) -> Any:

@@ -1,0 +1,66 @@
+"""`kbit eval` in another dtype, and on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kbit.cli import app
+from tiny_models import build_with_tokenizer
+
+WORDS = " ".join(f"w{i * 7 % 72}" for i in range(300))
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> list[object]:
+    """A model's folder and options to score a text with it, of all widths."""
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text(WORDS)
+    other.write_text(WORDS[9:])
+    options = ("--text", text, "--window", 60, "--bits", "3,4", "--embedding-bits", 4, "--calibrate", other)
+    return [build_with_tokenizer("qwen3_moe", tmp_path / "in"), *options]
+
+
+def result_of(folder: Path, *arguments: object) -> dict:
+    file = folder / "result.json"
+    run = CliRunner().invoke(app, ["eval", *map(str, arguments), "--json", str(file)])
+    assert run.exit_code == 0, run.output
+    return json.loads(file.read_text())
+
+
+def require_near(found: dict, exact: dict, tolerance: float) -> None:
+    assert [row["model"] for row in found["rows"]] == [row["model"] for row in exact["rows"]]
+    for one, other in zip(found["rows"], exact["rows"], strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["perplexity"] == pytest.approx(other["perplexity"], rel=tolerance)
+
+
+def test_in_16_bits(tmp_path: Path, given: list[object]) -> None:
+    exact, found = result_of(tmp_path, *given), result_of(tmp_path, *given, "--dtype", "bf16")
+    assert (exact["dtype"], found["dtype"], found["device"]) == ("float32", "bf16", "cpu")
+    assert exact["rows"] != found["rows"]
+    require_near(found, exact, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--device", "cuda:99"), "no device 'cuda:99'"),
+        (("--device", "tpu"), "no device 'tpu'"),
+        (("--dtype", "int8"), "--dtype"),
+    ],
+)
+def test_what_it_cannot_compute_in(given: list[object], option: tuple[str, str], message: str) -> None:
+    run = CliRunner().invoke(app, ["eval", *map(str, given), *option])
+    assert run.exit_code == 1
+    assert message in str(run.exception)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same(tmp_path: Path, given: list[object]) -> None:
+    exact = result_of(tmp_path, *given)
+    for dtype, tolerance in (("float32", 1e-3), ("bfloat16", 0.02)):
+        require_near(result_of(tmp_path, *given, "--device", "cuda", "--dtype", dtype), exact, tolerance)
