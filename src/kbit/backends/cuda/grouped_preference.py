@@ -12,13 +12,13 @@ from kbit.backends.cuda.preference import forced_kernel
 from kbit.backends.cuda.weight_shape import WeightShape
 
 # Between 8 and 16 rows of an expert, wgmma loses where K is short and its tiles of so many weight rows fill
-# the machine: on an H200 128 experts with K = 512 and N = 2048 take 28 us and 41, with 2048 and 512 37 and 30.
+# the machine: on an H200 128 experts with K = 512, N = 2048 take 28 us and 41, with 2048 and 512 37 and 30.
 _SHORT, _TILE_ROWS = 1024, 128
 # Rows of an expert, evenly dealt, and bytes of a block's weights up to which resident.cu is fastest. On an
 # H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.2 us,
 # by 16 rows 4.4 and 3.9, grouped 6.0 and 5.6; 16 of them (70 KB) by 16 rows 6.7 and 7.8, grouped 7.3 and 7.6;
-# 32 of them by 4 rows took 11.5, grouped 9.7. An expert with more rows than others waits for
-# its own blocks: dealt by Zipf's law, 64 rows on 8 experts take 8.2 and 7.2 us, grouped 7.5 and 6.9.
+# 32 of them by 4 rows took 11.5, grouped 9.7. An expert with more rows than others waits for its own blocks:
+# dealt by Zipf's law, 64 rows on 8 experts took 8.2 and 7.2 us, grouped 7.5 and 6.9.
 _RESIDENT_ROWS, _RESIDENT_BYTES = 16, 72 * 1024
 
 
