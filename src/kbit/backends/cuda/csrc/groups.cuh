@@ -80,10 +80,9 @@ template <int WARPS, int EXPERTS>
 struct Groups {
     static constexpr int kThreads = WARPS * 32;
     static constexpr int kShare = EXPERTS ? (EXPERTS + kThreads - 1) / kThreads : 1;  // 0: not used
-    static constexpr int kChunks = 32;                                                // of 32 experts
+    // In scratch: pieces of chunks of 32 experts; the first row of an expert, and that behind the last.
+    static constexpr int kChunks = 32, kOwnedAt = kChunks * 4;
     static_assert(EXPERTS <= 32 * kChunks);
-    static constexpr int kFirstAt =
-        kChunks * 4;  // in scratch: the first row of an expert, and behind the last
 
     int row[kShare], end[kShare];  // of each expert
     int before[kShare];            // pieces in front of it
@@ -126,10 +125,10 @@ struct Groups {
                 put_shared(scratch + chunk * 4, sum);
             }
             if (expert(i) == 0) {
-                put_shared(scratch + kFirstAt, row[i]);
+                put_shared(scratch + kOwnedAt, row[i]);
             }
             if (expert(i) == experts - 1) {
-                put_shared(scratch + kFirstAt + 4, end[i]);
+                put_shared(scratch + kOwnedAt + 4, end[i]);
             }
         }
         __syncthreads();
@@ -142,7 +141,7 @@ struct Groups {
     }
     // After `find`.
     static DEVICE Owned owned(u32 scratch) {
-        return Owned(load_shared(scratch + kFirstAt), load_shared(scratch + kFirstAt + 4));
+        return Owned(load_shared(scratch + kOwnedAt), load_shared(scratch + kOwnedAt + 4));
     }
 };
 
