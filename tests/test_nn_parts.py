@@ -144,3 +144,29 @@ def test_a_factor_that_is_not_1_is_a_parameter_to_everybody():
         assert "weight_scale" not in one._non_persistent_buffers_set
         program = torch.export.export(nn.Sequential(one), (x,))
         assert torch.equal(program.module()(x), layer(x))
+
+
+# -- state dicts of another codebook -------------------------------------------------------------------------
+
+
+def test_a_state_of_another_codebook_is_refused(tmp_path):
+    linear, levels = nn.Linear(64, 8), [-1.0, -0.5, -0.2, -0.05, 0.05, 0.2, 0.5, 1.0]
+    saved = KbitLinear.from_linear(linear, bits=3, codebook=levels)
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    same = KbitLinear.from_linear(nn.Linear(64, 8), bits=3, codebook=levels)
+    same.load_state_dict(state)
+    assert torch.equal(same.dequantize(), saved.dequantize())
+    for strict, assign in ((True, False), (False, False), (True, True)):
+        other = nn.Sequential(KbitLinear.from_linear(nn.Linear(64, 8), bits=3))
+        before = other[0].dequantize()
+        with pytest.raises(RuntimeError, match="codebook mismatch for 0.weight"):
+            other.load_state_dict(nn.Sequential(saved).state_dict(), strict=strict, assign=assign)
+        assert torch.equal(other[0].dequantize(), before)
+
+
+def test_a_state_without_metadata_loads():
+    saved = KbitLinear.from_linear(nn.Linear(64, 8), bits=3)
+    other = KbitLinear.from_linear(nn.Linear(64, 8), bits=3)
+    other.load_state_dict(dict(saved.state_dict()))
+    assert torch.equal(other.dequantize(), saved.dequantize())

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kbit.format.autocast import autocast
 from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
-from kbit.nn.parts import QuantizedModule, autocast
+from kbit.nn.parts import QuantizedModule
 from kbit.nn.replaced import Replaced
 from kbit.ops import api, checks, grad_checks, moe_checks
 

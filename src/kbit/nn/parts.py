@@ -9,7 +9,7 @@ see `kbit.nn.tiling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,6 @@ _LOAD_FIRST = (
     "The state has weights that are not quantized, for layers that are: load it into the unquantized model, "
     "then call kbit.quantize_model."
 )
-
-
-def autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
-    kind = x.device.type
-    # Asked of the meta device, torch raises instead of saying no.
-    if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
 
 
 def refuse_others(method: str, module: object, kind: type[nn.Module], name: str) -> None:
@@ -257,6 +248,17 @@ class QuantizedModule(TileableModule):
             errors.append(_LOAD_FIRST)
         tied.agree_on_factors(self, state_dict, prefix)
         self.reset_parameters()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Also say in its metadata of which codebook the codes are; on disk a config does."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["codebook"] = list(self.levels)
+
+    def _refusals(self, metadata: dict[str, Any], prefix: str) -> Iterator[str]:
+        stated = metadata.get("codebook", self.levels)
+        if len(stated) == len(self.levels) and stated != self.levels:
+            what = f"{stated} in the state dict, {self.levels} in this layer"
+            yield f"codebook mismatch for {prefix}weight: {what}. Quantize with the one it was saved with."
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
         """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""

@@ -240,7 +240,7 @@ class TileableModule(nn.Module):
                     destination[f"{prefix}{name}{part}"] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load the canonical form; nothing if its dtypes are of another format.
+        """Load the canonical form; nothing of another format.
 
         Tiles are written in place, so a CUDA graph that captured this module sees the new weights.
         """
@@ -248,7 +248,8 @@ class TileableModule(nn.Module):
         self.restore()
         metadata, *_, errors = args
         assigned = metadata.get("assign_to_params_buffers", False)
-        wrong = list(self._other_dtypes(state_dict, prefix, self._assignable if assigned else ()))
+        wrong = list(self._refusals(metadata, prefix))
+        wrong += self._other_dtypes(state_dict, prefix, self._assignable if assigned else ())
         if wrong:
             errors.extend(wrong)
         else:
@@ -256,6 +257,10 @@ class TileableModule(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
         for name, tiles in tiled.items():
             self._load_tiles(name, tiles)
+
+    def _refusals(self, metadata: dict[str, Any], prefix: str) -> Iterator[str]:
+        """What a state dict's metadata says against loading it."""
+        yield from ()
 
     def _other_dtypes(self, state_dict: Any, prefix: str, scales: tuple[torch.dtype, ...]) -> Iterator[str]:
         """What is wrong with stored parts: copying would convert numbers that are bits of another format.

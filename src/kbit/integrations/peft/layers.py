@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Embedding, Linear
 
+from kbit.format.autocast import autocast
 from kbit.integrations.peft.experts import LoraExperts
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
-from kbit.nn.parts import QuantizedModule, autocast
+from kbit.nn.parts import QuantizedModule
 
 MERGE_REMEDY = (
     "Keep the adapter beside the model, or call kbit.integrations.peft.merge(model): it adds the adapter to "
