@@ -1,10 +1,10 @@
 // CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: threads of a block, and blocks
 // of a cluster, take turns, each until it waits for others; clusters run one after the other.
 //
-// Stands in for common.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix products
-// included, go through memory between two barriers; misaligned accesses abort, as they fault on a GPU.
-// fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor cores
-// add up (here exactly, rounded once).
+// Stands in for common.cuh, stage16.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix
+// products included, go through memory between two barriers; misaligned accesses abort, as they fault on a
+// GPU. fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor
+// cores add up (here exactly, rounded once).
 #pragma once
 
 #include <algorithm>

@@ -165,6 +165,14 @@ def test_a_state_of_another_codebook_is_refused(tmp_path):
         assert torch.equal(other[0].dequantize(), before)
 
 
+def test_the_refusal_names_experts_weights():
+    levels = [-1.0, -0.5, -0.2, -0.05, 0.05, 0.2, 0.5, 1.0]
+    saved = KbitExperts.from_experts(Experts(), 3, QuantizationPolicy(bits=3, codebook=levels))
+    other = nn.ModuleDict({"mlp": KbitExperts.from_experts(Experts(), 3, QuantizationPolicy(bits=3))})
+    with pytest.raises(RuntimeError, match=r"for mlp\.gate_up_proj, mlp\.down_proj: \[-1\.0"):
+        other.load_state_dict(nn.ModuleDict({"mlp": saved}).state_dict())
+
+
 def test_a_state_without_metadata_loads():
     saved = KbitLinear.from_linear(nn.Linear(64, 8), bits=3)
     other = KbitLinear.from_linear(nn.Linear(64, 8), bits=3)

@@ -257,8 +257,9 @@ class QuantizedModule(TileableModule):
     def _refusals(self, metadata: dict[str, Any], prefix: str) -> Iterator[str]:
         stated = metadata.get("codebook", self.levels)
         if len(stated) == len(self.levels) and stated != self.levels:
+            names = ", ".join(prefix + name for name in self.shapes)
             what = f"{stated} in the state dict, {self.levels} in this layer"
-            yield f"codebook mismatch for {prefix}weight: {what}. Quantize with the one it was saved with."
+            yield f"codebook mismatch for {names}: {what}. Quantize with the one it was saved with."
 
     def _is_scale_shape(self, name: str, shape: torch.Size) -> bool:
         """Whether factors may have this shape: one per matrix, or gate's and up's per expert."""

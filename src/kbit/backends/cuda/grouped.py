@@ -21,7 +21,7 @@ _FORMAT = sorted_rows.FORMAT + "i" * 7
 _STAGE_TILES = 4
 _SCRATCH_BYTES = 256
 _JOB_BYTES = 20
-_ROW_BYTES = 128  # of 32 sums, or of a token's columns of a tile
+_ROW_BYTES = 128  # of 32 sums
 # Tiles per multiprocessor; more need the warps of the larger blocks: 10 experts of 1024 x 2048 (155 tiles)
 # take 9.2 us with them and 10.6 without, 8 of 2048 x 512 (62) take 5.5 and 5.0.
 _FEW_TILES = 96
@@ -185,7 +185,7 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     if config.in_holes:
         x_at, x_room = 0, operands.HOLE_BYTES if end <= room else 0
     else:
-        x_at = end = -(-end // _ROW_BYTES) * _ROW_BYTES
+        x_at = end = sorted_rows.row_aligned(end)
         x_room = max(0, room - end)
     row_bytes = k_tiles * layout.TILE_COLUMNS * 2
     x_room = min(x_room, jobs * most * row_bytes) if x_room >= most * row_bytes else 0

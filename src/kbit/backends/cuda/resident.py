@@ -145,7 +145,7 @@ def _places(config: Config, tokens: int, k_tiles: int, weights_end: int) -> tupl
     """Where activations and sums are, and the end of it all; None if the holes are too small."""
     x_bytes, part_bytes = k_tiles * layout.TILE_COLUMNS * 2 * tokens, config.warps * tokens * _SUM_BYTES
     if not config.in_holes:
-        x_at = -(-weights_end // 128) * 128
+        x_at = sorted_rows.row_aligned(weights_end)
         return x_at, x_at + x_bytes, x_at + x_bytes + part_bytes
     if tokens == TOKENS[0]:
         fit, parts_at, end = x_bytes, weights_end, weights_end + part_bytes

@@ -15,6 +15,7 @@ from kbit.format.codebook import SUPPORTED_BITS, bits_of
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 FORMAT = "QQQQQQQ" + "i" * 7  # of the arguments that every such kernel begins with
+_ROW_BYTES = 128  # of a token's columns of a tile
 _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, by each block for itself
 
 
@@ -56,6 +57,14 @@ class Plan(Protocol):
 def room(blocks: int, device: driver.DeviceLimits) -> int:
     """Dynamic shared memory of each of so many blocks on a multiprocessor, in bytes."""
     return (device.shared_bytes + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
+
+
+def row_aligned(at: int) -> int:
+    """A place in shared memory, or the next one, where rows of activations may begin.
+
+    Their chunks are swapped within 128 bytes of the address; see Activations in grouped_unit.cuh.
+    """
+    return -(-at // _ROW_BYTES) * _ROW_BYTES
 
 
 def specs(configs: Callable[[int, int], Sequence[Config]], shared_bytes: int) -> list[KernelSpec]:
