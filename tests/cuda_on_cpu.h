@@ -440,8 +440,16 @@ inline u32 cluster_rank() {
 inline void cluster_sync() {
     cluster_barrier.wait();
 }
+inline void cluster_arrive() {}
+inline void cluster_wait() {
+    cluster_barrier.wait();
+}
 inline u32 cluster_address(u32 address, u32 rank) {
     return address % kWindowBytes + rank * kWindowBytes;
+}
+template <class T>
+void store_cluster(u32 to, T value) {
+    into_shared(to, value);
 }
 template <class T>
 void store_cluster(u32 to, T value, u32 barrier) {

@@ -51,6 +51,9 @@ inline double __longlong_as_double(i64 bits) {
 inline float __double2float_rn(double value) {
     return float(value);
 }
+inline float rsqrtf(float value) {
+    return 1.0f / sqrtf(value);
+}
 inline float saturated_fma(float a, float b, float c) {
     const float value = fmaf(a, b, c);
     return value > 0.0f ? min(value, 1.0f) : 0.0f;  // 0 of NaN

@@ -12,7 +12,7 @@ import cuda_on_cpu
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 
 # Headers that cuda_rows_on_cpu.h stands for, and where the part of rows.cuh begins that it stands for.
-KNOWN = ("common.cuh", "stage16.cuh", "config.h")
+KNOWN = ("common.cuh", "hopper.cuh", "stage16.cuh", "config.h")
 ACCESSES = "// ---- 16-byte global accesses"
 SHARED_STEP = 1 << 16  # bytes for each variable in shared memory
 
@@ -76,4 +76,4 @@ def _placed(variable: re.Match[str], place: int) -> str:
 def host_source(spec: KernelSpec) -> str:
     """C++ with a function `run`, of a kernel over rows."""
     source = translated(spec.source, set())
-    return cuda_on_cpu.with_run(spec, source, "cuda_rows_on_cpu.h", True, 5 * SHARED_STEP)
+    return cuda_on_cpu.with_run(spec, source, "cuda_rows_on_cpu.h", True, 6 * SHARED_STEP)

@@ -125,6 +125,3 @@ inline void store_matrices_transposed(u32 address, const u32 (&v)[4]) {
 inline void barrier_arrive_there(u32 barrier, u32 rank) {
     barrier_arrive(cluster_address(barrier, rank));
 }
-inline void store_cluster(u32 to, uint4 v) {
-    into_shared(to, v);
-}

@@ -22,9 +22,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
     return cuda_on_cpu.Kernels(folder, cuda_rows_on_cpu.host_source)
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
-    cuda_on_cpu.install(monkeypatch, kernels)
+@pytest.fixture(autouse=True, params=["90a", "80"])  # with clusters, and without
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels, cuda_on_cpu.H200._replace(arch=request.param))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,17 +10,31 @@ from kbit.backends.reference import gated_delta as reference
 from kbit.ops.gated_delta_schemas import heads_of_keys
 
 _FORMAT = "Q" * 11 + "iif"
-_DIM, _TAPS, _WARPS = 128, 4, 16  # warps of a head of values
+_DIM, _TAPS = 128, 4
 _RATIOS = (1, 2)  # heads of values to one of keys
+_CLUSTERS_SINCE = 90  # sm_90
+_COLUMNS, _WARPS = (
+    64,
+    8,
+)  # of a block in a cluster; a block alone has all columns, and the warps for each head
 
 
-def _spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
-    return KernelSpec.make("gated_delta.cu", bf16=dtype == torch.bfloat16, heads=ratio, taps=_TAPS)
+def _blocks(ratio: int, arch: str) -> int:
+    """Blocks that share a head of keys."""
+    return ratio * _DIM // _COLUMNS if int(arch.rstrip("af")) >= _CLUSTERS_SINCE else 1
 
 
-def specs() -> list[KernelSpec]:
-    """Every kernel of this module."""
-    return [_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
+def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:
+    bf16, blocks = dtype == torch.bfloat16, _blocks(ratio, arch)
+    columns = _COLUMNS if blocks > 1 else _DIM
+    return KernelSpec.make(
+        "gated_delta.cu", bf16=bf16, heads=ratio, taps=_TAPS, blocks=blocks, columns=columns
+    )
+
+
+def specs(arch: str) -> list[KernelSpec]:
+    """Every kernel of this module, for an architecture such as "90a"."""
+    return [_spec(dtype, ratio, arch) for dtype in operands.DTYPES for ratio in _RATIOS]
 
 
 def takes(dim: int, taps: int, ratio: float) -> bool:
@@ -54,14 +68,17 @@ def gated_delta_step(
     k_heads = heads_of_keys(projected, state)
     ratio, weights = v_heads // k_heads, (taps, log_decay, bias, norm)
     plain = takes(dim, taps.shape[1], ratio) and projected.dtype in operands.DTYPES
-    rows = projected.stride(1) == gates.stride(1) == 1 and not state.data_ptr() % 16
+    rows = projected.stride(1) == gates.stride(1) == 1
+    rows = rows and not (state.data_ptr() % 16 or (window.data_ptr() | taps.data_ptr()) % 8)
     if not (plain and rows and all(tensor.is_contiguous() for tensor in weights)):
         reference.gated_delta_step(projected, gates, window, state, *weights, eps, out)
         return
     index = projected.device.index
-    kernel = launcher.load(_spec(projected.dtype, ratio), index, _FORMAT)
-    threads = ratio * _WARPS * driver.WARP
-    prepared = launcher.Prepared(index, kernel, (batch * k_heads, 1, 1), threads)
+    arch = driver.device_limits(index).arch
+    kernel, blocks = launcher.load(_spec(projected.dtype, ratio, arch), index, _FORMAT), _blocks(ratio, arch)
+    warps = _WARPS if blocks > 1 else ratio * _WARPS
+    grid = (batch * k_heads * blocks, 1, 1)
+    prepared = launcher.Prepared(index, kernel, grid, warps * driver.WARP, cluster=blocks)
     places = operands.addresses(projected, gates, window, state, *weights, out)
     sizes = projected.stride(0), gates.stride(0), k_heads, bias.dtype == torch.float32, eps
     prepared.launch((*places, *sizes))

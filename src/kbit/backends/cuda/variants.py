@@ -18,7 +18,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
-_AROUND = (routing, norm, position, caches, gated_delta)  # the products
+_AROUND = (routing, norm, position, caches)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}
@@ -32,5 +32,5 @@ def all_specs(arch: str) -> list[KernelSpec]:
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     few_experts = resident.specs(shared) if arch == resident.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
-    around = [spec for module in _AROUND for spec in module.specs()]
+    around = [*gated_delta.specs(arch), *(spec for module in _AROUND for spec in module.specs())]
     return [*rows.row_specs(), *around, *products, *nvfp4.specs()]

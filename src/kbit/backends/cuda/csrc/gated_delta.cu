@@ -17,148 +17,283 @@
 //   beta = sigmoid(beta), decay = exp(-exp(log_decay) * softplus(alpha + bias))
 //   S = S * decay; S += k (x) ((v - k S) * beta); o = q S; y = norm * o / sqrt(mean(o^2) + eps) * silu(gate)
 //
-// rounded to 16 bits where transformers' modules round. A block has a head of keys and its heads of values,
-// 16 warps each; a warp keeps 8 rows of a state in registers, a lane 4 columns. Order of sums: a thread's
-// rows ascending, then warps ascending; lengths and means by columns of a lane, then lanes by halves, then
-// warps.
+// rounded to 16 bits where transformers' modules round. As products of S are linear, k S and q S of the old
+// state are summed together, and the rest follows from them and q k:
 //
-// grid: batch * k_heads blocks of heads * 512 threads
+//   change = (v - decay k S) * beta; o = decay q S + q k * change; S = S * decay + k (x) change
+//
+// Columns of a state do not meet before the mean of o^2, so Config::blocks blocks, a cluster, take a head of
+// keys: each has Config::columns columns of a head of values, computes queries and keys anew, and sends its
+// part of the mean to the others. Or one block takes it all (below sm_90, where there are no clusters).
+//
+// A warp keeps some rows of a state in registers, a lane 4 columns. Order of sums: a thread's rows ascending,
+// then lanes by halves, then warps ascending; lengths and means by lanes by halves, then groups of 32 columns
+// ascending. What all this reads is fetched to L2 while the kernel before still runs, which may write it.
+//
+// grid: batch * k_heads * Config::blocks blocks
 // Method: Yang et al. 2024 (arXiv:2412.06464).
 #include "config.h"
+#include "hopper.cuh"
 #include "rows.cuh"
 
 constexpr int kHeads = Config::heads, kTaps = Config::taps, kDim = 128;
-constexpr int kWarps = 16, kRows = kDim / kWarps;  // of a head of values; of its state in a warp
-constexpr int kProjected = (2 + 2 * kHeads) * kDim, kChannels = (2 + kHeads) * kDim;
+constexpr int kColumns = Config::columns, kBlocks = Config::blocks;  // of a block; of a head of keys
+constexpr bool kCluster = kBlocks > 1;
+constexpr int kUnits = kCluster ? 1 : kHeads, kPeers = kDim / kColumns;  // heads of a block; blocks of a head
+constexpr int kWarps = 8, kThreads = kUnits * kWarps * 32;               // of each; of a block
+constexpr int kLanes = kColumns / 4, kTogether = 32 / kLanes;  // of a row; rows that a warp takes at once
+constexpr int kRows = kDim / kWarps / kTogether, kGroups = kDim / 32;      // of a thread; of columns
+constexpr int kProjected = (2 + 2 * kHeads) * kDim, kShared = 2 * kDim;    // queries and keys
+constexpr int kValues = kUnits * kColumns, kChannels = kShared + kValues;  // of a block
+static_assert(kTaps == 4 && kDim + kValues <= kThreads && kBlocks == (kCluster ? kHeads * kPeers : 1));
 using H = Half<Config::bf16>;
 
 DEVICE float rounded(float value) {
     return H::widen(H::narrow(value));
 }
+DEVICE float sigmoid(float value) {
+    return __fdividef(1.0f, 1.0f + expf(-value));
+}
 DEVICE float silu(float value) {
-    return __fdiv_rn(value, 1.0f + expf(-value));
+    return value * sigmoid(value);
 }
 DEVICE float softplus(float value) {
     return value > 20.0f ? value : log1pf(expf(value));
 }
-
-// silu of the convolution at the block's channel `at`, whose window takes the token in.
-DEVICE float convolved(const u16* projected, const u16* taps, u16* window, int k_heads, int k_head, int at) {
-    const int part = at / kDim < 2 ? at / kDim : 2, within = at - part * kDim;
-    const int channel = part * k_heads * kDim + k_head * (part < 2 ? kDim : kHeads * kDim) + within;
-    u16* const mine = window + i64(channel) * kTaps;
-    const u16* const weight = taps + i64(channel) * kTaps;
-    const u16 token = projected[at];
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kTaps; ++i) {
-        const u16 next = i + 1 < kTaps ? mine[i + 1] : token;
-        sum = __fmaf_rn(H::widen(next), H::widen(weight[i]), sum);
-        mine[i] = next;
-    }
-    return rounded(silu(rounded(sum)));
+DEVICE float add_four(const float* of) {
+    return ((of[0] + of[1]) + of[2]) + of[3];
+}
+DEVICE void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+// to += a * factor
+DEVICE void add_scaled(float4& to, float4 a, float factor) {
+    to = {__fmaf_rn(a.x, factor, to.x), __fmaf_rn(a.y, factor, to.y), __fmaf_rn(a.z, factor, to.z),
+          __fmaf_rn(a.w, factor, to.w)};
+}
+DEVICE float4 from_lane(float4 v, int distance) {
+    return {__shfl_xor_sync(kAll, v.x, distance), __shfl_xor_sync(kAll, v.y, distance),
+            __shfl_xor_sync(kAll, v.z, distance), __shfl_xor_sync(kAll, v.w, distance)};
 }
 
-// Column `column` of a head's sums, of which each of its warps has a part.
-DEVICE float add_parts(const float* parts, int head, int column) {
-    float sum = 0.0f;
+// A channel's convolution over its last tokens.
+struct Convolution {
+    const u16* token_at;
+    uint2* window_at;
+    const uint2* taps_at;
+    uint2 window, weights;
+    u16 token;
+
+    // projected: where it is among a head's projections; channel: in windows.
+    DEVICE Convolution(const u16* of_head, uint2* windows, const uint2* taps, int projected, int channel)
+        : token_at(of_head + projected), window_at(windows + channel), taps_at(taps + channel) {}
+    DEVICE void load() {
+        forget(token_at, window_at, taps_at);
+        window = *window_at;
+        weights = *taps_at;
+        token = *token_at;
+    }
+    // The window with the token in it.
+    DEVICE uint2 next() const { return {window.x >> 16 | window.y << 16, window.y >> 16 | u32(token) << 16}; }
+    DEVICE float value() const {
+        const uint2 now = next();
+        float sum = 0.0f;
+        sum = __fmaf_rn(H::widen(u16(now.x)), H::widen(u16(weights.x)), sum);
+        sum = __fmaf_rn(H::widen(u16(now.x >> 16)), H::widen(u16(weights.x >> 16)), sum);
+        sum = __fmaf_rn(H::widen(u16(now.y)), H::widen(u16(weights.y)), sum);
+        sum = __fmaf_rn(H::widen(u16(now.y >> 16)), H::widen(u16(weights.y >> 16)), sum);
+        return rounded(silu(rounded(sum)));
+    }
+    DEVICE void shift() const { *window_at = next(); }
+};
+
+// A warp's sums over its rows go to parts [unit][key, query][warp][lane of a row].
+DEVICE void store_parts(float4* parts, float4 of_key, float4 of_query, int unit, int warp, int lane) {
+    float4* const to = parts + (unit * 2 * kWarps + warp % kWarps) * kLanes + lane % kLanes;
+    if constexpr (kTogether == 1) {
+        to[0] = of_key;
+        to[kWarps * kLanes] = of_query;
+        return;
+    }
+    const bool upper = lane & 16;  // these lanes go on with the query's
+    float4 sum = upper ? of_query : of_key;
+    add_scaled(sum, from_lane(upper ? of_key : of_query, 16), 1.0f);
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-        sum += parts[(head * kWarps + i) * kDim + column];
+    for (int step = 8; step >= kLanes; step /= 2) {
+        add_scaled(sum, from_lane(sum, step), 1.0f);
+    }
+    if (lane % 16 < kLanes) {
+        to[upper ? kWarps * kLanes : 0] = sum;
+    }
+}
+// The sum of a column over a head's warps.
+DEVICE float add_warps(const float* parts) {
+    float sum = parts[0];
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+        sum += parts[i * kColumns];
+    }
+    return sum;
+}
+DEVICE float4 add_warps(const float4* parts) {
+    float4 sum = parts[0];
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+        add_scaled(sum, parts[i * kLanes], 1.0f);
     }
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kHeads * kWarps * 32)
-    gated_delta(const u16* projected, const u16* gates, u16* window, float* state, const u16* taps,
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gated_delta(const u16* projected, const u16* gates, uint2* window, float* state, const uint2* taps,
                 const void* log_decay, const void* bias, const u16* norm, u16* y, u64 row, u64 gates_row,
                 int k_heads, int wide, float eps) {
-    __shared__ float channels[kChannels];
-    __shared__ float lengths[2];
-    __shared__ alignas(16) float parts[kHeads * kWarps * kDim];
-    __shared__ alignas(16) float changes[kHeads * kDim];
-    __shared__ float squares[kHeads * 4];
-    follow_previous(projected, gates, window, state, taps, log_decay, bias, norm);
-    const int batch = int(blockIdx.x) / k_heads, k_head = int(blockIdx.x) % k_heads, at = int(threadIdx.x);
-    const int lane = at & 31, warp = at >> 5, head = warp / kWarps, first = warp % kWarps * kRows;
-    const int v_heads = k_heads * kHeads, v_head = k_head * kHeads + head;
-    float4* const rows = reinterpret_cast<float4*>(state) +
-                         ((i64(batch) * v_heads + v_head) * kDim + first) * (kDim / 4) + lane;
+    __shared__ alignas(16) float channels[kChannels];  // queries, keys, values
+    __shared__ float products[3 * kGroups];            // q q, k k, q k, of 32 columns each
+    __shared__ float factors[2 * kUnits];              // decay and beta of heads
+    __shared__ alignas(16) float parts[2 * kUnits * kWarps * kColumns];
+    __shared__ alignas(8) float squares[2 * kHeads * kGroups];  // every other one
+    __shared__ u64 arrived;
+    launch_early();
+    const int rank = kCluster ? int(cluster_rank()) : 0, head_of_keys = int(blockIdx.x) / kBlocks;
+    const int batch = head_of_keys / k_heads, k_head = head_of_keys % k_heads, v_heads = k_heads * kHeads;
+    const int at = int(threadIdx.x), lane = at & 31, warp = at >> 5, unit = warp / kWarps;
+    const int head = kCluster ? rank / kPeers : unit, first_column = kCluster ? rank % kPeers * kColumns : 0;
+    const int first_row = warp % kWarps * kRows * kTogether + lane / kLanes;
+    const int first_value = kCluster ? head * kDim + first_column : 0;  // of a block's
+    float4* const rows =
+        reinterpret_cast<float4*>(state + (i64(head_of_keys) * kHeads + head) * kDim * kDim + first_column) +
+        first_row * (kDim / 4) + lane % kLanes;
+    const u16* const mine = projected + i64(batch) * i64(row) + i64(k_head) * kProjected;
+    uint2* const windows = window + i64(batch) * (2 + kHeads) * k_heads * kDim;
+    const int value = first_value + at - kDim;  // of the threads behind those of keys
+    const bool has_key = at < kDim, has_value = !has_key && at < kDim + kValues;
+    Convolution key(mine, windows, taps, kDim + at, (k_heads + k_head) * kDim + at);
+    Convolution other(mine, windows, taps, has_key ? at : kShared + value,  // a query, or a value
+                      has_key ? k_head * kDim + at : (2 * k_heads + k_head * kHeads) * kDim + value);
+    if (kCluster && at == 0) {
+        barrier_init(shared_address(&arrived), 1);
+        barriers_visible();
+        barrier_expect(shared_address(&arrived), kGroups * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (lane % 8 == 0) {
+            prefetch(rows + i * kTogether * (kDim / 4));
+        }
+    }
+    if (lane % 16 == 0 && (has_key || has_value)) {
+        prefetch(other.window_at);
+        prefetch(other.taps_at);
+    }
+    if (lane % 16 == 0 && has_key) {
+        prefetch(key.window_at);
+        prefetch(key.taps_at);
+    }
+    wait_for_previous();
+    launch_late();
+    forget(gates, log_decay, bias, norm);
+
+    if (has_key || has_value) {
+        other.load();
+    }
+    if (has_key) {
+        key.load();
+    }
     float4 s[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        s[i] = rows[i * (kDim / 4)];
+        s[i] = rows[i * kTogether * (kDim / 4)];
     }
-    const u16* const mine = projected + i64(batch) * i64(row) + i64(k_head) * kProjected;
-    if (at < kChannels) {
-        u16* const windows = window + i64(batch) * (2 + kHeads) * k_heads * kDim * kTaps;
-        channels[at] = convolved(mine, taps, windows, k_heads, k_head, at);
+    const bool finishes = at < kValues;  // a column of a head
+    const int finished = first_value + at;
+    const u16 opened = finishes ? mine[kShared + kHeads * kDim + finished] : u16(0);
+    const u16 weight = finishes ? norm[finished % kDim] : u16(0);
+    if (warp == kUnits * kWarps - 1 && lane < kUnits) {
+        const int of = kCluster ? head : lane, kind = wide ? 0 : Config::bf16 ? 2 : 1;
+        const u16* const gate = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + of;
+        const float alpha = H::widen(gate[kHeads]) + load_widened(bias, k_head * kHeads + of, kind);
+        factors[2 * lane] =
+            expf(-expf(load_widened(log_decay, k_head * kHeads + of, kind)) * softplus(alpha));
+        factors[2 * lane + 1] = rounded(sigmoid(H::widen(gate[0])));
     }
-    const u16* const gate = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + head;
-    const int kind = wide ? 0 : Config::bf16 ? 2 : 1;
-    const float beta = rounded(__fdiv_rn(1.0f, 1.0f + expf(-H::widen(gate[0]))));
-    const float alpha = H::widen(gate[kHeads]) + load_widened(bias, v_head, kind);
-    const float decay = expf(-expf(load_widened(log_decay, v_head, kind)) * softplus(alpha));
-    __syncthreads();
-    if (warp < 2) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kDim / 32; ++i) {
-            const float value = channels[warp * kDim + i * 32 + lane];
-            sum = __fmaf_rn(value, value, sum);
-        }
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(warp_sum(sum) + 1e-6f));
+    if (has_key) {
+        const float q = other.value(), k = key.value();
+        channels[at] = q;
+        channels[kDim + at] = k;
+        const float qq = warp_sum(q * q), kk = warp_sum(k * k), qk = warp_sum(q * k);
         if (lane == 0) {
-            lengths[warp] = warp ? inverse : __fdiv_rn(inverse, __fsqrt_rn(float(kDim)));
+            products[warp] = qq;
+            products[kGroups + warp] = kk;
+            products[2 * kGroups + warp] = qk;
         }
+    } else if (has_value) {
+        channels[kDim + at] = other.value();
+        other.shift();
+    }
+    if constexpr (kCluster) {
+        cluster_arrive();  // and has read what all blocks read
     }
     __syncthreads();
 
-    float4* const part = reinterpret_cast<float4*>(parts) + warp * (kDim / 4) + lane;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    float4 of_key = {}, of_query = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const float key = channels[kDim + first + i] * lengths[1];
-        s[i] = {s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay};
-        sum = {sum.x + s[i].x * key, sum.y + s[i].y * key, sum.z + s[i].z * key, sum.w + s[i].w * key};
+        add_scaled(of_key, s[i], channels[kDim + first_row + i * kTogether]);
+        add_scaled(of_query, s[i], channels[first_row + i * kTogether]);
     }
-    *part = sum;
+    store_parts(reinterpret_cast<float4*>(parts), of_key, of_query, unit, warp, lane);
+    const float query_scale = rsqrtf(add_four(products) + 1e-6f) * rsqrtf(float(kDim));
+    const float key_scale = rsqrtf(add_four(products + kGroups) + 1e-6f);
     __syncthreads();
-    const bool adds = at < kHeads * kDim;  // a column of a head; `beta` is that of the thread's own head
-    const int of_head = adds ? at / kDim : 0, column = at % kDim;
-    if (adds) {
-        changes[at] = channels[2 * kDim + at] - add_parts(parts, of_head, column);
+    if constexpr (kCluster) {
+        cluster_wait();
     }
-    __syncthreads();
-    float4 change = reinterpret_cast<const float4*>(changes)[head * (kDim / 4) + lane];
-    change = {change.x * beta, change.y * beta, change.z * beta, change.w * beta};
-    sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const float key = channels[kDim + first + i] * lengths[1], query = channels[first + i] * lengths[0];
-        s[i] = {s[i].x + key * change.x, s[i].y + key * change.y, s[i].z + key * change.z,
-                s[i].w + key * change.w};
-        rows[i * (kDim / 4)] = s[i];
-        sum = {sum.x + s[i].x * query, sum.y + s[i].y * query, sum.z + s[i].z * query,
-               sum.w + s[i].w * query};
-    }
-    *part = sum;
-    __syncthreads();
     float out = 0.0f;
-    if (adds) {
-        out = rounded(add_parts(parts, of_head, column));
+    if (finishes) {
+        const int of = at / kColumns;
+        const float* const sums = parts + of * 2 * kWarps * kColumns + at % kColumns;
+        const float decay = factors[2 * of], beta = factors[2 * of + 1];
+        const float change =
+            (channels[kShared + at] - decay * key_scale * add_warps(sums)) * beta * key_scale;
+        out = decay * add_warps(sums + kWarps * kColumns) + add_four(products + 2 * kGroups) * change;
+        out = rounded(query_scale * out);
         const float square = warp_sum(out * out);
-        if (lane == 0) {
-            squares[warp] = square;
+        const int group = finished / 32;
+        if (kCluster && lane < kPeers) {
+            const u32 peer = head * kPeers + lane;
+            store_cluster(cluster_address(shared_address(squares + 2 * group), peer),
+                          uint2{__float_as_uint(square), 0}, cluster_address(shared_address(&arrived), peer));
+        } else if (!kCluster && lane == 0) {
+            squares[2 * group] = square;
         }
     }
-    __syncthreads();
-    if (adds) {
-        const float* const of = squares + of_head * 4;
-        const float mean = __fdiv_rn(((of[0] + of[1]) + of[2]) + of[3], float(kDim));
-        const float factor = __fdiv_rn(1.0f, __fsqrt_rn(mean + eps));
-        const float normed = rounded(H::widen(norm[column]) * rounded(out * factor));
-        y[(i64(batch) * v_heads + k_head * kHeads) * kDim + at] =
-            H::narrow(normed * silu(H::widen(mine[kChannels + at])));
+    const float decay = factors[2 * unit], beta = factors[2 * unit + 1];
+    float4 change = reinterpret_cast<const float4*>(channels + kShared)[unit * kLanes + lane % kLanes];
+    add_scaled(change,
+               add_warps(reinterpret_cast<const float4*>(parts) + unit * 2 * kWarps * kLanes + lane % kLanes),
+               -decay * key_scale);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const float factor = channels[kDim + first_row + i * kTogether] * key_scale * beta;
+        s[i] = {s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay};
+        add_scaled(s[i], change, factor);
+        rows[i * kTogether * (kDim / 4)] = s[i];
+    }
+    if (has_key && rank == 0) {  // all have read them
+        key.shift();
+        other.shift();
+    }
+    if constexpr (!kCluster) {
+        __syncthreads();
+    }
+    if (finishes) {
+        if (kCluster) {
+            barrier_wait(shared_address(&arrived), 0);
+        }
+        const float* const of = squares + finished / kDim * 2 * kGroups;
+        const float mean = ((of[0] + of[2]) + of[4] + of[6]) / float(kDim);
+        const float normed = rounded(H::widen(weight) * rounded(out * rsqrtf(mean + eps)));
+        y[i64(head_of_keys) * kHeads * kDim + finished] = H::narrow(normed * silu(H::widen(opened)));
     }
 }

@@ -119,3 +119,12 @@ DEVICE void store_cluster(u32 to, uint2 v, u32 barrier) {
         "r"(v.x), "r"(v.y), "r"(barrier)
         : "memory");
 }
+
+// Two halves of a barrier of the cluster, with work between them. Nothing is released but barriers that were
+// made visible: for more, an arrival would wait for all of a thread's memory.
+DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
