@@ -44,6 +44,21 @@ def test_rows(columns, dtype):
         assert (out != want).sum() <= 2 + out.numel() // 500
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [8, 264, 2048, 16384])
+def test_sums(columns, dtype):
+    x, added = (guarded(torch.randn(5, columns).to(dtype)) for _ in range(2))
+    weight = guarded(torch.randn(columns).to(dtype))
+    total, out = (guarded(torch.full((5, columns), float("nan"), dtype=dtype)) for _ in range(2))
+    norm.rms_norm(x, weight, 1e-6, True, False, out, added, total)
+    assert untouched(out)
+    assert untouched(total)
+    want = torch.empty_like(out)
+    norm.rms_norm(x + added, weight, 1e-6, True, False, want)
+    assert torch.equal(total, x + added)
+    assert torch.equal(out, want)
+
+
 def test_one_row_is_one_of_many():
     x, weight = torch.randn(9, 576).bfloat16(), torch.randn(576).bfloat16()
     out, alone = torch.empty_like(x), torch.empty(1, 576, dtype=torch.bfloat16)
@@ -69,3 +84,12 @@ def test_what_it_does_not_take_the_reference_computes(x, weight, monkeypatch):
     out = torch.empty(x.shape, dtype=x.dtype)
     norm.rms_norm(x.fill_(1), weight.fill_(2), 0.0, False, True, out)
     assert torch.equal(out, torch.full_like(out, 2))
+
+
+def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):
+    monkeypatch.setattr(norm, "_prepared", None)
+    x, weight = torch.ones(2, 8).half(), torch.full((8,), 2.0).half()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    norm.rms_norm(x, weight, 0.0, False, True, out, torch.ones(3, 9).half().flatten()[1:17].view(2, 8), total)
+    assert torch.equal(total, torch.full_like(x, 2))
+    assert torch.equal(out, torch.full_like(x, 2))

@@ -97,8 +97,35 @@ def test_bad_arguments_are_refused(change, message):
         ops.rms_norm(*arguments.values())
 
 
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (torch.zeros(2, 8).half(), "added must be torch.float32 like x, got torch.float16"),
+        (torch.zeros(8), r"added must be \(2, 8\) on cpu like x, got \(8,\) on cpu"),
+        (torch.zeros(2, 8, device="meta"), "added must be .* like x, got .* on meta"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(added, message):
+    with pytest.raises((TypeError, ValueError), match=f"add_rms_norm: {message}"):
+        ops.add_rms_norm(torch.zeros(2, 8), added, torch.zeros(8), 1e-6)
+    with pytest.raises(ValueError, match=r"add_rms_norm: x must be \[..., D\]"):
+        ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(7), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_norm_of_a_sum(dtype):
+    for shape in ((48,), (0, 48), (2, 3, 17)):
+        x, added = torch.randn(2, *shape).to(dtype)
+        weight = torch.randn(shape[-1]).to(dtype)
+        total, y = ops.add_rms_norm(x, added, weight, 1e-6, True, False)
+        assert torch.equal(total, x + added)
+        assert torch.equal(y, ops.rms_norm(x + added, weight, 1e-6, True, False))
+
+
 def test_opcheck():
-    torch.library.opcheck(ops.rms_norm.default, (torch.randn(3, 8), torch.randn(8), 1e-6, True, False))
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    torch.library.opcheck(ops.rms_norm.default, (x, weight, 1e-6, True, False))
+    torch.library.opcheck(ops.add_rms_norm.default, (x, x + 1, weight, 1e-6, True, False))
 
 
 # -- norms of models -----------------------------------------------------------------------------------------
@@ -164,7 +191,7 @@ def test_an_eps_that_is_no_number_any_more_is_the_classes_own_affair(monkeypatch
     own = made("llama.LlamaRMSNorm")
     norm.fuse_norms(nn.ModuleList([own]))
     own.variance_epsilon = 0
-    monkeypatch.setattr(norm.FusedNorm, "_takes", None)
+    monkeypatch.setattr(norm.direct, "has_rms_norm", None)
     x = torch.randn(2, 48).bfloat16()
     assert torch.equal(own(x), ops.rms_norm(x, own.weight, 0.0))
 
@@ -244,6 +271,10 @@ def test_the_kernel_gives_the_definition(columns, dtype):
         weight = torch.randn(columns, device="cuda").to(dtype)
         y = ops.rms_norm(x, weight, 1e-6, *order)
         require_norm(y, x, weight, 1e-6, order[0])
+        added = torch.randn_like(x)
+        total, of_sum = ops.add_rms_norm(x - added, added, weight, 1e-6, *order)
+        assert torch.equal(total, (x - added) + added)
+        assert torch.equal(of_sum, ops.rms_norm(total, weight, 1e-6, *order))
         assert all(torch.equal(ops.rms_norm(x, weight, 1e-6, *order), y) for _ in range(3))
         # A row's result is its own where the kernel takes it; float32 and wider rows are PyTorch's.
         last = x[-1:]

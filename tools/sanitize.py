@@ -87,8 +87,9 @@ def run_around_products() -> None:
             ids, weights = torch.ops.kbit.moe_route(logits, 10, "softmax", True, None, 1.0, shared)
             assert bool((ids[:, -1] == routed).all())
             assert torch.isfinite(weights).all()
-    x, weight = torch.randn(4, 2056, device="cuda").half(), torch.randn(9, 2056, device="cuda").half()
-    for last in (None, weight[:1].clone()):
+    weight = torch.randn(19, 2056, device="cuda").half()
+    for tokens, last in ((2, None), (3, weight[:1].clone()), (4, None), (13, weight[:1].clone())):
+        x = torch.randn(tokens, 2056, device="cuda").half()
         assert torch.isfinite(torch.ops.kbit.moe_logits(x, weight, None, last)).all()
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
@@ -98,6 +99,9 @@ def run_around_products() -> None:
         x, weight = (torch.randn(shape, device="cuda").half() for shape in ((rows, columns), (columns,)))
         for how in ((False, True), (True, False)):
             assert torch.isfinite(torch.ops.kbit.rms_norm(x, weight, 1e-6, *how)).all()
+            total, y = torch.ops.kbit.add_rms_norm(x, x.flip(0), weight, 1e-6, *how)
+            assert torch.equal(total, x + x.flip(0))
+            assert torch.isfinite(y).all()
     for columns, turned, tokens in ((64, 64, 1), (128, 128, 7), (256, 64, 3)):
         query, key = (torch.randn(2, heads, tokens, columns, device="cuda").half() for heads in (6, 2))
         cos, sin = torch.randn(2, 1, tokens, turned, device="cuda").half()

@@ -19,6 +19,7 @@ from kbit.bench.result_files import read_text
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import quantize_model
 from kbit.nn.replace import Progress
+from kbit.nn.residuals import fuse_residuals
 
 
 def config_names() -> list[str]:
@@ -160,6 +161,7 @@ def start(device: torch.device) -> None:
 
 def finished(model: Any, device: torch.device) -> Built:
     """A model that is complete, or this rank's part of one, with its sizes."""
+    fuse_residuals(model)  # which blocks, quantized one by one, could not have
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     sizes = [getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors.values()]  # of DTensors
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

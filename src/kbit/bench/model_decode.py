@@ -120,14 +120,14 @@ class DecodeLoop:
         self.position = torch.full((1, 1), prompt, device=self.device)
         self.chosen = torch.zeros_like(self.ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read_prompt(self) -> None:
         """Fill the cache, anew if it was filled before: in place, so a captured step goes on from there."""
         self.cache.reset()
         prompt = self.fed[: self.prompt, :, 0].T.contiguous()
         self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def rewind(self) -> None:
         """Count from the end of the prompt again.
 
@@ -141,7 +141,7 @@ class DecodeLoop:
             if isinstance(count, torch.Tensor):
                 count.fill_(self.prompt)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> None:
         """Decode one token of every sequence, and make ready for the next."""
         with step_kernels(self.model):
@@ -186,7 +186,7 @@ class DecodeLoop:
         return _summary(samples, reason)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model: Any, tokens: int, repeats: int) -> Timing:
     """Time of reading one prompt into an empty, growing cache and making its last token's logits.
 

@@ -1,4 +1,4 @@
-"""Implementation of `kbit::rms_norm`, in the steps of `kbit.dispatch.ops`."""
+"""Implementations of `kbit::rms_norm` and `kbit::add_rms_norm`, in the steps of `kbit.dispatch.ops`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,32 @@ def _rms_norm(x, weight, eps, plus_one=False, round_first=True):
     return _run(x, weight, eps, plus_one, round_first)
 
 
+@implement("add_rms_norm")
+def _add_rms_norm(x, added, weight, eps, plus_one=False, round_first=True):
+    norm_schemas.check_sum(x, added, weight, eps)
+    return _run_sum(x, added, weight, eps, plus_one, round_first)
+
+
+def _module_for(x):
+    # There is no CPU kernel: PyTorch's operators serve there, whichever backend multiplies.
+    if not x.is_cuda:
+        return reference
+    return cuda if cuda_answers(x) else backend_for("rms_norm", x.device, torch.uint8).module
+
+
 def _run(x, weight, eps, plus_one, round_first):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
-        # There is no CPU kernel: PyTorch's operators serve there, whichever backend multiplies.
-        module = reference
-        if x.is_cuda:
-            module = cuda if cuda_answers(x) else backend_for("rms_norm", x.device, torch.uint8).module
-        module.rms_norm(x.contiguous(), weight.contiguous(), eps, plus_one, round_first, out)
+        _module_for(x).rms_norm(x.contiguous(), weight.contiguous(), eps, plus_one, round_first, out)
     return out
 
 
-direct.set_rms_norm("cuda", cuda_answers, _run)
+def _run_sum(x, added, weight, eps, plus_one, round_first):
+    total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    if out.numel():
+        settings = weight.contiguous(), eps, plus_one, round_first
+        _module_for(x).rms_norm(x.contiguous(), *settings, out, added.contiguous(), total)
+    return total, out
+
+
+direct.set_rms_norm("cuda", cuda_answers, _run, _run_sum)

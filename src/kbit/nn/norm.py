@@ -20,6 +20,7 @@ from kbit.ops import checks, direct, grad_checks
 # What classes call their eps.
 _EPS = ("variance_epsilon", "eps")
 _PROBE_ROWS = 8
+_NORMED = "_kbit_normed"  # of a norm: a sum that `add` made, its version, and its norm
 _PROBED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,14 +40,40 @@ class FusedNorm(MixedIn):
         By that class's forward on a CPU, without kernels, under autocast, where anything is differentiated,
         and compiled.
         """
-        eps = _eps(self)
-        if eps >= 0 and self._takes(hidden_states):
-            return direct.rms_norm(hidden_states, self.weight, eps, self.plus_one, self.round_first)
+        if self.takes(hidden_states):
+            normed = self._normed_before(hidden_states)
+            if normed is not None:
+                return normed
+            how = _eps(self), self.plus_one, self.round_first
+            return direct.rms_norm(hidden_states, self.weight, *how)
         return super().forward(hidden_states)
 
-    def _takes(self, x: Any) -> bool:
+    def add(self, x: torch.Tensor, added: Any) -> torch.Tensor:
+        """x + added; if one kernel can, the norm of it too, for a call of this module with the very result.
+
+        A call with anything else, or with that after it was changed in place, does not see this one.
+        """
+        if not (self.takes(x) and _is_like(added, x)) or x.is_inference():
+            return x + added  # inference tensors do not say whether they were changed
+        how = _eps(self), self.plus_one, self.round_first
+        total, normed = direct.add_rms_norm(x, added, self.weight, *how)
+        vars(self)[_NORMED] = total, total._version, normed
+        return total
+
+    def leave(self) -> None:
+        """Forget the sum that `add` made."""
+        vars(self).pop(_NORMED, None)
+
+    def _normed_before(self, x: torch.Tensor) -> torch.Tensor | None:
+        total, version, normed = vars(self).pop(_NORMED, (None, 0, None))
+        return normed if total is x and x._version == version else None
+
+    def takes(self, x: Any) -> bool:
+        """Whether our kernel takes an input."""
         weight = self._parameters.get("weight")
         if type(x) is not torch.Tensor or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
+            return False
+        if _eps(self) < 0:
             return False
         if x.dtype not in checks.HALF_DTYPES or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
             return False
@@ -81,6 +108,13 @@ def _columns(norm: nn.Module) -> int:
     weight = norm._parameters["weight"]
     assert weight is not None
     return weight.numel()
+
+
+def _is_like(added: Any, x: torch.Tensor) -> bool:
+    """Whether the sum of both has the shape of each, and no gradient is wanted."""
+    if type(added) is not torch.Tensor or (torch.is_grad_enabled() and added.requires_grad):
+        return False
+    return added.dtype == x.dtype and added.shape == x.shape and added.device == x.device
 
 
 def fuse_norms(model: nn.Module) -> None:

@@ -6,16 +6,18 @@ from torch import nn
 
 from kbit.nn.merged import merge_layers
 from kbit.nn.norm import fuse_norms
+from kbit.nn.residuals import fuse_residuals
 from kbit.nn.router import fuse_routers
 from kbit.nn.shared_expert import merge_shared_experts
 
 
 def run_together(model: nn.Module) -> None:
-    """Have norms, routers, layers of one input and shared experts run by fewer kernels, in place.
+    """Have norms, sums before them, routers, layers of one input and shared experts run by fewer kernels.
 
-    In this order: shared experts are found by their routers and MLPs.
+    In place, and in this order: sums are found by their norms, shared experts by their routers and MLPs.
     """
     fuse_norms(model)
+    fuse_residuals(model)
     fuse_routers(model)
     merge_layers(model)
     merge_shared_experts(model)

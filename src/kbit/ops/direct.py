@@ -30,6 +30,7 @@ class _Way(NamedTuple):
 class _Norm(NamedTuple):
     answers: Callable[[torch.Tensor], bool]
     rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 _ways: dict[str, _Way] = {}
@@ -49,10 +50,13 @@ def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multi
 
 
 def set_rms_norm(
-    device: str, answers: Callable[[torch.Tensor], bool], rms_norm: Callable[..., torch.Tensor]
+    device: str,
+    answers: Callable[[torch.Tensor], bool],
+    rms_norm: Callable[..., torch.Tensor],
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Set who computes `kbit::rms_norm` on devices of a type, of checked arguments, and where it does."""
-    _norms[device] = _Norm(answers, rms_norm)
+    """Set who computes the ops of these names on devices of a type, of checked arguments, and where."""
+    _norms[device] = _Norm(answers, rms_norm, add_rms_norm)
 
 
 def has_rms_norm(x: torch.Tensor) -> bool:
@@ -128,3 +132,17 @@ def rms_norm(
     norm = _norms.get(x.device.type) if _plain(x) else None
     run = torch.ops.kbit.rms_norm if norm is None else norm.rms_norm
     return run(x, weight, eps, plus_one, round_first)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, round_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kbit::add_rms_norm` likewise; added is like x.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: KBIT_BACKEND is wrong.
+    """
+    norm = _norms.get(x.device.type) if _plain(x) else None
+    run = torch.ops.kbit.add_rms_norm if norm is None else norm.add_rms_norm
+    return run(x, added, weight, eps, plus_one, round_first)

@@ -10,7 +10,7 @@ from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import norm as reference
 
-_FORMAT = "QQQQiifii"
+_FORMAT = "QQQQQQiifii"
 # Pieces that a thread keeps, and up to how many of a row it is so many.
 _PIECES = {1: 64, 2: 2048}
 _FEW_LANES = 16  # of short rows
@@ -42,25 +42,34 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, round_first: bool, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    plus_one: bool,
+    round_first: bool,
+    out: torch.Tensor,
+    added: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> None:
-    """`kbit::rms_norm` into `out`; the reference where the kernel may not.
+    """`kbit::rms_norm` into `out`, or `kbit::add_rms_norm`; the reference where the kernel may not.
 
     Args:
         x: [..., D], float16, bfloat16 or float32, one element or more.
         weight: [D] of x's dtype.
         eps, plus_one, round_first: as in `kbit.ops.norm_schemas`.
         out: like x, contiguous.
+        added: like x; x + added, written to `total`, like x and contiguous, takes the place of x.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    if not takes(x, weight):
-        reference.rms_norm(x, weight, eps, plus_one, round_first, out)
+    if not (takes(x, weight) and (added is None or takes(added, weight))):
+        reference.rms_norm(x, weight, eps, plus_one, round_first, out, added, total)
         return
     index, columns = x.device.index, x.shape[-1]
     prepared, sizes = _prepared(index, x.dtype, x.numel() // columns, columns)
-    prepared.launch((*operands.addresses(x, weight, out), *sizes, eps, plus_one, round_first))
+    places = operands.addresses(x, added, weight, total, out)
+    prepared.launch((*places, *sizes, eps, plus_one, round_first))
 
 
 @functools.lru_cache(maxsize=4096)

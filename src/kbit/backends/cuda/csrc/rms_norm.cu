@@ -1,6 +1,7 @@
 // RMS norm of rows: y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded as models round it.
 //
 //   x, y    float16, or bfloat16 with Config::bf16: [rows, pieces * 8], 16-byte aligned
+//   added   like x, or null: x + added, rounded and written to total, takes the place of x
 //   weight  [pieces * 8] of the same dtype
 //   lanes   of a row: 16, or whole warps. A block has as many rows as its threads allow, one if a row has
 //           more than a warp
@@ -27,6 +28,17 @@ DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
     }
 }
 
+DEVICE uint4 sum_of(uint4 a, uint4 b) {
+    float v[D::kPerPiece], w[D::kPerPiece];
+    widen(v, a);
+    widen(w, b);
+#pragma unroll
+    for (int i = 0; i < D::kPerPiece; ++i) {
+        v[i] = __fadd_rn(v[i], w[i]);
+    }
+    return D::piece(v);
+}
+
 DEVICE float normed(float x, float factor, float weight, int round_first) {
     const float quotient = __fmul_rn(x, factor);
     return __fmul_rn(round_first ? D::round(quotient) : quotient, weight);
@@ -44,8 +56,8 @@ DEVICE float sum_lanes(float value, int lanes) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(const uint4* x, const uint4* weight, uint4* y, u64 rows, int pieces, int lanes, float eps,
-             int plus_one, int round_first) {
+    rms_norm(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y, u64 rows,
+             int pieces, int lanes, float eps, int plus_one, int round_first) {
     __shared__ float sums[32];
     if (gridDim.x <= kFewBlocks) {
         launch_early();
@@ -57,15 +69,26 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     wait_for_previous();
     launch_late();
-    forget(x, weight);
-    uint4 mine[Config::pieces], own[Config::pieces];
+    forget(x, added, weight);
+    uint4 mine[Config::pieces], beside[Config::pieces], own[Config::pieces];
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
         const int piece = within + i * lanes;
         const bool there = piece < pieces && row < rows;
         mine[i] = there ? x[row * u32(pieces) + u32(piece)] : make_uint4(0, 0, 0, 0);
+        beside[i] = there && added ? added[row * u32(pieces) + u32(piece)] : make_uint4(0, 0, 0, 0);
         own[i] = there ? weight[piece] : make_uint4(0, 0, 0, 0);
+    }
+    if (added) {
+#pragma unroll
+        for (int i = 0; i < Config::pieces; ++i) {
+            const int piece = within + i * lanes;
+            mine[i] = sum_of(mine[i], beside[i]);
+            if (piece < pieces && row < rows) {
+                total[row * u32(pieces) + u32(piece)] = mine[i];
+            }
+        }
     }
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
