@@ -171,11 +171,12 @@ LOGITS += [(9, 36)]  # cuBLAS: rows of no whole pieces
 @pytest.mark.parametrize(("experts", "columns"), LOGITS)
 def test_logits_are_right_and_repeat(experts, columns, dtype, out):
     weight = torch.randn(experts, columns, device="cuda").to(dtype)
-    for tokens in (0, 1, 2, 4, 8, 9, 33):
+    for tokens in (0, 1, 2, 3, 4, 8, 9, 33, 64, 300):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         logits = ops.moe_logits(x, weight, out)
         assert logits.dtype == (out or dtype)
-        if tokens > routing._MOST_TOKENS or columns % 8:
+        many = tokens > routing._MOST_TOKENS or tokens * experts > routing._MOST_LOGITS
+        if many or columns % 8:
             kind = out or dtype
             assert torch.equal(logits, nn.functional.linear(x.to(kind), weight.to(kind)))
             continue
@@ -189,8 +190,9 @@ def test_logits_are_right_and_repeat(experts, columns, dtype, out):
 
 
 @gpu
-def test_a_weight_written_just_before_is_read():
-    x = torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_weight_written_just_before_is_read(tokens):
+    x = torch.ones(tokens, 2048, device="cuda", dtype=torch.bfloat16)
     weight = torch.zeros(512, 2048, device="cuda", dtype=torch.bfloat16)
     for turn in range(200):
         weight.fill_(turn % 7)

@@ -17,7 +17,7 @@ from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
 from kbit.ops.moe_checks import SHARED
 
-_LOGITS_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiiiiiif"
+_LOGITS_FORMAT, _MMA_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiii", "QQQQiiiiiif"
 _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
 _HALVES = (torch.float16, torch.bfloat16)
 _MAX_THREADS = 1024
@@ -31,8 +31,11 @@ _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
 # Warps of a block of moe_logits.cu, each with an expert, and of moe_route.cu.
 _ROUTER_WARPS = 4
-# moe_logits.cu: tokens up to which it is faster than cuBLAS.
-_MOST_TOKENS = 8
+# Tokens up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
+# faster than cuBLAS; experts and tokens of a block of it, and its warps.
+_FEW_TOKENS, _MOST_TOKENS, _MOST_LOGITS = 3, 256, 64 * 520
+_MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
+_MMA_BYTES = _MMA_WARPS * driver.WARP * 8 * 3 * 16  # kAtOnce chunks, of 16 experts and 8 tokens
 # moe_route.cu: warps of a token, experts that a lane of them takes; and choices of a token.
 _TEAMS = ((1, 1), (1, 4), (4, 4), (4, 8))
 _MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver.WARP
@@ -42,6 +45,12 @@ _MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver
 def logits_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
     """The kernel that multiplies few tokens of a 16-bit dtype by a router's weight, to float32 if `wide`."""
     return KernelSpec.make("moe_logits.cu", bf16=dtype == torch.bfloat16, wide=wide, warps=_ROUTER_WARPS)
+
+
+@functools.cache
+def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
+    """The kernel for more of them."""
+    return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, warps=_MMA_WARPS)
 
 
 @functools.cache
@@ -67,7 +76,9 @@ def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
-    logits = [logits_spec(dtype, wide) for dtype in _HALVES for wide in (False, True)]
+    logits = [
+        of(dtype, wide) for of in (logits_spec, mma_spec) for dtype in _HALVES for wide in (False, True)
+    ]
     return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
@@ -88,14 +99,20 @@ def moe_logits(
     (tokens, columns), experts = x.shape, weight.shape[0] + (last is not None)
     operands = (x, weight) if last is None else (x, weight, last)
     whole = columns % 8 == 0 and all(each.data_ptr() % 16 == 0 for each in operands)
-    if x.dtype not in _HALVES or not 1 <= tokens <= _MOST_TOKENS or not experts or not columns or not whole:
+    taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= _MOST_LOGITS
+    if x.dtype not in _HALVES or not taken or not columns or not whole:
         return reference.moe_logits(x, weight, dtype, last)
-    logits, index = x.new_empty((tokens, experts), dtype=dtype), x.device.index
-    kernel = launcher.load(logits_spec(x.dtype, dtype == torch.float32), index, _LOGITS_FORMAT)
+    logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32
     rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())
-    args = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
-    grid = (-(-experts // _ROUTER_WARPS), tokens, 1)
-    launcher.launch_on(index, kernel, grid, _ROUTER_WARPS * driver.WARP, args, pdl=True)
+    args: tuple[int, ...] = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
+    if tokens <= _FEW_TOKENS:
+        kernel = launcher.load(logits_spec(x.dtype, wide), index, _LOGITS_FORMAT)
+        grid, warps, smem = (-(-experts // _ROUTER_WARPS), tokens, 1), _ROUTER_WARPS, 0
+    else:
+        kernel, args = launcher.load(mma_spec(x.dtype, wide), index, _MMA_FORMAT), (*args, tokens)
+        grid = (-(-experts // _MMA_EXPERTS), -(-tokens // _MMA_TOKENS), 1)
+        warps, smem = _MMA_WARPS, _MMA_BYTES
+    launcher.launch_on(index, kernel, grid, warps * driver.WARP, args, smem=smem, pdl=True)
     return logits
 
 
