@@ -9,11 +9,12 @@ after_loads in common.cuh.
 
 from __future__ import annotations
 
+import itertools
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ if sys.platform != "linux":
 nvidia = pytest.importorskip("nvidia", reason="nvidia-cuda-nvdisasm is not installed")
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+INSTRUCTION_BYTES = 16
 WIDTH = {".64": 2, ".128": 4}  # registers
 
 
@@ -73,26 +75,39 @@ def disassembler(folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.slow
+def code_of(cubin: bytes) -> bytes:
+    """A kernel's instructions: the section .text.* of an ELF file of 64 bits."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
+    names_at = sections[names][4]
+    (found,) = (one for one in sections if cubin[names_at + one[0] :].startswith(b".text."))
+    return cubin[found[4] : found[4] + found[5]]
+
+
+def disassembled(nvdisasm: Path, codes: list[bytes], file: Path) -> list[str]:
+    """What each is in words, by one run: to begin with, nvdisasm takes most of a second."""
+    file.write_bytes(b"".join(codes))
+    command = [nvdisasm, "--binary", "SM90a", file]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = [line for line in lines if INSTRUCTION.search(line)]
+    ends = list(itertools.accumulate(len(code) // INSTRUCTION_BYTES for code in codes))
+    assert len(lines) == ends[-1]
+    return ["\n".join(lines[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 def test_loads_of_a_ring_are_done_before_it_is_filled_again(tmp_path):
-    nvdisasm = disassembler(tmp_path)
     specs = [spec for spec in all_specs("90a") if spec.source == "stream.cu"]
     specs = [spec for spec in specs if not dict(spec.config)["bf16"]]
     assert len(specs) > 50
-
-    def complaints_of(number: int, kernel) -> list[str]:
-        assert isinstance(kernel, CompiledKernel), kernel
-        file = tmp_path / f"{number}.cubin"
-        file.write_bytes(kernel.cubin)
-        code = subprocess.run([nvdisasm, "-c", file], capture_output=True, text=True, check=True).stdout
+    kernels = compile_many([(spec, "90a") for spec in specs])
+    codes = [code_of(kernel.cubin) for kernel in kernels if isinstance(kernel, CompiledKernel)]
+    assert len(codes) == len(specs), kernels
+    complaints = []
+    for spec, code in zip(specs, disassembled(disassembler(tmp_path), codes, tmp_path / "code"), strict=True):
         assert "UBLKCP" in code
         assert "PHASECHK" in code
-        return [f"{specs[number].name}: {load}" for load in queued_at_copies(code)]
-
-    kernels = compile_many([(spec, "90a") for spec in specs])
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(complaints_of, range(len(specs)), kernels))
-    complaints = [complaint for each in found for complaint in each]
+        complaints += [f"{spec.name}: {load}" for load in queued_at_copies(code)]
     assert not complaints, "\n".join(complaints)
 
 
