@@ -197,6 +197,13 @@ def test_a_models_kernels(tiles_pay, on_h200):
     assert all(dict(spec.config).get("bf16", True) is True for spec, _ in on_h200)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_moe"])
+def test_linear_attention(architecture, tiles_pay, on_h200):
+    kbit.compile_kernels(quantized(architecture), tokens=[1])
+    found = [spec for spec, _ in on_h200 if spec.source == "gated_delta.cu"]
+    assert len(found) == (2 if architecture == "qwen3_next" else 0)  # of one dtype
+
+
 def test_scales_in_float16_are_no_activations(tiles_pay, on_h200):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
     policy = kbit.KbitConfig(bits=4, absmax_format="float16", overrides={"1": 0})

@@ -19,6 +19,8 @@ from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.ops import forms
 
+_LINEAR_ATTENTION = "Qwen3NextGatedDeltaNet"  # whose steps are a kernel where they are recorded
+
 
 def compile_kernels(
     model: nn.Module,
@@ -53,6 +55,7 @@ def compile_kernels(
         raise ValueError(f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r}.")
     own = (one.dtype for name, one in model.named_parameters() if not name.endswith(ABSMAX))
     dtype = dtype or next((each for each in own if each in operands.DTYPES), torch.bfloat16)
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     wanted = {
         (spec, driver.device_arch(device.index)): None
         for device in _gpus(model)
@@ -63,6 +66,7 @@ def compile_kernels(
             driver.device_limits(device.index),
             tables.for_device(device.index),
             {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
+            any(kind.__name__ == _LINEAR_ATTENTION for kind in kinds),
         )
     }
     if not wanted or folder_problem(cubin_folder()) is not None:

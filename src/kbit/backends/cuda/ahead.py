@@ -13,6 +13,7 @@ import torch
 from kbit.backends.cuda import (
     caches,
     driver,
+    gated_delta,
     grouped,
     grouped_preference,
     norm,
@@ -61,6 +62,7 @@ def kernels(
     device: driver.DeviceLimits,
     known: tuple[tables.Table, ...] = (),
     canonical: Iterable[int] = (),
+    linear_attention: bool = False,
 ) -> list[KernelSpec]:
     """The kernels of such products by so many tokens, and those that models run between them; each once.
 
@@ -71,6 +73,7 @@ def kernels(
         device: limits of the GPU.
         known: its tables of measurements.
         canonical: widths of weights in the canonical form, such as embeddings.
+        linear_attention: whether steps run `kbit::gated_delta_step`.
 
     Raises:
         ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.preference.decide`.
@@ -87,6 +90,8 @@ def kernels(
     between = [*norm.specs(), *position.specs(), *caches.specs()]
     if any(product.experts for product in kinds):
         between += routing.specs()
+    if linear_attention:
+        between += gated_delta.specs(device.arch)
     return [*found, *(spec for spec in between if _is_of(spec, dtype))]
 
 
