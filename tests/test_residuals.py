@@ -201,6 +201,13 @@ class _Other:
             x = x + self.self_attn(hidden_states=self.input_layernorm(x), attention_mask=mask, **named)[0]
             return x + self.mlp(self.post_attention_layernorm(x))
 
+    class DropsOut:
+        def forward(self, hidden_states, **named):
+            x = hidden_states
+            more = self.self_attn(hidden_states=self.input_layernorm(x), **named)[0]
+            x = x + nn.functional.dropout(more, 0.3, self.training)
+            return x + self.mlp(self.post_attention_layernorm(x))
+
     class Fails:
         def forward(self, hidden_states, **named):
             raise RuntimeError("not with these")
@@ -210,7 +217,9 @@ class _Other:
             return (hidden_states,)
 
 
-@pytest.mark.parametrize("name", ["Scaled", "NormBehind", "OtherNames", "Fails", "Tuple", "patched", "more"])
+@pytest.mark.parametrize(
+    "name", ["Scaled", "NormBehind", "OtherNames", "DropsOut", "Fails", "Tuple", "patched", "more"]
+)
 def test_other_layers_stay(name):
     model = build("llama", torch.bfloat16)
     norm.fuse_norms(model)

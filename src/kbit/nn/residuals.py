@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from kbit.nn.norm import FusedNorm
 from kbit.nn.support import has_own_forward
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
-Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x and what is added to it, to the sum
 _FOLLOWING = "_kbit_following"  # of a layer: the norm behind its last sum, in a tuple, or it were a submodule
 
 
@@ -156,16 +157,20 @@ def _computes(kind: type[FusedResiduals], mixer: str, layer: nn.Module) -> bool:
     needed = {each.name: object() for each in named if each.default is each.empty}
     given = {each.name: object() for each in named}
     more = {"something": object()} if any(each.kind is each.VAR_KEYWORD for each in parameters) else {}
+    tries = itertools.product((needed, given, given | more), (False, True))
     try:
-        return all(_agree(kind, mixer, layer, one) for one in (needed, given, given | more))
+        return all(_agree(kind, mixer, layer, one, training) for one, training in tries)
     except Exception:  # a class that wants something else stays as it is
         return False
 
 
 @torch.no_grad()
-def _agree(kind: type[FusedResiduals], mixer: str, layer: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether both do the same with what a model hands its layers."""
+def _agree(
+    kind: type[FusedResiduals], mixer: str, layer: nn.Module, given: dict[str, Any], training: bool
+) -> bool:
+    """Whether both do the same with what a model hands its layers; in training, too, for dropout's sake."""
     own, made = type(layer), stand_in(layer)
+    made.training = training
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
     wanted, had = _parts(mixer), _parts(mixer)
     made._modules = dict(wanted)

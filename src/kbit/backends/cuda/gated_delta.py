@@ -13,10 +13,8 @@ _FORMAT = "Q" * 11 + "iif"
 _DIM, _TAPS = 128, 4
 _RATIOS = (1, 2)  # heads of values to one of keys
 _CLUSTERS_SINCE = 90  # sm_90
-_COLUMNS, _WARPS = (
-    64,
-    8,
-)  # of a block in a cluster; a block alone has all columns, and the warps for each head
+# Of a block in a cluster; a block alone has all columns, and so many warps for each head.
+_COLUMNS, _WARPS = 64, 8
 
 
 def _blocks(ratio: int, arch: str) -> int:

@@ -1,4 +1,4 @@
-// moe_logits.cu's logits for more tokens than that has warps for, by tensor cores; its arguments, and
+// A router's logits for more tokens than those of moe_logits.cu, by tensor cores: its arguments, and
 // `tokens`.
 //
 // A block has 16 experts, the rows of A, and 8 tokens, the columns of B. Its warps take turns at chunks of 32
