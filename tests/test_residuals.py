@@ -234,6 +234,18 @@ def test_other_layers_stay(name):
     assert not layers_of(model)
 
 
+def test_random_numbers_of_others_are_left_alone():
+    model = build("llama", torch.bfloat16)
+    norm.fuse_norms(model)
+    for layer in model.model.layers:
+        layer.__class__ = type("DropsOut", (nn.Module,), {"forward": _Other.DropsOut.forward})
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    residuals.fuse_residuals(model)
+    assert torch.equal(torch.rand(3), want)
+
+
 def test_torch_compile_gets_the_classes_own_forward(kernels):
     model = quantized("llama")
     layer, x = model.model.layers[0], torch.randn(1, 3, 40).bfloat16()

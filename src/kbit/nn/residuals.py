@@ -159,7 +159,8 @@ def _computes(kind: type[FusedResiduals], mixer: str, layer: nn.Module) -> bool:
     more = {"something": object()} if any(each.kind is each.VAR_KEYWORD for each in parameters) else {}
     tries = itertools.product((needed, given, given | more), (False, True))
     try:
-        return all(_agree(kind, mixer, layer, one, training) for one, training in tries)
+        with torch.random.fork_rng(devices=[]):  # dropout would draw from others' numbers
+            return all(_agree(kind, mixer, layer, one, training) for one, training in tries)
     except Exception:  # a class that wants something else stays as it is
         return False
 
