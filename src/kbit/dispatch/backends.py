@@ -77,6 +77,15 @@ def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Bac
     raise AssertionError("the reference backend takes every problem")
 
 
+def module_on_gpus(op: str, device: torch.device) -> ModuleType:
+    """The module that answers an op without CPU kernels; there PyTorch's operators serve, whatever is forced.
+
+    Raises:
+        ValueError: as `backend_for`.
+    """
+    return backend_for(op, device, torch.uint8).module if device.type == "cuda" else reference
+
+
 def cuda_answers(tensor: torch.Tensor) -> bool:
     """Whether the CUDA kernels answer ops on a tensor: `backend_for`, but quicker."""
     if not tensor.is_cuda or environment.backend() not in (None, "cuda"):

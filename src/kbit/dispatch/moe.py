@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-from kbit.backends import reference
-from kbit.dispatch.backends import backend_for
+from kbit.dispatch.backends import module_on_gpus
 from kbit.dispatch.ops import contiguous, implement
 from kbit.ops import moe_checks, moe_schemas
-
-
-def _module(op, device):
-    # There are no CPU kernels: torch's sort and sums serve there, whichever backend multiplies.
-    return backend_for(op, device, torch.uint8).module if device.type == "cuda" else reference
 
 
 @implement("moe_logits")
 def _moe_logits(x, weight, dtype=None, last=None):
     moe_checks.moe_logits(x, weight, dtype, last)
     last = None if last is None else last.contiguous()
-    run = _module("moe_logits", x.device).moe_logits
+    run = module_on_gpus("moe_logits", x.device).moe_logits
     return run(x.contiguous(), weight.contiguous(), dtype or x.dtype, last)
 
 
@@ -28,7 +20,7 @@ def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=
     moe_checks.moe_route(logits, top_k, scoring, bias, shared)
     choices = moe_schemas.empty_choices(logits, top_k, shared)
     if choices[0].numel():
-        run = _module("moe_route", logits.device).moe_route
+        run = module_on_gpus("moe_route", logits.device).moe_route
         bias = None if bias is None else bias.contiguous()
         run(logits.contiguous(), scoring, normalize, bias, factor, shared, *choices)
     return choices
@@ -39,7 +31,7 @@ def align(ids, num_experts):
     """`kbit::moe_align`."""
     moe_checks.moe_align(ids, num_experts)
     routing = moe_schemas.empty_routing(ids, num_experts)
-    _module("moe_align", ids.device).moe_align(ids.contiguous(), *routing)
+    module_on_gpus("moe_align", ids.device).moe_align(ids.contiguous(), *routing)
     return routing
 
 
@@ -49,6 +41,6 @@ def combine(y, inverse, weights, bounds=None):
     moe_checks.moe_combine(y, inverse, weights, bounds)
     out = y.new_empty((inverse.shape[0], y.shape[1]))
     if out.numel():
-        run = _module("moe_combine", y.device).moe_combine
+        run = module_on_gpus("moe_combine", y.device).moe_combine
         run(*contiguous(y, inverse, weights), None if bounds is None else bounds.contiguous(), out)
     return out

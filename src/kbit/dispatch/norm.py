@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends import cuda, reference
-from kbit.dispatch.backends import backend_for, cuda_answers
+from kbit.backends import cuda
+from kbit.dispatch.backends import cuda_answers, module_on_gpus
 from kbit.dispatch.ops import implement
 from kbit.ops import direct, norm_schemas
 
@@ -23,10 +23,7 @@ def _add_rms_norm(x, added, weight, eps, plus_one=False, round_first=True):
 
 
 def _module_for(x):
-    # There is no CPU kernel: PyTorch's operators serve there, whichever backend multiplies.
-    if not x.is_cuda:
-        return reference
-    return cuda if cuda_answers(x) else backend_for("rms_norm", x.device, torch.uint8).module
+    return cuda if cuda_answers(x) else module_on_gpus("rms_norm", x.device)
 
 
 def _run(x, weight, eps, plus_one, round_first):

@@ -17,9 +17,7 @@ from kbit.nn.merged import Merged, MergedMLP, are_joined
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
-from kbit.ops import forms
-
-_LINEAR_ATTENTION = "Qwen3NextGatedDeltaNet"  # whose steps are a kernel where they are recorded
+from kbit.ops import forms, gated_delta_schemas
 
 
 def compile_kernels(
@@ -66,7 +64,7 @@ def compile_kernels(
             driver.device_limits(device.index),
             tables.for_device(device.index),
             {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
-            any(kind.__name__ == _LINEAR_ATTENTION for kind in kinds),
+            any(kind.__name__ == gated_delta_schemas.LAYER for kind in kinds),
         )
     }
     if not wanted or folder_problem(cubin_folder()) is not None:

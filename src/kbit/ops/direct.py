@@ -86,6 +86,10 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _norm_of(x: torch.Tensor) -> _Norm | None:
+    return _norms.get(x.device.type) if _plain(x) else None
+
+
 def linear(
     x: torch.Tensor,
     parts: tuple[torch.Tensor, ...],
@@ -129,7 +133,7 @@ def rms_norm(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_BACKEND is wrong.
     """
-    norm = _norms.get(x.device.type) if _plain(x) else None
+    norm = _norm_of(x)
     run = torch.ops.kbit.rms_norm if norm is None else norm.rms_norm
     return run(x, weight, eps, plus_one, round_first)
 
@@ -143,6 +147,6 @@ def add_rms_norm(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_BACKEND is wrong.
     """
-    norm = _norms.get(x.device.type) if _plain(x) else None
+    norm = _norm_of(x)
     run = torch.ops.kbit.add_rms_norm if norm is None else norm.add_rms_norm
     return run(x, added, weight, eps, plus_one, round_first)

@@ -25,6 +25,8 @@ import torch
 from kbit.ops import checks
 from kbit.ops.schemas import LIBRARY
 
+LAYER = "Qwen3NextGatedDeltaNet"  # transformers' class
+
 LIBRARY.define(
     "gated_delta_step(Tensor projected, Tensor gates, Tensor(a!) window, Tensor(b!) state, Tensor taps, "
     "Tensor log_decay, Tensor bias, Tensor norm, float eps) -> Tensor",

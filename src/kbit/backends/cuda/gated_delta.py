@@ -26,7 +26,7 @@ def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:
     bf16, blocks = dtype == torch.bfloat16, _blocks(ratio, arch)
     columns = _COLUMNS if blocks > 1 else _DIM
     return KernelSpec.make(
-        "gated_delta.cu", bf16=bf16, heads=ratio, taps=_TAPS, blocks=blocks, columns=columns
+        "gated_delta.cu", bf16=bf16, heads=ratio, taps=_TAPS, blocks=blocks, columns=columns, warps=_WARPS
     )
 
 

@@ -35,7 +35,8 @@ _ROUTER_WARPS = 4
 # faster than cuBLAS; experts and tokens of a block of it, and its warps.
 _FEW_TOKENS, _MOST_TOKENS, _MOST_LOGITS = 3, 256, 64 * 520
 _MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
-_MMA_BYTES = _MMA_WARPS * driver.WARP * 8 * 3 * 16  # kAtOnce chunks, of 16 experts and 8 tokens
+_MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
+_MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
 # moe_route.cu: warps of a token, experts that a lane of them takes; and choices of a token.
 _TEAMS = ((1, 1), (1, 4), (4, 4), (4, 8))
 _MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver.WARP
@@ -50,7 +51,8 @@ def logits_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
 @functools.cache
 def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
     """The kernel for more of them."""
-    return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, warps=_MMA_WARPS)
+    sizes = {"warps": _MMA_WARPS, "at_once": _MMA_AT_ONCE}
+    return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, **sizes)
 
 
 @functools.cache

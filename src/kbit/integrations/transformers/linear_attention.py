@@ -16,15 +16,16 @@ import torch
 
 from kbit.backends.cuda.gated_delta import takes
 from kbit.integrations.transformers.standing_in import standing_in
+from kbit.ops.gated_delta_schemas import LAYER
 
 # Where transformers has the class whose forward this stands in for, by the model's own order of projections.
-_MODULE, _CLASS = "transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"
+_MODULE = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
 @contextlib.contextmanager
 def fused_linear_attention() -> Iterator[None]:
     """Layers of Qwen3-Next take a token's step in one kernel between their projections."""
-    cls = getattr(sys.modules.get(_MODULE), _CLASS, None)
+    cls = getattr(sys.modules.get(_MODULE), LAYER, None)
     if cls is None:
         yield
         return

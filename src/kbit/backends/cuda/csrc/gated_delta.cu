@@ -40,7 +40,7 @@ constexpr int kHeads = Config::heads, kTaps = Config::taps, kDim = 128;
 constexpr int kColumns = Config::columns, kBlocks = Config::blocks;  // of a block; of a head of keys
 constexpr bool kCluster = kBlocks > 1;
 constexpr int kUnits = kCluster ? 1 : kHeads, kPeers = kDim / kColumns;  // heads of a block; blocks of a head
-constexpr int kWarps = 8, kThreads = kUnits * kWarps * 32;               // of each; of a block
+constexpr int kWarps = Config::warps, kThreads = kUnits * kWarps * 32;   // of each; of a block
 constexpr int kLanes = kColumns / 4, kTogether = 32 / kLanes;  // of a row; rows that a warp takes at once
 constexpr int kRows = kDim / kWarps / kTogether, kGroups = kDim / 32;      // of a thread; of columns
 constexpr int kProjected = (2 + 2 * kHeads) * kDim, kShared = 2 * kDim;    // queries and keys
@@ -62,9 +62,6 @@ DEVICE float softplus(float value) {
 }
 DEVICE float add_four(const float* of) {
     return ((of[0] + of[1]) + of[2]) + of[3];
-}
-DEVICE void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 // to += a * factor
 DEVICE void add_scaled(float4& to, float4 a, float factor) {
@@ -156,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ u64 arrived;
     launch_early();
     const int rank = kCluster ? int(cluster_rank()) : 0, head_of_keys = int(blockIdx.x) / kBlocks;
-    const int batch = head_of_keys / k_heads, k_head = head_of_keys % k_heads, v_heads = k_heads * kHeads;
+    const int batch = head_of_keys / k_heads, k_head = head_of_keys % k_heads;
     const int at = int(threadIdx.x), lane = at & 31, warp = at >> 5, unit = warp / kWarps;
     const int head = kCluster ? rank / kPeers : unit, first_column = kCluster ? rank % kPeers * kColumns : 0;
     const int first_row = warp % kWarps * kRows * kTogether + lane / kLanes;

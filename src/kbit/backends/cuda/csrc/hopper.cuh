@@ -1,5 +1,5 @@
-// Hopper's instructions, for wgmma.cu and, of clusters, stream.cu: asynchronous matrix products, tensor maps,
-// registers on demand, clusters.
+// Hopper's instructions, for wgmma.cu and, of clusters, stream.cu and gated_delta.cu: asynchronous matrix
+// products, tensor maps, registers on demand, clusters.
 #pragma once
 
 #include "common.cuh"

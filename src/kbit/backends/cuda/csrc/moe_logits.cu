@@ -12,13 +12,11 @@
 // of sums: a lane's by k, then lanes by halves.
 //
 // grid: x experts / Config::warps, y tokens
-#include "config.h"
-#include "rows.cuh"
+#include "moe_logits.cuh"
 
 using H = Half<Config::bf16>;
 constexpr int kThreads = Config::warps * 32;
 constexpr int kAtOnce = 8;  // pieces in flight, of x and of the weight: 2048 columns
-constexpr int kLine = 8;    // pieces of a line of L2
 
 // sum + the products of eight pairs
 DEVICE float add_products(float sum, uint4 a, uint4 b) {
@@ -38,10 +36,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x & 31, expert = blockIdx.x * Config::warps + (threadIdx.x >> 5);
     const int token = blockIdx.y;
     const u32 mine = shared_address(staged) + threadIdx.x * 16;
-    const bool is_last = last != nullptr && expert >= experts - 1;
-    const uint4* row = is_last ? last : weight + u64(min(expert, experts - 1)) * pieces;
+    const uint4* row = RouterRows{weight, last, experts, pieces}.of(expert);
     for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + line * kLine));
+        prefetch(row + line * kLine);
     }
     wait_for_previous();
     launch_late();
@@ -65,11 +62,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     sum = warp_sum(sum);
     if (lane == 0 && expert < experts) {
-        const u64 at = u64(token) * experts + expert;
-        if constexpr (Config::wide) {
-            store_global<4>(logits + at * 4, __float_as_uint(sum));
-        } else {
-            store_global<2>(logits + at * 2, H::narrow(sum));
-        }
+        store_logit(logits, u64(token) * experts + expert, sum);
     }
 }

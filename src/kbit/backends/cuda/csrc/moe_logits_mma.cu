@@ -9,14 +9,12 @@
 // warps ascending.
 //
 // grid: x experts / 16, y tokens / 8; shared memory: kAtOnce * 3 pieces of each thread
-#include "config.h"
-#include "rows.cuh"
+#include "moe_logits.cuh"
 
 using H = Half<Config::bf16>;
 constexpr int kThreads = Config::warps * 32, kExperts = 16, kTokens = 8;
-constexpr int kChunk = 4;   // pieces of 16 bytes
-constexpr int kAtOnce = 8;  // chunks of a warp
-constexpr int kLine = 8;    // pieces of a line of L2
+constexpr int kChunk = 4;                 // pieces of 16 bytes
+constexpr int kAtOnce = Config::at_once;  // chunks of a warp
 constexpr int kSums = kExperts * kTokens;
 static_assert(kSums <= kThreads);
 
@@ -27,15 +25,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     launch_early();
     const int at = int(threadIdx.x), lane = at & 31, warp = at >> 5, g = lane >> 2, t = lane & 3;
     const int first_expert = int(blockIdx.x) * kExperts, first_token = int(blockIdx.y) * kTokens;
-    const auto row_of = [&](int expert) {
-        const bool is_last = last != nullptr && expert >= experts - 1;
-        return is_last ? last : weight + u64(min(expert, experts - 1)) * pieces;
-    };
+    const RouterRows rows{weight, last, experts, pieces};
     for (int line = at; line < (pieces + kLine - 1) / kLine * kExperts; line += kThreads) {
-        const uint4* const from = row_of(first_expert + line % kExperts) + line / kExperts * kLine;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+        prefetch(rows.of(first_expert + line % kExperts) + line / kExperts * kLine);
     }
-    const uint4 *upper = row_of(first_expert + g), *lower = row_of(first_expert + g + 8);
+    const uint4 *upper = rows.of(first_expert + g), *lower = rows.of(first_expert + g + 8);
     wait_for_previous();
     launch_late();
     forget(x, upper, lower);
@@ -81,11 +75,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     const int expert = first_expert + g + at / 64 * 8, token = first_token + 2 * t + at / 32 % 2;
     if (expert < experts && token < tokens) {
-        const u64 to = u64(token) * experts + expert;
-        if constexpr (Config::wide) {
-            store_global<4>(logits + to * 4, __float_as_uint(sum));
-        } else {
-            store_global<2>(logits + to * 2, H::narrow(sum));
-        }
+        store_logit(logits, u64(token) * experts + expert, sum);
     }
 }

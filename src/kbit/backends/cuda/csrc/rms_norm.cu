@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int within = int(threadIdx.x) % lanes;
     const u64 row = u64(blockIdx.x) * (blockDim.x / u32(lanes)) + threadIdx.x / u32(lanes);
     if (within * kLine < pieces) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + within * kLine));
+        prefetch(weight + within * kLine);
     }
     wait_for_previous();
     launch_late();
