@@ -12,6 +12,7 @@ What a captured step of transformers' static cache has to keep out of Python, an
 * Over several GPUs, the sums between them are kernels of the graph too. Communicators must exist before the
   capture, which the steps before it see to, and NCCL's watchdog asks for events from a thread of its own
   meanwhile, so that only this thread's calls may be forbidden during the capture.
+* Steps run under `torch.no_grad`, as `generate`'s do: residual sums of inference tensors are not fused.
 * The tokens that are fed are random. A random model soon repeats itself, and repeated tokens choose the same
   experts; the greedy choice is computed all the same.
 """

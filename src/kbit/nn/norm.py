@@ -44,8 +44,7 @@ class FusedNorm(MixedIn):
             normed = self._normed_before(hidden_states)
             if normed is not None:
                 return normed
-            how = _eps(self), self.plus_one, self.round_first
-            return direct.rms_norm(hidden_states, self.weight, *how)
+            return direct.rms_norm(hidden_states, self.weight, *self._how)
         return super().forward(hidden_states)
 
     def add(self, x: torch.Tensor, added: Any) -> torch.Tensor:
@@ -55,14 +54,17 @@ class FusedNorm(MixedIn):
         """
         if not (self.takes(x) and _is_like(added, x)) or x.is_inference():
             return x + added  # inference tensors do not say whether they were changed
-        how = _eps(self), self.plus_one, self.round_first
-        total, normed = direct.add_rms_norm(x, added, self.weight, *how)
+        total, normed = direct.add_rms_norm(x, added, self.weight, *self._how)
         vars(self)[_NORMED] = total, total._version, normed
         return total
 
     def leave(self) -> None:
         """Forget the sum that `add` made."""
         vars(self).pop(_NORMED, None)
+
+    @property
+    def _how(self) -> tuple[float, bool, bool]:
+        return _eps(self), self.plus_one, self.round_first
 
     def _normed_before(self, x: torch.Tensor) -> torch.Tensor | None:
         total, version, normed = vars(self).pop(_NORMED, (None, 0, None))

@@ -96,12 +96,14 @@ def plan(m: int, weight: WeightShape, nvfp4: bool = False, experts: int = DENSE)
     while work.dealt_to(grid).shared_bytes > device.shared_bytes and grid < units:
         grid = min(units, 2 * grid)
     chosen = work.dealt_to(grid)
-    alone = device.arch == MEASURED_ARCH and wanted.blocks == cluster == 1
-    alone = alone and 2 * grid > device.multiprocessors
-    return replace(chosen, shared_bytes=max(chosen.shared_bytes, _alone(device))) if alone else chosen
+    if not (device.arch == MEASURED_ARCH and wanted.blocks == cluster == 1):
+        return chosen
+    if 2 * grid <= device.multiprocessors:
+        return chosen
+    return replace(chosen, shared_bytes=max(chosen.shared_bytes, _exclusive_bytes(device)))
 
 
-def _alone(device: driver.DeviceLimits) -> int:
+def _exclusive_bytes(device: driver.DeviceLimits) -> int:
     """Shared memory of a block beside which there is no room for another.
 
     With programmatic dependent launch blocks start while the previous kernels' still run, and go where there
