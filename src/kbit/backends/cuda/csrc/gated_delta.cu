@@ -171,7 +171,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (kCluster && at == 0) {
         barrier_init(shared_address(&arrived), 1);
         barriers_visible();
-        barrier_expect(shared_address(&arrived), kGroups * 8);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -232,6 +231,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         cluster_arrive();  // and has read what all blocks read
     }
     __syncthreads();
+    if (kCluster && at == 0) {
+        barrier_expect(shared_address(&arrived), kGroups * 8);
+    }
 
     float4 of_key = {}, of_query = {};
 #pragma unroll
