@@ -103,9 +103,63 @@ def test_caches_of_transformers(monkeypatch):
     require_same_cache("cpu")  # by its own way
     calls, op = [], ops.cache_append
     monkeypatch.setattr(ops, "cache_append", lambda *given: calls.append(given) or op(*given))
-    monkeypatch.setattr(static_caches, "_appends", lambda layer, key, value: layer.is_initialized)
+    monkeypatch.setattr(static_caches, "appends", lambda layer, key, value: layer.is_initialized)
     require_same_cache("cpu")
     assert len(calls) == 4  # the first tokens allocate
+
+
+@pytest.fixture
+def two_layers(monkeypatch):
+    """A cache of a CPU, with three tokens, that takes others as on a GPU; new ones."""
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
+    cache = StaticCache(config, max_cache_len=8)
+    appended(cache, 2, (3,))
+    monkeypatch.setattr(static_caches, "appends", lambda layer, key, value: key.dtype == layer.dtype)
+    return cache, torch.ones(2, 2, 1, 16)
+
+
+def lengths(cache):
+    return [int(layer.cumulative_length) for layer in cache.layers]
+
+
+def test_lengths_of_layers_grow_together(two_layers):
+    cache, new = two_layers
+    with static_caches.fused_updates():
+        cache.update(new, new, 0)
+        cache.update(new.repeat(1, 1, 2, 1), new.repeat(1, 1, 2, 1), 1)
+        assert lengths(cache) == [3, 3]
+        cache.update(new, new, 0)  # once more: behind those that it has by now
+        assert lengths(cache) == [4, 5]
+        assert cache.get_seq_length() == 5  # asked for
+        cache.update(new, new, 1)
+    assert lengths(cache) == [5, 6]
+    assert bool((cache.layers[0].keys[:, :, 3:5] == 1).all())
+    assert not cache.layers[0].keys[:, :, 5:].any()
+
+
+def test_a_step_that_fails_leaves_lengths(two_layers):
+    cache, new = two_layers
+
+    @static_caches.fused_updates()
+    def fail():
+        cache.update(new, new, 0)
+        raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        fail()
+    assert lengths(cache) == [3, 3]
+    cache.update(new, new, 0)
+    assert lengths(cache) == [4, 3]
+
+
+def test_a_layers_own_update_sees_its_length(two_layers, monkeypatch):
+    cache, new = two_layers
+    with static_caches.fused_updates():
+        cache.update(new, new, 0)
+        monkeypatch.setattr(static_caches, "appends", lambda *given: False)
+        cache.update(new, new, 0)
+        assert lengths(cache) == [5, 3]
+    assert bool((cache.layers[0].keys[:, :, 3:5] == 1).all())
 
 
 @gpu

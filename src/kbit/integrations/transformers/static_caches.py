@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,29 +32,86 @@ def why_not_recorded(cache: Any) -> str | None:
     return None
 
 
+class _Late(threading.local):
+    """By how many tokens layers of caches are still to grow, in a step of this thread; None outside steps."""
+
+    layers: dict[Any, int] | None = None
+
+
+_late = _Late()
+
+
 @contextlib.contextmanager
 def fused_updates() -> Iterator[None]:
-    """Layers of static caches take keys and values in one kernel, where they took four."""
+    """Layers of static caches take keys and values in one kernel, where they took four.
+
+    Their lengths grow in one for all layers, at the end, or when one is asked for.
+    """
     from transformers.cache_utils import StaticLayer
 
     def fused(own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
-            if type(layer) is not StaticLayer or not _appends(layer, key, value):
+            if torch.compiler.is_compiling() or type(layer) is not StaticLayer:
+                return own(layer, key, value, *more, **named)
+            settle(layer)
+            if not appends(layer, key, value):
                 return own(layer, key, value, *more, **named)
             torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
-            layer.cumulative_length.add_(key.shape[2])
+            grow(layer, key.shape[2])
             return layer.keys, layer.values
 
         return update
 
-    with standing_in(StaticLayer, "update", fused):
+    def settled(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def get_seq_length(layer: Any, *given: Any, **named: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                settle(layer)
+            return own(layer, *given, **named)
+
+        return get_seq_length
+
+    lengths = standing_in(StaticLayer, "get_seq_length", settled)
+    with standing_in(StaticLayer, "update", fused), lengths, _growing_together():
         yield
 
 
-def _appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
+@contextlib.contextmanager
+def _growing_together() -> Iterator[None]:
+    before, _late.layers = _late.layers, {}
+    try:
+        yield
+        _settle_all()
+    finally:
+        _late.layers = before
+
+
+def grow(layer: Any, tokens: int) -> None:
+    """A cache's layer has so many tokens more: with the others of a step, where one runs, else at once."""
+    if _late.layers is None:
+        layer.cumulative_length.add_(tokens)
+    else:
+        _late.layers[layer] = tokens
+
+
+def settle(layer: Any) -> None:
+    """Have a layer's length be what was appended."""
+    if layer in (_late.layers or ()):
+        _settle_all()
+
+
+def _settle_all() -> None:
+    waiting = _late.layers or {}
+    for tokens in set(waiting.values()):
+        lengths = [layer.cumulative_length for layer, count in waiting.items() if count == tokens]
+        torch._foreach_add_(lengths, tokens)
+    waiting.clear()
+
+
+def appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a cache's layer has tensors of the GPU for `kbit::cache_append`."""
-    if not layer.is_initialized or torch.compiler.is_compiling() or not key.is_cuda:
+    if not layer.is_initialized or not key.is_cuda:
         return False
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return False
