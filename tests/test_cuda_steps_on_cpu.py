@@ -1,4 +1,4 @@
-"""rotary.cu and cache_append.cu, run on the CPU, give what the reference gives and touch nothing else."""
+"""The kernels of attention heads and caches, run on the CPU, give what others give and touch nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import caches, position
+from kbit.backends.cuda import caches, heads, position
+from kbit.backends.cuda import norm as norms_of_rows
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -82,3 +83,57 @@ def test_caches(heads, columns, dtype):
         for out, expected in zip(outs, want, strict=True):
             assert untouched(out)
             assert torch.equal(out, expected)
+
+
+def projections(sizes, columns, dtype, wide=0):
+    """Queries, keys and values [B, T, heads, D] as slices of one product, `wide` columns between heads."""
+    batch, tokens, of_query, of_key = sizes
+    each = columns + wide
+    product = guarded(torch.randn(batch, tokens, (of_query + 2 * of_key) * each).to(dtype))
+    parts = product.split([of_query * each, of_key * each, of_key * each], -1)
+    return [part.view(batch, tokens, -1, each)[..., :columns] for part in parts]
+
+
+def one_behind_the_other(new, norms, angle, outs, at, settings, query):
+    """The same by three kernels."""
+    *turned, value = (x.contiguous() for x in new)
+    if norms[0] is not None:
+        normed = [torch.empty_like(x) for x in turned]
+        for x, norm, y in zip(turned, norms, normed, strict=True):
+            norms_of_rows.rms_norm(x, norm, *settings, y)
+        turned = normed
+    key = torch.empty_like(turned[1])
+    position.rotary(*(x.transpose(1, 2) for x in turned), *angle, query, key)
+    caches.cache_append(*outs, key.transpose(1, 2), value.transpose(1, 2), at)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "turned"), [(64, 64), (128, 32), (256, 64), (24, 16), (136, 128)])
+@pytest.mark.parametrize("how", [None, (1e-6, False, True), (1e-5, True, False)])
+def test_heads_of_new_tokens(columns, turned, how, dtype):
+    cases = (((1, 1, 4, 2), 3, 1, 0), ((2, 3, 2, 1), 4, 2, 8), ((3, 1, 3, 3), 2**40, 1, columns))
+    for (batch, tokens, of_query, of_key), length, angles, wide in cases:
+        new = projections((batch, tokens, of_query, of_key), columns, dtype, wide)
+        norms = [how and guarded(torch.randn(columns).to(dtype)) for _ in range(2)]
+        angle = [guarded(torch.randn(angles, tokens, turned).to(dtype)) for _ in range(2)]
+        outs = [guarded(torch.randn(batch, of_key, 6, columns).to(dtype)) for _ in range(2)]
+        query = guarded(torch.full((batch, tokens, of_query, columns), float("nan"), dtype=dtype))
+        want, wanted = [out.clone() for out in outs], torch.empty_like(query)
+        at, settings = torch.tensor(length), how or (0.0, False, True)
+        heads.append_heads(*new, *norms, *angle, *outs, at, *settings, query)
+        one_behind_the_other(new, norms, angle, want, at, settings, wanted)
+        for out, expected in zip((query, *outs), (wanted, *want), strict=True):
+            assert untouched(out)
+            assert torch.equal(out, expected)
+
+
+def test_heads_that_it_does_not_take_the_reference_has(monkeypatch):
+    monkeypatch.setattr(heads.launcher, "load", None)
+    for columns, turned, dtype in ((12, 8, torch.float16), (264, 16, torch.float16), (16, 16, torch.float32)):
+        new, at = projections((1, 2, 2, 1), columns, dtype), torch.tensor(1)
+        angle = torch.randn(2, 1, 2, turned).to(dtype)
+        outs = [torch.zeros(1, 1, 4, columns, dtype=dtype) for _ in range(2)]
+        want, query = [out.clone() for out in outs], torch.empty(1, 2, 2, columns, dtype=dtype)
+        heads.append_heads(*new, None, None, *angle, *outs, at, 0.0, False, True, query)
+        reference.append_heads(*new, None, None, *angle, *want, at, 0.0, False, True, torch.empty_like(query))
+        assert all(map(torch.equal, outs, want))

@@ -110,6 +110,12 @@ def run_around_products() -> None:
         keys, values = (torch.zeros(2, 2, 9, x.shape[-1], device="cuda").half() for x in (key, value))
         for length in (0, 8, 20):  # there is room for all, for one token, for none
             torch.ops.kbit.cache_append(keys, values, key, value, torch.tensor(length, device="cuda"))
+        angles = torch.randn(2, 1, tokens, turned, device="cuda").half()
+        new = (x.transpose(1, 2) for x in (query, key, key))
+        norms = torch.randn(2, columns, device="cuda").half()
+        keys, values = (torch.zeros(2, 2, 9, columns, device="cuda").half() for _ in range(2))
+        given = (*new, *norms, *angles, keys, values, torch.tensor(8, device="cuda"))
+        assert torch.isfinite(torch.ops.kbit.append_heads(*given, 1e-6)).all()
     for k_heads, ratio in ((3, 1), (2, 2)):
         v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
         shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)

@@ -3,6 +3,7 @@
 from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
     caches,
     gated_delta,
+    heads,
     moe,
     norm,
     ops,

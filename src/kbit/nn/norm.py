@@ -44,7 +44,7 @@ class FusedNorm(MixedIn):
             normed = self._normed_before(hidden_states)
             if normed is not None:
                 return normed
-            return direct.rms_norm(hidden_states, self.weight, *self._how)
+            return direct.rms_norm(hidden_states, self.weight, *self.how)
         return super().forward(hidden_states)
 
     def add(self, x: torch.Tensor, added: Any) -> torch.Tensor:
@@ -54,7 +54,7 @@ class FusedNorm(MixedIn):
         """
         if not (self.takes(x) and _is_like(added, x)) or x.is_inference():
             return x + added  # inference tensors do not say whether they were changed
-        total, normed = direct.add_rms_norm(x, added, self.weight, *self._how)
+        total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
         vars(self)[_NORMED] = total, total._version, normed
         return total
 
@@ -63,7 +63,8 @@ class FusedNorm(MixedIn):
         vars(self).pop(_NORMED, None)
 
     @property
-    def _how(self) -> tuple[float, bool, bool]:
+    def how(self) -> tuple[float, bool, bool]:
+        """eps, plus_one and round_first of `kbit::rms_norm`."""
         return _eps(self), self.plus_one, self.round_first
 
     def _normed_before(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from kbit.ops import (  # noqa: F401
     autograd,
     cache_schemas,
     gated_delta_schemas,
+    heads_schemas,
     moe_schemas,
     norm_schemas,
     rotary_schemas,

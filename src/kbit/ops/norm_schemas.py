@@ -45,6 +45,15 @@ def check(x: torch.Tensor, weight: torch.Tensor, eps: float, name: str = "rms_no
             f"{name}: x must be [..., D] and weight [D] on one device, got {tuple(x.shape)} on {x.device} "
             f"and {tuple(weight.shape)} on {weight.device}."
         )
+    check_eps(name, eps)
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Check what is added to the mean, for the op of that name.
+
+    Raises:
+        ValueError: eps is negative or no number.
+    """
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps}. Models have 1e-6 or so.")
 

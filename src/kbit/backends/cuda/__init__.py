@@ -15,6 +15,7 @@ from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.gated_delta import gated_delta_step
+from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
@@ -30,6 +31,7 @@ from kbit.backends.cuda.rows import (
 from kbit.format.errors import KbitError
 
 __all__ = [
+    "append_heads",
     "available",
     "cache_append",
     "dequantize",

@@ -16,6 +16,7 @@ from kbit.backends.cuda import (
     gated_delta,
     grouped,
     grouped_preference,
+    heads,
     norm,
     one_token,
     operands,
@@ -87,7 +88,7 @@ def kernels(
                 found |= dict.fromkeys(_of_experts(count, dtype, product, weight))
             else:
                 found |= dict.fromkeys(_of_one(count, dtype, weight, known))
-    between = [*norm.specs(), *position.specs(), *caches.specs()]
+    between = [*norm.specs(), *position.specs(), *caches.specs(), *heads.specs()]
     if any(product.experts for product in kinds):
         between += routing.specs()
     if linear_attention:

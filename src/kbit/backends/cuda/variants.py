@@ -6,6 +6,7 @@ from kbit.backends.cuda import (
     caches,
     gated_delta,
     grouped,
+    heads,
     norm,
     position,
     resident,
@@ -18,7 +19,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
-_AROUND = (routing, norm, position, caches)  # the products
+_AROUND = (routing, norm, position, caches, heads)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}

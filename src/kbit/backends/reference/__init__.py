@@ -11,6 +11,7 @@ import torch
 from kbit import quantizers
 from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.gated_delta import gated_delta_step
+from kbit.backends.reference.heads import append_heads
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
 from kbit.backends.reference.position import rotary
@@ -26,6 +27,7 @@ from kbit.format.errors import NonFiniteWeightError
 from kbit.format.layout import from_tiled, to_tiled
 
 __all__ = [
+    "append_heads",
     "cache_append",
     "dequantize",
     "dequantize_tiled",

@@ -13,6 +13,7 @@ transformers; asking it for `KbitConfig` does.
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
     late_masks                   masks that such steps make themselves
     step_kernels, attention, rotary  what such steps run: fewer kernels, no copies of the cache
+    attention_heads              what is between attention's projections and attention, in one kernel
     linear_attention             that of Qwen3-Next, in one kernel
     standing_in, stop_checks     functions that others stand in for; ends of answers, looked for a step late
     compiled_layers, token_times torch.compile for them; when their tokens come

@@ -1,5 +1,5 @@
-"""What decoding steps run in place of transformers' own: attention, rotary embeddings, updates of caches,
-linear attention."""
+"""What decoding steps run in place of transformers' own: attention and what comes before it, rotary
+embeddings, updates of caches, linear attention."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.attention_heads import fused_heads
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 from kbit.integrations.transformers.static_caches import fused_updates
@@ -19,5 +20,6 @@ def step_kernels(model: Any) -> Iterator[None]:
 
     In the whole process meanwhile, and for other models as well, but attention.
     """
-    with shared_heads(model), fused_rotary(rotary_modules(model)), fused_updates(), fused_linear_attention():
+    rotary = fused_rotary(rotary_modules(model))
+    with shared_heads(model), rotary, fused_updates(), fused_heads(model), fused_linear_attention():
         yield

@@ -14,19 +14,10 @@
 //
 // grid: ceil(rows / rows of a block)
 #include "config.h"
-#include "rows.cuh"
+#include "heads.cuh"
 
-using D = Dense<Config::bf16 ? 2 : 1>;
 constexpr int kLine = 8;          // pieces of a line of L2
 constexpr u32 kFewBlocks = 1024;  // beyond, blocks of the next kernel would take the place of this one's
-
-DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
-    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (int i = 0; i < D::kPerPiece; ++i) {
-        v[i] = D::get(words, i);
-    }
-}
 
 DEVICE uint4 sum_of(uint4 a, uint4 b) {
     float v[D::kPerPiece], w[D::kPerPiece];
@@ -37,22 +28,6 @@ DEVICE uint4 sum_of(uint4 a, uint4 b) {
         v[i] = __fadd_rn(v[i], w[i]);
     }
     return D::piece(v);
-}
-
-DEVICE float normed(float x, float factor, float weight, int round_first) {
-    const float quotient = __fmul_rn(x, factor);
-    return __fmul_rn(round_first ? D::round(quotient) : quotient, weight);
-}
-
-// The sum over 16 or 32 neighbouring lanes, by halves; in each of them.
-DEVICE float sum_lanes(float value, int lanes) {
-    const float other = __shfl_xor_sync(kAll, value, 16);
-    value += lanes == 32 ? other : 0.0f;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) {
-        value += __shfl_xor_sync(kAll, value, step);
-    }
-    return value;
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -92,12 +67,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
-        float v[D::kPerPiece];
-        widen(v, mine[i]);
-#pragma unroll
-        for (int j = 0; j < D::kPerPiece; ++j) {
-            sum = __fmaf_rn(v[j], v[j], sum);
-        }
+        sum = add_squares(sum, mine[i]);
     }
     sum = sum_lanes(sum, min(lanes, 32));
     if (lanes > 32) {
@@ -108,20 +78,12 @@ extern "C" __global__ void __launch_bounds__(1024)
         __syncthreads();
         sum = warp_sum(lane < lanes / 32 ? sums[lane] : 0.0f);
     }
-    const float mean = __fadd_rn(__fdiv_rn(sum, float(pieces * D::kPerPiece)), eps);
-    const float factor = __fdiv_rn(1.0f, __fsqrt_rn(mean)), more = plus_one ? 1.0f : 0.0f;
+    const float factor = norm_factor(sum, pieces, eps), more = plus_one ? 1.0f : 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::pieces; ++i) {
         const int piece = within + i * lanes;
         if (piece < pieces && row < rows) {
-            float v[D::kPerPiece], w[D::kPerPiece];
-            widen(v, mine[i]);
-            widen(w, own[i]);
-#pragma unroll
-            for (int j = 0; j < D::kPerPiece; ++j) {
-                v[j] = normed(v[j], factor, w[j] + more, round_first);
-            }
-            y[row * u32(pieces) + u32(piece)] = D::piece(v);
+            y[row * u32(pieces) + u32(piece)] = normed(mine[i], own[i], factor, more, round_first);
         }
     }
 }

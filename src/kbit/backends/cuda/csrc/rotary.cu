@@ -13,36 +13,11 @@
 // grid: ceil(count / threads), count = batch * tokens * (heads + key_heads) * each
 // Method: Su et al. 2021 (arXiv:2104.09864), columns paired as GPT-NeoX pairs them.
 #include "config.h"
-#include "rows.cuh"
-
-using D = Dense<Config::bf16 ? 2 : 1>;
+#include "heads.cuh"
 
 struct Strides {
     u64 batch, head, token;
 };
-
-DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
-    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (int i = 0; i < D::kPerPiece; ++i) {
-        v[i] = D::get(words, i);
-    }
-}
-
-// x * cos + sign * other * sin
-DEVICE uint4 rotated(uint4 x, uint4 cos, uint4 other, uint4 sin, float sign) {
-    float v[D::kPerPiece], c[D::kPerPiece], w[D::kPerPiece], s[D::kPerPiece];
-    widen(v, x);
-    widen(c, cos);
-    widen(w, other);
-    widen(s, sin);
-#pragma unroll
-    for (int i = 0; i < D::kPerPiece; ++i) {
-        const float product = D::round(__fmul_rn(v[i], c[i]));
-        v[i] = __fadd_rn(product, D::round(__fmul_rn(sign * w[i], s[i])));
-    }
-    return D::piece(v);
-}
 
 extern "C" __global__ void __launch_bounds__(256)
     rotary(const uint4* query, const uint4* key, const uint4* cos, const uint4* sin, uint4* out_query,

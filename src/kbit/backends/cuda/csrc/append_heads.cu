@@ -1,0 +1,85 @@
+// What attention does with new tokens' queries, keys and values before it multiplies them: queries and keys
+// are normed head by head, if they have norms, and turned by their positions' angles, keys and values go into
+// a cache of a fixed size. As rms_norm.cu, rotary.cu and cache_append.cu compute it, one behind the other.
+//
+//   query    float16, or bfloat16 with Config::bf16: [batch, tokens, heads, pieces * 8], any strides in
+//   pieces
+//            of 16 bytes, columns next to each other; key and value likewise, of key_heads heads
+//   query_norm, key_norm   [pieces * 8] of the same dtype, or both null; eps, plus_one, round_first: see
+//            rms_norm.cu
+//   cos, sin   [batch or 1, tokens, 2 * half * 8], alike in strides
+//   out      [batch, tokens, heads, pieces * 8], contiguous
+//   keys, values   [batch, key_heads, room, pieces * 8], contiguous; length, int64 [1], is how many rows they
+//            have. What they have no room for is dropped.
+//
+// Config::lanes threads, 16 or 32, have a head of a token, a piece each. rows = batch * tokens * (heads + 2 *
+// key_heads): queries, keys and values of a token, then of the next one. Fetched to L2 ahead of the kernel in
+// front: what of the rest it may write, too.
+//
+// grid: ceil(rows * lanes / threads)
+// Methods: Zhang and Sennrich 2019 (arXiv:1910.07467), Su et al. 2021 (arXiv:2104.09864).
+#include "config.h"
+#include "heads.cuh"
+
+constexpr u32 kLanes = Config::lanes;
+
+struct Strides {
+    u64 batch, token, head;
+};
+
+extern "C" __global__ void __launch_bounds__(128)
+    append_heads(const uint4* query, const uint4* key, const uint4* value, const uint4* query_norm,
+                 const uint4* key_norm, const uint4* cos, const uint4* sin, uint4* out, uint4* keys,
+                 uint4* values, const i64* length, u64 query_batch, u64 query_token, u64 query_head,
+                 u64 key_batch, u64 key_token, u64 key_head, u64 value_batch, u64 value_token, u64 value_head,
+                 u64 cos_batch, u64 cos_token, u32 rows, int tokens, int heads, int key_heads, int room,
+                 int pieces, int half, float eps, int plus_one, int round_first) {
+    launch_early();
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x, row = thread / kLanes, piece = thread % kLanes;
+    const u32 all = u32(heads + 2 * key_heads), place = row / all, batch = place / u32(tokens);
+    const u32 token = place % u32(tokens), head = row % all;
+    const bool of_query = head < u32(heads), of_value = head >= u32(heads + key_heads);
+    const u32 own = of_query ? head : (head - u32(heads)) % u32(key_heads);
+    const Strides by = of_query   ? Strides{query_batch, query_token, query_head}
+                       : of_value ? Strides{value_batch, value_token, value_head}
+                                  : Strides{key_batch, key_token, key_head};
+    const u64 from = batch * by.batch + token * by.token + own * by.head + piece;
+    const u64 angle = batch * cos_batch + token * cos_token + piece;
+    const bool there = row < rows && piece < u32(pieces), turns = there && !of_value && piece < 2 * u32(half);
+    const uint4* norm = of_query ? query_norm : key_norm;
+    const bool has_norm = there && !of_value && norm;
+    if (has_norm) {
+        prefetch(norm + piece);
+    }
+    if (turns) {
+        prefetch(cos + angle);
+        prefetch(sin + angle);
+    }
+    wait_for_previous();
+    launch_late();
+    forget(query, key, value, norm, cos, sin, length);
+
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 mine = there ? (of_query ? query : of_value ? value : key)[from] : zero;
+    const uint4 weight = has_norm ? norm[piece] : zero;
+    const uint4 its_cos = turns ? cos[angle] : zero, its_sin = turns ? sin[angle] : zero;
+    const u64 to = u64(*length) + token;
+    const float sum = sum_lanes(add_squares(0.0f, mine), int(kLanes));
+    if (has_norm) {
+        mine = normed(mine, weight, norm_factor(sum, pieces, eps), plus_one ? 1.0f : 0.0f, round_first);
+    }
+    const bool low = piece < u32(half);
+    const int other =
+        int((threadIdx.x - piece) % 32 + (low ? piece + u32(half) : piece - u32(half)) % kLanes);
+    const uint4 its_other = make_uint4(__shfl_sync(kAll, mine.x, other), __shfl_sync(kAll, mine.y, other),
+                                       __shfl_sync(kAll, mine.z, other), __shfl_sync(kAll, mine.w, other));
+    if (turns) {
+        mine = rotated(mine, its_cos, its_other, its_sin, low ? -1.0f : 1.0f);
+    }
+    if (there && of_query) {
+        out[(u64(place) * u32(heads) + own) * u32(pieces) + piece] = mine;
+    } else if (there && to < u64(u32(room))) {
+        const u64 cached = (u64(batch) * u32(key_heads) + own) * u32(room) + to;
+        (of_value ? values : keys)[cached * u32(pieces) + piece] = mine;
+    }
+}
