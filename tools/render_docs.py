@@ -21,6 +21,7 @@ from render_readme import (
     RESULTS,
     ROOT,
     WIDTHS_FILE,
+    gpu,
     load,
     load_if_there,
     markdown,
@@ -35,6 +36,7 @@ from kbit.cli import app
 from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+H100_FILE = "h100-80gb-hbm3-kernels.json"
 SANITIZER_FILE, MOE_FILE = "h200-sanitizer.json", "h200-moe.json"
 NVFP4_FILE = "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
@@ -409,6 +411,7 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
+    "gpu_h100": lambda: gpu(H100_FILE),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},

@@ -102,16 +102,17 @@ def named_layer(row: dict[str, Any]) -> str:
     return f"{_layer(row)} ({row['shape']})"
 
 
-def gpu() -> str:
+def gpu(file: str = GPU_FILE) -> str:
     """Every layer at every number of tokens against cuBLAS, those that lose included."""
-    result = load_if_there(GPU_FILE)
+    result = load_if_there(file)
     cells = _gpu_cells(result) if result else {}
     if not cells:
         return ""
     about = result["machine"]
+    counts = [tokens for tokens in GPU_TOKENS if any(tokens == count for _, count in cells)]
     body = []
     for shape in dict.fromkeys(shape for shape, _ in cells):
-        here = [cells.get((shape, tokens)) for tokens in GPU_TOKENS]
+        here = [cells.get((shape, tokens)) for tokens in counts]
         name = next(named_layer(row) for row in here if row)
         body.append([name, *(f"{row['vs_fp16']:.2f}" if row else "" for row in here)])
     text = (
@@ -121,7 +122,7 @@ def gpu() -> str:
     )
     if "dispatch" in result:
         text += f" Dispatch {result['dispatch']}."
-    table = markdown(["layer", *(f"M={tokens}" for tokens in GPU_TOKENS)], body)
+    table = markdown(["layer", *(f"M={tokens}" for tokens in counts)], body)
     large = cells.get(("l70b", 1))
     if large is None:
         return f"{text}\n\n{table}"
