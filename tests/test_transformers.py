@@ -265,6 +265,15 @@ def test_layers_whose_weight_others_read_stay(architecture, tmp_path):
         assert torch.equal(again.generate(IDS, max_new_tokens=4, do_sample=False), generated)
 
 
+def test_a_policy_alone_is_a_config(sources, tmp_path):
+    settings = {"bits": 3, "overrides": {r"down_proj": 5}, "embedding_bits": 4}
+    model = load(sources["llama"], kbit.QuantizationPolicy(**settings))
+    assert model.config.quantization_config == kbit.KbitConfig(**settings)
+    assert_same(model, load(sources["llama"], kbit.KbitConfig(**settings)))
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(model, load(tmp_path / "saved"))
+
+
 def test_some_experts_stay_unquantized(sources, tmp_path):
     config = kbit.KbitConfig(overrides={r"layers\.0\.mlp\.experts": 0})
     model = load(sources["qwen3_next"], config)

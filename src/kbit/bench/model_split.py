@@ -104,10 +104,9 @@ def _split_on_meta(
     config.distributed_config = settings
     model = model_build.on_meta(config, dtype)
     if policy is not None:
-        from kbit.integrations.transformers.config import KbitConfig
         from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
-        quantizer = KbitHfQuantizer(KbitConfig.from_dict(policy.to_dict()), pre_quantized=False)
+        quantizer = KbitHfQuantizer(policy, pre_quantized=False)
         quantizer._process_model_before_weight_loading(model)
     return type(model).maybe_distribute_model(model, settings, mesh)
 

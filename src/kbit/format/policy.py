@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +42,8 @@ class QuantizationPolicy:
     Raises:
         TypeError, ValueError: a field is out of range; the message names it.
     """
+
+    quant_method: ClassVar[str] = QUANT_METHOD  # by which transformers finds what loads
 
     bits: int = 4
     codebook: Codebook = "nf"

@@ -29,7 +29,9 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
     """
 
     # A field of the mixin without a default, which type checkers would want as an argument.
-    quant_method: str = field(default=QUANT_METHOD, init=False, repr=False, compare=False)
+    quant_method: str = field(  # type: ignore[misc]  # of the class in the policy
+        default=QUANT_METHOD, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

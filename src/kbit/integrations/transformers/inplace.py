@@ -101,15 +101,14 @@ def forget_if_plain(model: Any) -> bool:
 
 def _tell(model: Any, policy: QuantizationPolicy) -> None:
     from kbit.integrations.transformers import names, placement, saving
-    from kbit.integrations.transformers.config import KbitConfig
     from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
     if forget_if_plain(model):
         return
     placement.rename_tied_parts(model)
     stated = names.stated_policy(model, policy)
-    config = stated if isinstance(stated, KbitConfig) else KbitConfig.from_dict(stated.to_dict())
-    model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    model.hf_quantizer = KbitHfQuantizer(stated, pre_quantized=True)
+    config = model.hf_quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, config.quant_method
     model.config.quantization_config = config
     conversions = getattr(model, "_weight_conversions", None)

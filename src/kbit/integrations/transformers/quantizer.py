@@ -15,6 +15,7 @@ from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.policy import QUANT_METHOD
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
+from kbit.integrations.transformers.config import KbitConfig
 from kbit.nn.dequantize import dequantize_model
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED
@@ -25,6 +26,11 @@ logger = logging.get_logger(__name__)
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _as_config(policy: Any) -> Any:
+    """A policy with what transformers asks of a config."""
+    return policy if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
 
 
 class KbitHfQuantizer(HfQuantizer):
@@ -40,7 +46,7 @@ class KbitHfQuantizer(HfQuantizer):
     quantization_config: Any
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
+        super().__init__(_as_config(quantization_config), **kwargs)
         self.plan: dict[str, Any] = {}
         self.index: dict[str, TensorInfo] | None = None
         self.ties: list[tuple[str, str]] = []
