@@ -157,6 +157,10 @@ def test_layers_of_transformers_compute_the_same(name, layers, on_cpu):
     assert fused[1] == own[1] == 8
 
 
+class Subclass(torch.Tensor):
+    """Of a tensor: what DTensors are."""
+
+
 def unlike(layer, named, how):
     """A layer of which one thing is not what a step in one kernel needs."""
     if how == "training":
@@ -167,6 +171,8 @@ def unlike(layer, named, how):
         layer.k_norm.weight.data = layer.k_norm.weight.data.float()
     elif how == "eps":
         layer.k_norm.variance_epsilon = 1e-3
+    elif how == "weight":
+        layer.q_norm._parameters["weight"] = layer.q_norm.weight.data.as_subclass(Subclass)
     elif how == "other norm":
         layer.q_norm = torch.nn.LayerNorm(16)
     elif how == "attention":
@@ -181,7 +187,7 @@ def unlike(layer, named, how):
         named["past_key_values"].layers[0].__class__ = type("Other", (StaticLayer,), {})
 
 
-HOWS = ["training", "hook", "norm", "eps", "attention", "angles", "cache", "offloaded", "class"]
+HOWS = ["training", "weight", "hook", "norm", "eps", "attention", "angles", "cache", "offloaded", "class"]
 
 
 @pytest.mark.parametrize("how", ["", "gradients", "other norm", *HOWS])

@@ -1,8 +1,8 @@
 """What attention layers do in decoding steps between their projections and attention, in one kernel.
 
 Of a token that are four small kernels: the norms of queries and keys, their rotary embeddings, and what goes
-to the cache. `kbit::append_heads` is one. It serves layers whose class does just that: its forward is
-tried first, with stand-ins for its projections, and stays where it gives something else.
+to the cache. `kbit::append_heads` is one. It serves layers whose class does just that: its forward is tried
+first, with stand-ins for its projections, and stays where it gives something else.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def _norms(layer: Any) -> Norms | None:
         return Norms(None, None, (0.0, False, True))
     for norm in (query, key):
         if not isinstance(norm, FusedNorm) or norm.weight.shape != (layer.head_dim,):
+            return None
+        if type(norm.weight) is not nn.Parameter:  # a DTensor, say
             return None
         if norm._forward_hooks or norm._forward_pre_hooks or has_own_forward(norm):
             return None
