@@ -2,9 +2,8 @@
 // are normed head by head, if they have norms, and turned by their positions' angles, keys and values go into
 // a cache of a fixed size. As rms_norm.cu, rotary.cu and cache_append.cu compute it, one behind the other.
 //
-//   query    float16, or bfloat16 with Config::bf16: [batch, tokens, heads, pieces * 8], any strides in
-//   pieces
-//            of 16 bytes, columns next to each other; key and value likewise, of key_heads heads
+//   query    float16, or bfloat16 with Config::bf16: [batch, tokens, heads, pieces * 8], a piece being 16
+//            bytes; any strides in pieces, columns next to each other. key, value: of key_heads heads
 //   query_norm, key_norm   [pieces * 8] of the same dtype, or both null; eps, plus_one, round_first: see
 //            rms_norm.cu
 //   cos, sin   [batch or 1, tokens, 2 * half * 8], alike in strides
@@ -13,8 +12,8 @@
 //            have. What they have no room for is dropped.
 //
 // Config::lanes threads, 16 or 32, have a head of a token, a piece each. rows = batch * tokens * (heads + 2 *
-// key_heads): queries, keys and values of a token, then of the next one. Fetched to L2 ahead of the kernel in
-// front: what of the rest it may write, too.
+// key_heads): queries, keys and values of a token, then of the next one. Norms and angles are fetched to L2
+// while the kernel in front still runs, which may write them.
 //
 // grid: ceil(rows * lanes / threads)
 // Methods: Zhang and Sennrich 2019 (arXiv:1910.07467), Su et al. 2021 (arXiv:2104.09864).

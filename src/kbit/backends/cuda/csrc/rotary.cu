@@ -2,9 +2,8 @@
 // models of 16 bits compute it, each product and the sum rounded. `rotated` is the negated second half of
 // these columns, then the first. What comes behind them is copied.
 //
-//   query   float16, or bfloat16 with Config::bf16: [batch, heads, tokens, pieces * 8], any strides in pieces
-//   of
-//           16 bytes, columns next to each other; key likewise, of key_heads heads
+//   query   float16, or bfloat16 with Config::bf16: [batch, heads, tokens, pieces * 8], a piece being 16
+//           bytes; any strides in pieces, columns next to each other. key likewise, of key_heads heads
 //   cos, sin  [batch or 1, tokens, 2 * half * 8] of the same dtype, alike in strides
 //   out_query, out_key  [batch, tokens, heads, pieces * 8], contiguous
 //
