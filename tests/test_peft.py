@@ -1,5 +1,6 @@
 """LoRA with peft on quantized layers: exact forward and gradients, training, adapters on disk, merging."""
 
+import ast
 import json
 import os
 import re
@@ -348,6 +349,26 @@ def test_experts_do_not_merge_to_16_bits():
 def test_what_needs_the_16_bit_weight_is_refused(options):
     with pytest.raises(ValueError, match="quantized"):
         adapted(quantized(), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["mlp.down_proj"]},
+        {"trainable_token_indices": [1, 2]},
+        {"trainable_token_indices": {"embed_tokens": [1]}},
+    ],
+    ids=str,
+)
+def test_codes_are_not_trained_themselves(options):
+    (option, _), *_ = options.items()
+    with pytest.raises(ValueError, match=rf"{option}: \S+ is quantized.*LoRA.*overrides=.* 0}}") as refused:
+        adapted(quantized("llama", embedding_bits=4), target_modules=["q_proj"], **options)
+    (remedy,) = re.findall(r"overrides=(\{.*\})", str(refused.value))
+    model = quantized("llama", embedding_bits=4, overrides=ast.literal_eval(remedy))
+    assert adapted(model, target_modules=["q_proj"], **options)
 
 
 def test_all_linear_reaches_quantized_layers():

@@ -37,8 +37,8 @@ def _registering(original: Any) -> Any:
 
 
 def guard_merging(module: ModuleType) -> None:
-    """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, and say so
-    where targets leave out experts that they would adapt in 16 bits.
+    """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, and to train
+    codes, and say so where targets leave out experts that they would adapt in 16 bits.
 
     Args:
         module: peft.tuners.tuners_utils.
@@ -62,7 +62,9 @@ def _named(original: Any) -> Any:
     @functools.wraps(original)
     def inject(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         from kbit.integrations.peft.experts import warn_of_left_out
+        from kbit.integrations.peft.layers import refuse_trained_codes
 
+        refuse_trained_codes(model, self.peft_config[adapter_name])
         warn_of_left_out(model, self.peft_config[adapter_name])
         return original(self, model, adapter_name, *args, **kwargs)
 

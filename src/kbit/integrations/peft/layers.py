@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Embedding, Linear
+from torch import nn
 
 from kbit.format.autocast import autocast
 from kbit.integrations.peft.experts import LoraExperts
@@ -39,6 +40,27 @@ def check_config(layer: QuantizedModule, config: Any) -> None:
             raise ValueError(f"{where}: {option} is not possible on a quantized weight. Use plain LoRA.")
     if hasattr(layer, "split"):
         raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
+
+
+def refuse_trained_codes(model: nn.Module, config: Any) -> None:
+    """Refuse to train quantized modules themselves, whose codes have no gradients.
+
+    Raises:
+        ValueError: a configuration's modules_to_save or trainable_token_indices name one.
+    """
+    tables = getattr(config, "trainable_token_indices", None)
+    if isinstance(tables, list):  # rows of the model's own table
+        own = model.get_input_embeddings()  # type: ignore[operator]
+        tables = [name for name, module in model.named_modules() if module is own]
+    asked = {"modules_to_save": getattr(config, "modules_to_save", None), "trainable_token_indices": tables}
+    for option, ends in asked.items():
+        for name, module in model.named_modules(remove_duplicate=False):
+            end = next((end for end in ends or () if name.endswith(end)), None)
+            if end is not None and isinstance(module, QuantizedModule):
+                raise ValueError(
+                    f"{option}: {name} is quantized, and codes have no gradients. Adapt it by LoRA "
+                    f"(target_modules), or leave it in 16 bits when quantizing: overrides={{'{end}$': 0}}."
+                )
 
 
 class LoraOnCodes:
