@@ -5,7 +5,7 @@ PYTHON ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# Processes that share the tests, a file at a time each.
+# Processes that share the tests, a file at a time each; those of one file, a test.
 TEST_JOBS ?= 2
 DEMO_ARGS ?=
 # Oldest transformers that the integration supports; its tests run on it too.
@@ -51,11 +51,11 @@ test: $(VENV)/.installed
 
 test-oldest: $(VENV)/.installed
 	@tools/setup.sh oldest $(OLDEST_TRANSFORMERS)
-	@PYTHONPATH=$(VENV)/oldest $(bin)/python -m pytest tests/test_transformers.py $(PYTEST_ARGS)
+	@PYTHONPATH=$(VENV)/oldest $(bin)/python -m pytest tests/test_transformers.py -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed
 	@tools/setup.sh vllm $(VLLM)
-	@$(VENV)/vllm/bin/python -m pytest tests/test_vllm.py $(PYTEST_ARGS)
+	@$(VENV)/vllm/bin/python -m pytest tests/test_vllm.py -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint-installed
 	@$(bin)/ruff check $(sources)
