@@ -274,6 +274,31 @@ def test_a_policy_alone_is_a_config(sources, tmp_path):
     assert_same(model, load(tmp_path / "saved"))
 
 
+def set_by_hand(model, **settings):
+    """Two layers of a model that was never quantized, the second as the settings say."""
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    first.o_proj = KbitLinear.from_linear(first.o_proj, bits=5)
+    second.q_proj = KbitLinear.from_linear(second.q_proj, **{"bits": 3} | settings)
+    return model.eval()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_layers_set_by_hand_are_saved_and_loaded(architecture, tmp_path):
+    model = set_by_hand(build(architecture, torch.float32))
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same(model, again)
+    assert again.model.layers[1].self_attn.q_proj.bits == 3
+    assert type(again.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_layers_set_by_hand_that_no_config_states(tmp_path):
+    model = set_by_hand(build("llama", torch.float32), bits=5, codebook=torch.linspace(-1, 1, 32).tolist())
+    with pytest.raises(ValueError, match=r"save_pretrained: .* has another codebook of 5 bits"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.glob("saved/*.safetensors"))
+
+
 def test_some_experts_stay_unquantized(sources, tmp_path):
     config = kbit.KbitConfig(overrides={r"layers\.0\.mlp\.experts": 0})
     model = load(sources["qwen3_next"], config)

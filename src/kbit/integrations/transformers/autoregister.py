@@ -21,10 +21,15 @@ def install() -> None:
     """Register now, or as soon as those libraries are imported. Calling it again changes nothing."""
     inplace.install()
     when_imported(_REGISTRY, register, complete="register_quantizer")
-    when_imported(_MODELS, guard_resizing, complete="PreTrainedModel")
+    when_imported(_MODELS, _guard_models, complete="PreTrainedModel")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
     when_imported(_PEFT_MODELS, guard_prompts, complete="PeftModel")
     when_imported(_TUNERS, guard_merging, complete="BaseTuner")
+
+
+def _guard_models(module: ModuleType) -> None:
+    guard_resizing(module)
+    inplace.guard_saving(module)
 
 
 def register(registry: ModuleType) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.on_import import wrap_method
 from kbit.nn import dequantize, replace
 
 
@@ -75,6 +77,24 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     if not is_of_transformers(model):
         return
     _tell(model, policy)
+
+
+def guard_saving(module: ModuleType) -> None:
+    """Have models whose layers were quantized and set one by one save as kbit checkpoints, too.
+
+    Args:
+        module: transformers.modeling_utils.
+    """
+    wrap_method(module.PreTrainedModel, "save_pretrained", _told)
+
+
+def _told(original: Any) -> Any:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "hf_quantizer", None) is None and replace.has_quantized(self):
+            _tell(self, QuantizationPolicy())
+        return original(self, *args, **kwargs)
+
+    return save_pretrained
 
 
 def forget(model: Any) -> None:
