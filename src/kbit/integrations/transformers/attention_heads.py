@@ -55,7 +55,7 @@ def _has_parts(module: nn.Module) -> bool:
 def _with_forward(cls: type[Any]) -> type[nn.Module] | None:
     """The class that a layer's forward is of, below those that it is mixed with."""
     own: Any = (kind for kind in cls.__mro__ if "forward" in vars(kind) and not issubclass(kind, MixedIn))
-    return next(own, None)
+    return next((kind for kind in own if kind is not nn.Module), None)
 
 
 @contextlib.contextmanager
