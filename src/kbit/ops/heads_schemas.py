@@ -68,11 +68,6 @@ def check(
     cache_schemas.check(keys, values, key, value, length)
 
 
-def output(query: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, D] of any values for query [B, T, H, D], a token's heads next to each other in memory."""
-    return query.new_empty(query.shape).transpose(1, 2)
-
-
 @torch.library.register_fake("kbit::append_heads", lib=LIBRARY)
 def append_heads(  # noqa: D103
     query,
@@ -90,4 +85,4 @@ def append_heads(  # noqa: D103
     round_first=True,
 ):
     check(query, key, value, query_norm, key_norm, cos, sin, keys, values, length, eps)
-    return output(query)
+    return rotary_schemas.output(query.transpose(1, 2))

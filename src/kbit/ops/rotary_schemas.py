@@ -49,10 +49,14 @@ def check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
         )
 
 
+def output(x: torch.Tensor) -> torch.Tensor:
+    """Like x [B, H, T, D], of any values, a token's heads next to each other in memory."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
 def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like query and key, of any values, a token's heads next to each other in memory."""
-    query, key = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key))
-    return query, key
+    """One for each; see `output`."""
+    return output(query), output(key)
 
 
 @torch.library.register_fake("kbit::rotary", lib=LIBRARY)

@@ -39,6 +39,10 @@ from kbit.backends.dtype_codes import DTYPES
 ROWS = (*range(1, 65), *range(80, 513, 16), *range(576, 2049, 64), *range(2560, 16385, 512))
 
 
+# Modules of kernels that steps of any model may run between its products.
+BETWEEN = (norm, position, caches, heads)
+
+
 class Product(NamedTuple):
     """A weight that layers multiply by.
 
@@ -88,7 +92,7 @@ def kernels(
                 found |= dict.fromkeys(_of_experts(count, dtype, product, weight))
             else:
                 found |= dict.fromkeys(_of_one(count, dtype, weight, known))
-    between = [*norm.specs(), *position.specs(), *caches.specs(), *heads.specs()]
+    between = [spec for module in BETWEEN for spec in module.specs()]
     if any(product.experts for product in kinds):
         between += routing.specs()
     if linear_attention:

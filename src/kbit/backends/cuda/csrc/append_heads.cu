@@ -22,10 +22,6 @@
 
 constexpr u32 kLanes = Config::lanes;
 
-struct Strides {
-    u64 batch, token, head;
-};
-
 extern "C" __global__ void __launch_bounds__(128)
     append_heads(const uint4* query, const uint4* key, const uint4* value, const uint4* query_norm,
                  const uint4* key_norm, const uint4* cos, const uint4* sin, uint4* out, uint4* keys,
@@ -39,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(128)
     const u32 token = place % u32(tokens), head = row % all;
     const bool of_query = head < u32(heads), of_value = head >= u32(heads + key_heads);
     const u32 own = of_query ? head : (head - u32(heads)) % u32(key_heads);
-    const Strides by = of_query   ? Strides{query_batch, query_token, query_head}
-                       : of_value ? Strides{value_batch, value_token, value_head}
-                                  : Strides{key_batch, key_token, key_head};
+    const Strides by = of_query   ? Strides{query_batch, query_head, query_token}
+                       : of_value ? Strides{value_batch, value_head, value_token}
+                                  : Strides{key_batch, key_head, key_token};
     const u64 from = batch * by.batch + token * by.token + own * by.head + piece;
     const u64 angle = batch * cos_batch + token * cos_token + piece;
     const bool there = row < rows && piece < u32(pieces), turns = there && !of_value && piece < 2 * u32(half);

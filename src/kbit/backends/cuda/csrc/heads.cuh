@@ -1,10 +1,15 @@
 // What rms_norm.cu, rotary.cu and append_heads.cu compute with pieces of 16 bytes of rows of 16 bits: the
-// norm's factor and products, and turned pairs of columns. Includes "config.h" must come before.
+// norm's factor and products, and turned pairs of columns. "config.h" must be included before.
 #pragma once
 
 #include "rows.cuh"
 
 using D = Dense<Config::bf16 ? 2 : 1>;
+
+// Of heads, in pieces.
+struct Strides {
+    u64 batch, head, token;
+};
 
 DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};

@@ -14,10 +14,6 @@
 #include "config.h"
 #include "heads.cuh"
 
-struct Strides {
-    u64 batch, head, token;
-};
-
 extern "C" __global__ void __launch_bounds__(256)
     rotary(const uint4* query, const uint4* key, const uint4* cos, const uint4* sin, uint4* out_query,
            uint4* out_key, u64 query_batch, u64 query_head, u64 query_token, u64 key_batch, u64 key_head,
