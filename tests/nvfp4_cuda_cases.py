@@ -14,6 +14,7 @@ import torch
 
 from kbit.backends.cuda import nvfp4 as cuda
 from kbit.backends.cuda.nvfp4 import rows as cuda_rows
+from kbit.format import nvfp4_layout
 from kbit.nvfp4 import reference
 
 F32 = torch.float32
@@ -248,6 +249,18 @@ def check_gemm(
                 assert_same("y", have, want, accum, m, n, k, tile)
 
 
+def check_exact_tiles(device: str, shapes: list[tuple[int, int, int]]) -> None:
+    """`exact` with a weight in tiles: the reference's bytes."""
+    for m, n, k in shapes:
+        a, w = random_matrix(m, columns=k), random_matrix(n, columns=k, seed=1)
+        row_scale = torch.rand(m, generator=generator())
+        there = to(device, *a, nvfp4_layout.to_tiled(*w))
+        for dtype, rows in ((torch.float32, None), (torch.bfloat16, row_scale)):
+            want = reference.gemm(*a, *w, 0.013, rows, "exact", dtype)
+            have = cuda.gemm_tiled(*there, n, 0.013, *to(device, rows), "exact", dtype)
+            assert_same("y", have, want, m, n, k, dtype)
+
+
 def check_chained(
     device: str, shapes: list[tuple[int, int, int]], tiles: tuple[str | None, ...] = (None,)
 ) -> None:
@@ -301,5 +314,7 @@ def check_largest_sum(device: str, columns: int) -> None:
     scales = torch.full((2, columns // 16), 0x7E, dtype=torch.uint8)
     a = (torch.full((2, columns // 2), 0x77, dtype=torch.uint8), scales)
     w = (torch.full((2, columns // 2), 0xFF, dtype=torch.uint8), scales)
-    have = cuda.gemm(*to(device, *a, *w), 1.0, None, "exact", F32)
-    assert_same("y", have, torch.full((2, 2), -columns * 2688.0**2, dtype=torch.float64).float(), columns)
+    want = torch.full((2, 2), -columns * 2688.0**2, dtype=torch.float64).float()
+    assert_same("y", cuda.gemm(*to(device, *a, *w), 1.0, None, "exact", F32), want, columns)
+    tiles = nvfp4_layout.to_tiled(*w)
+    assert_same("tiled", cuda.gemm_tiled(*to(device, *a, tiles), 2, 1.0, None, "exact", F32), want, columns)

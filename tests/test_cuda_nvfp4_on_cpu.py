@@ -16,6 +16,7 @@ if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
 
 DEVICE = "cpu"
 H200 = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
+FEW = driver.DeviceLimits(multiprocessors=2, shared_bytes=99 * 1024, arch="89")
 SMALL = driver.DeviceLimits(multiprocessors=128, shared_bytes=99 * 1024, arch="89")
 
 
@@ -60,6 +61,14 @@ def test_products(accum: str) -> None:
     tiles = ("tokens8", "tokens64", *(["tokens8/split2"] if accum == "exact" else []))
     cases.check_gemm(DEVICE, accum, [(3, 40, 320), (20, 70, 576), (9, 24, 272)], tiles)
     cases.check_moe(DEVICE, accum, 40, 128, ("tokens8",))
+
+
+@pytest.mark.parametrize("device", [H200, FEW])
+def test_exact_products_of_tiles(device: driver.DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of tokens of a block; teams of none and of many steps; row tiles of one and of many warps."""
+    monkeypatch.setattr(driver, "device_limits", lambda index: device)
+    shapes = [(0, 16, 64), (3, 40, 320), (20, 70, 576), (9, 24, 272), (33, 17, 1040), (8, 260, 2320)]
+    cases.check_exact_tiles(DEVICE, shapes)
 
 
 def test_chained_products() -> None:

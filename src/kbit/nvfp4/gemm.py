@@ -13,6 +13,8 @@ from kbit.nvfp4.quantize import dequantize_nvfp4
 from kbit.ops import checks, grad_checks, type_checks
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
+# Those under which weights in layout "tiled" are multiplied as they are.
+TILED_ACCUMULATIONS = ("exact", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
 CONTRACT_VERSION = 1
 # Beyond it the exact sum may leave 63 bits; see kbit.nvfp4.reference.gemm.
@@ -37,8 +39,8 @@ def gemm_nvfp4(
 
     Args:
         a: [M, K], any layout; a row_scale is allowed.
-        w: [N, K], any layout, without row_scale. "tiled" is the fastest under "tc" on a GPU, and taken apart
-            at every call under the others.
+        w: [N, K], any layout, without row_scale. "tiled" is the fastest under "exact" and "tc" on a GPU,
+            and taken apart at every call under "seq16".
         accum: "exact", "seq16" or "tc".
         out_dtype: float16, bfloat16 or float32.
         tile: force a tile or split choice, one of `tiles_nvfp4`; for measurements and for the gate.
@@ -60,8 +62,8 @@ def gemm_nvfp4(
     scale = float(a.global_scale * w.global_scale)
     kernels = kernels_for(a.codes)
     check_tile(tile, accum, kernels, "gemm_nvfp4")
-    if w.layout == "tiled" and accum == "tc" and tile is None:
-        return kernels.gemm_tiled(*a.nv(), w.codes, w.shape[0], scale, a.row_scale, out_dtype)
+    if w.layout == "tiled" and accum in TILED_ACCUMULATIONS and tile is None:
+        return kernels.gemm_tiled(*a.nv(), w.codes, w.shape[0], scale, a.row_scale, accum, out_dtype)
     return kernels.gemm(*a.nv(), *w.nv(), scale, a.row_scale, accum, out_dtype, tile)
 
 

@@ -129,9 +129,16 @@ class Kernels(Protocol):
         out_features: int,
         w_scale: float,
         row_scale: Tensor | None,
+        accum: str,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """`gemm` under "tc", with W in tiles: uint8 [ceil(N / 16), ceil(K16 / 64), 576], N = out_features."""
+        """`gemm` under "exact" or "tc", with W in tiles.
+
+        Args:
+            tiled: uint8 [ceil(N / 16), ceil(K16 / 64), 576].
+            out_features: N.
+            The others: as in `gemm`.
+        """
         ...
 
     def linear(self, x: Tensor, codes: Tensor, scales: Tensor, w_scale: float, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kbit.nn.sizes import refuse_other_sizes
-from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
@@ -24,8 +24,8 @@ class NVFP4Linear(NVFP4Module):
 
     @property
     def tileable(self) -> bool:
-        """Whether this layer multiplies tiles: under `tc`, and activations of 16 bits."""
-        return self.settings.activations == "16bit" or self.settings.accum == "tc"
+        """Whether this layer multiplies tiles: not under `seq16`, but for activations of 16 bits."""
+        return self.settings.activations == "16bit" or self.settings.accum in TILED_ACCUMULATIONS
 
     def __init__(
         self,

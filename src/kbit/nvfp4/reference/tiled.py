@@ -15,11 +15,12 @@ def gemm_tiled(
     out_features: int,
     w_scale: float,
     row_scale: torch.Tensor | None,
+    accum: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """See `Kernels.gemm_tiled`."""
     w = layouts.to_nv(tiled, "tiled", 2 * a_codes.shape[1], out_features)
-    return gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)
+    return gemm(a_codes, a_scales, *w, w_scale, row_scale, accum, out_dtype)
 
 
 def linear_tiled(

@@ -168,7 +168,7 @@ def launch(
     accum: str,
     chosen: Plan,
     token_tiles: int,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
     rows: torch.Tensor | None,
     bounds: torch.Tensor | None,
     w_scale: torch.Tensor | None,
@@ -182,11 +182,7 @@ def launch(
     Raises:
         ValueError: more tiles of tokens than a grid has.
     """
-    if token_tiles > driver.MAX_GRID_Y:
-        raise ValueError(
-            f"nvfp4: {y.shape[0]} rows are {token_tiles} tiles of {chosen.tokens}, at most "
-            f"{driver.MAX_GRID_Y} can be launched. Split the rows."
-        )
+    check_token_tiles(y.shape[0], token_tiles, chosen.tokens)
     a_codes, a_scales, w_codes, w_scales = operands
     ordered = (a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scale, row_scale, y, partial)
     kernel = launcher.load(gemm_spec(accum, chosen.tokens), y.device.index, _FORMAT)
@@ -196,10 +192,17 @@ def launch(
     launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes, pdl=True)
 
 
-def padded_operands(
-    *operands: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and scales of A and W with K a multiple of 64 (code 0, scale 0) at addresses of 16 bytes.
+def check_token_tiles(rows: int, token_tiles: int, tokens: int) -> None:
+    """Raises ValueError where there are more tiles of tokens than a grid has."""
+    if token_tiles > driver.MAX_GRID_Y:
+        raise ValueError(
+            f"nvfp4: {rows} rows are {token_tiles} tiles of {tokens}, at most {driver.MAX_GRID_Y} can be "
+            f"launched. Split the rows."
+        )
+
+
+def padded_operands(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes and scales, alternately, with K a multiple of 64 (code 0, scale 0) at addresses of 16 bytes.
 
     Raises:
         ValueError: K is larger than 2^20.
@@ -209,10 +212,10 @@ def padded_operands(
         raise ValueError(f"nvfp4: K must be at most {MAX_COLUMNS}, got {groups * SUB_BLOCK}. Split K.")
     missing = -groups % (_COLUMN_MULTIPLE // SUB_BLOCK)
     if missing:
-        per_group = (SUB_BLOCK // 2, 1, SUB_BLOCK // 2, 1)
-        operands = tuple(F.pad(t, (0, missing * each)) for t, each in zip(operands, per_group, strict=True))
-    a_codes, a_scales, w_codes, w_scales = (aligned(t) for t in operands)
-    return a_codes, a_scales, w_codes, w_scales
+        operands = tuple(
+            F.pad(t, (0, missing * (1 if i % 2 else SUB_BLOCK // 2))) for i, t in enumerate(operands)
+        )
+    return tuple(aligned(t) for t in operands)
 
 
 def _cublas(

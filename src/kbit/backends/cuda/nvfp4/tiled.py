@@ -1,4 +1,4 @@
-"""Products with NVFP4 weights in tiles, under `tc`: csrc/stream.cu for few tokens, csrc/wgmma.cu for many.
+"""Products with NVFP4 weights in tiles: csrc/nvfp4_exact.cu under `exact`, csrc/stream.cu and wgmma.cu under `tc`.
 
 Activations are 16-bit. Those in NVFP4 are decoded to the output's dtype, which is exact, and their factors
 applied to the sums; where K is a multiple of 256 stream.cu decodes up to 8 tokens itself. The kernels are
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, operands, preference, stream, stream_config, wgmma
-from kbit.backends.cuda.nvfp4 import products
+from kbit.backends.cuda.nvfp4 import exact, products
 from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.weights import aligned, fenced, ready
 from kbit.format import nvfp4_layout
@@ -51,13 +51,17 @@ def gemm_tiled(
     out_features: int,
     w_scale: float,
     row_scale: torch.Tensor | None,
+    accum: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """See `kbit.nvfp4.kernels.Kernels.gemm_tiled`; what is refused has its tiles taken apart first.
 
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
+        ValueError: K is larger than 2^20, or there are too many rows.
     """
+    if accum == "exact":
+        return exact.multiply(a_codes, a_scales, tiled, out_features, w_scale, row_scale, out_dtype)
     if refusal(a_codes.shape[0], out_dtype, _arch(tiled)) is not None:
         w = nvfp4_layout.from_tiled(tiled, out_features, 2 * a_codes.shape[1])
         return products.gemm(a_codes, a_scales, *w, w_scale, row_scale, "tc", out_dtype)

@@ -1,0 +1,124 @@
+"""Products with NVFP4 weights in tiles under `exact`: csrc/nvfp4_exact.cu.
+
+Bits: `kbit.nvfp4.kernels`. They do not depend on anything that is chosen here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4.launch import address
+from kbit.backends.cuda.nvfp4.products import check_token_tiles, padded_operands
+from kbit.backends.cuda.weights import ready
+from kbit.backends.dtype_codes import DTYPES
+from kbit.format import nvfp4_layout
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
+
+TOKENS = (8, 16, 32)
+_FORMAT = "QQQQQiiiiifi"
+_STAGES = 3
+_SLOTS = {8: 4, 16: 2, 32: 2}  # steps of activations, decoded
+_STEP_TILES = 4
+_TABLE_BYTES, _BARRIER_BYTES = 128 * 256, 1024
+_MOST_WARPS = 16
+# Warps that keep a multiprocessor busy; with fewer a step takes as long.
+_BUSY_WARPS = 10
+
+
+@functools.cache
+def spec(tokens: int) -> KernelSpec:
+    """The kernel for so many tokens at a time."""
+    return KernelSpec.make("nvfp4_exact.cu", tokens=tokens, stages=_STAGES, slots=_SLOTS[tokens])
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    return [spec(tokens) for tokens in TOKENS]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: tokens of a block, its row tiles, each of which has a warp in every team, and its teams."""
+
+    tokens: int
+    rows: int
+    teams: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block; one more warp of a team decodes activations."""
+        return self.teams * (self.rows + 1) * driver.WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as the header of nvfp4_exact.cu says."""
+        rings = self.rows * _STAGES * _STEP_TILES * nvfp4_layout.TILE_BYTES
+        slots = _SLOTS[self.tokens] * _STEP_TILES * 4 * self.tokens * 20
+        return _TABLE_BYTES + _BARRIER_BYTES + self.teams * (rings + slots)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
+    """How a problem is dealt to blocks: the plan whose multiprocessors have the fewest steps to do."""
+    tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
+    row_tiles, token_tiles = -(-n // TILE_ROWS), -(-m // tokens)
+    steps = -(-columns // (_STEP_TILES * TILE_COLUMNS))
+
+    def steps_of(plan: Plan) -> tuple[int, int]:
+        """Of the busiest multiprocessor; and fewer teams where that is the same."""
+        blocks = -(-row_tiles // plan.rows) * token_tiles
+        waves = -(-blocks // device.multiprocessors)
+        return waves * -(-steps // plan.teams) * max(_BUSY_WARPS, plan.rows * plan.teams), plan.teams
+
+    sizes = (
+        Plan(tokens, rows, teams)
+        for rows in range(1, _MOST_WARPS)
+        for teams in range(1, min(steps, _MOST_WARPS // (rows + 1)) + 1)
+    )
+    return min((size for size in sizes if size.shared_bytes <= device.shared_bytes), key=steps_of)
+
+
+def multiply(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: float,
+    row_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.gemm_tiled`.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: K is larger than 2^20, or there are too many rows.
+    """
+    a_codes, a_scales = padded_operands(a_codes, a_scales)
+    m, columns = a_codes.shape[0], a_codes.shape[-1] * 2
+    y = a_codes.new_empty((m, out_features), dtype=out_dtype)
+    if y.numel() == 0:
+        return y
+    if columns == 0:
+        return y.zero_()
+    chosen = plan(m, out_features, columns, driver.device_limits(y.device.index))
+    kernel = launcher.load(spec(chosen.tokens), y.device.index, _FORMAT)
+    token_tiles = -(-m // chosen.tokens)
+    check_token_tiles(m, token_tiles, chosen.tokens)
+    grid = (-(-out_features // (TILE_ROWS * chosen.rows)), token_tiles, 1)
+    operands = (address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y))
+    numbers = (m, out_features, columns, chosen.rows, chosen.teams, w_scale, DTYPES[out_dtype])
+    launcher.launch_on(
+        y.device.index,
+        kernel,
+        grid,
+        chosen.threads,
+        (*operands, *numbers),
+        smem=chosen.shared_bytes,
+        pdl=True,
+    )
+    return y
