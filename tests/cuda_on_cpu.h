@@ -197,6 +197,11 @@ inline float __fmul_ru(float a, float b) {
     const float nearest = float(exact);
     return double(nearest) < exact ? nextafterf(nearest, INFINITY) : nearest;
 }
+inline float __fmul_rz(float a, float b) {
+    const double exact = double(a) * double(b);
+    const float nearest = float(exact);
+    return fabs(double(nearest)) > fabs(exact) ? nextafterf(nearest, 0.0f) : nearest;
+}
 inline float __ll2float_rn(i64 value) {
     return float(value);
 }
@@ -259,7 +264,6 @@ inline void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 b) {
     __syncwarp();
     for (int i = 0; i < 4; ++i) {
         const int row = lane_id() / 4, column = lane_id() % 4 * 2 + i % 2;
-        d[i] = 0;
         for (int k = 0; k < 16; ++k) {
             const u32 left = w.a[row * 4 + k / 4][i / 2], right = w.b[column * 4 + k / 4][0];
             d[i] += int(char(left >> (k % 4 * 8))) * int(char(right >> (k % 4 * 8)));
@@ -426,6 +430,7 @@ void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 bytes, u
     __syncwarp();
 }
 inline u32 after_loads(u32, u32) {
+    __syncwarp();
     return 0;
 }
 

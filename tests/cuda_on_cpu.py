@@ -39,6 +39,7 @@ FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-f
 PTX = (
     # One unit in the last place off, as a GPU may be.
     (r'asm\("rcp\.approx[^;]*;"[^;]*\);', "inverse = nextafterf(1.0f / scale, 0.0f);"),
+    (r'asm\("lop3\.b32[^;]*0xca;"[^;]*\);', "picked = (mask & yes) | (~mask & no);"),
     (r'asm\("max\.NaN\.f32[^;]*;"[^;]*\);', "a = max_or_nan(a, b);"),
     (r'asm volatile\("cp\.async\.ca[^;]*;"[^;]*?"r"\(([^"]*)\),\s*"l"\(([^"]*)\)[^;]*;', r"stage4(\1, \2);"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', ""),

@@ -67,7 +67,8 @@ def test_products(accum: str) -> None:
 def test_exact_products_of_tiles(device: driver.DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of tokens of a block; teams of none and of many steps; row tiles of one and of many warps."""
     monkeypatch.setattr(driver, "device_limits", lambda index: device)
-    shapes = [(0, 16, 64), (3, 40, 320), (20, 70, 576), (9, 24, 272), (33, 17, 1040), (8, 260, 2320)]
+    shapes = [(0, 16, 64), (1, 40, 320), (2, 17, 1040), (3, 40, 320), (20, 70, 576), (9, 24, 272)]
+    shapes += [(33, 17, 1040), (8, 260, 2320), (1, 260, 2320)]
     cases.check_exact_tiles(DEVICE, shapes)
 
 

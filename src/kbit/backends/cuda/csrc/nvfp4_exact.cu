@@ -13,7 +13,11 @@
 // tile has a warp, which keeps kStages steps of 256 columns of weights in flight, and one more warp decodes
 // the activations for all of them, kSlots steps ahead; the first ones all warps decode together.
 //
-// Instructions for 16 x 16 weights and T / 8 tiles of tokens (sm_90a, disassembled): @@ + 11 T / 8.
+// Of fewer than 8 tokens several sub-blocks are beside each other in the columns of B. A product meets the
+// activations of one, zeros elsewhere, and so adds to its sums alone; those of all are scaled together.
+//
+// Instructions for 16 x 16 weights and T tokens (sm_90a, disassembled): 23 + 11 T / 8; M = 1: @@. Nearly all
+// of them take two clocks, and IMAD.WIDE four: with 8 tokens a step of 256 columns is 1030.
 //
 // Dependent launch: the table is built and weights are on their way before the previous kernel is done, so
 // whoever writes `tiled` ends with a kernel that is launched without it.
@@ -23,7 +27,9 @@
 #include "config.h"
 #include "nvfp4_decode.cuh"
 
-constexpr int kTokens = Config::tokens, kTiles = kTokens / 8, kStages = Config::stages;
+constexpr int kTokens = Config::tokens, kStages = Config::stages;
+constexpr int kTiles = kTokens < 8 ? 1 : kTokens / 8;    // of columns of B
+constexpr int kBeside = kTokens < 8 ? 8 / kTokens : 1;  // sub-blocks in a tile
 constexpr int kSlots = Config::slots;
 constexpr int kStepTiles = 4, kStepColumns = 64 * kStepTiles, kSubBlocks = 4 * kStepTiles;
 constexpr int kScalesAt = 512, kTileBytes = 576, kStageBytes = kStepTiles * kTileBytes;
@@ -37,9 +43,11 @@ constexpr int kSums = 4 * kTiles;  // of a lane
 static_assert(kSums * 256 <= kStages * kStageBytes);
 
 // 512 times every scale, once for each lane, 256 bytes apart: a byte and a lane make an address in one PRMT.
+// And the values of codes.
 struct Table {
     const u8* memory;
     u32 lane_byte;
+    CodeBytes bytes;
 
     DEVICE Table(const u8* memory_, int lane) : memory(memory_), lane_byte(opaque(u32(lane * 4))) {}
     static DEVICE void fill(u32 base, int thread, int threads) {
@@ -49,10 +57,13 @@ struct Table {
             store_shared4(base + byte * kRowBytes + i % 8 * 16, make_uint4(value, value, value, value));
         }
     }
-    // Of byte BYTE, whose top bit is 0.
+    // Of byte `byte`, whose top bit is 0.
+    DEVICE int at(u32 bytes, int byte) const {
+        return *reinterpret_cast<const int*>(memory + permute(bytes, lane_byte, u32(0x7704 | byte << 4)));
+    }
     template <int BYTE>
     DEVICE int of(u32 bytes) const {
-        return *reinterpret_cast<const int*>(memory + permute(bytes, lane_byte, 0x7704 | BYTE << 4));
+        return at(bytes, BYTE);
     }
 };
 
@@ -77,15 +88,15 @@ struct Piece {
         }
     }
     // The codes of a sub-block, as lanes t = 0 .. 3 of a token need them: two bytes each, 4 apart.
-    static DEVICE uint4 operands(u32 low, u32 high) {
-        return make_uint4(code_bytes(permute(low, high, 0x40)), code_bytes(permute(low, high, 0x51)),
-                          code_bytes(permute(low, high, 0x62)), code_bytes(permute(low, high, 0x73)));
+    static DEVICE uint4 operands(const CodeBytes& bytes, u32 low, u32 high) {
+        return make_uint4(bytes.of(permute(low, high, 0x40)), bytes.of(permute(low, high, 0x51)),
+                          bytes.of(permute(low, high, 0x62)), bytes.of(permute(low, high, 0x73)));
     }
     DEVICE void decode(const Table& table, u32 slot, int at) const {
         const int token = at % kTokens, sub = at / kTokens * 2;
         const u32 to = slot + (sub * kTokens + token) * 16, clean = scales & 0x7f7fu;
-        store_shared4(to, operands(codes.x, codes.y));
-        store_shared4(to + kTokens * 16, operands(codes.z, codes.w));
+        store_shared4(to, operands(table.bytes, codes.x, codes.y));
+        store_shared4(to + kTokens * 16, operands(table.bytes, codes.z, codes.w));
         const u32 factor = slot + kOperandBytes + (sub * kTokens + token) * 4;
         put_shared(factor, u32(table.of<0>(clean)));
         put_shared(factor + kTokens * 4, u32(table.of<1>(clean)));
@@ -124,13 +135,13 @@ struct Team {
     // The first steps, by all threads of the team.
     DEVICE void begin_with(const Problem& p, const Table& table, int thread, int threads) const {
         const int limit = min(kSlots, end - begin) * kPieces;
-        for (int first = thread; first < limit; first += 2 * threads) {
-            decode<2>(p, table, first, threads, limit, [] {});
+        for (int first = thread; first < limit; first += 4 * threads) {
+            decode<4>(p, table, first, threads, limit, [] {});
         }
     }
     // The others, by a warp.
     DEVICE void produce(const Problem& p, const Table& table, int lane) const {
-        constexpr int kAtOnce = kPieces / 32 < 4 ? kPieces / 32 : 4;
+        constexpr int kAtOnce = kPieces < 64 ? 1 : kPieces / 32 < 4 ? kPieces / 32 : 4;
         for (int i = kSlots; i < end - begin; ++i) {
 #pragma unroll 1
             for (int first = 0; first < kPieces; first += 32 * kAtOnce) {
@@ -145,7 +156,7 @@ struct Team {
     }
 };
 
-typedef i64 Sums[kTiles][4];  // of a lane: rows g, g, g + 8, g + 8 and tokens 2t, 2t + 1 alternately
+typedef i64 Sums[kTiles][4];  // of a lane: rows g, g, g + 8, g + 8 and columns 2t, 2t + 1 alternately
 
 // A step's weights of a warp, in registers.
 struct Packed {
@@ -167,38 +178,90 @@ struct Packed {
         }
         return all;
     }
+    // Of a sub-block: two codes of row g, two of row g + 8, two of row g, two of row g + 8.
+    DEVICE u32 word(int sub) const {
+        const uint4& v = codes[sub / 4];
+        return sub % 4 == 0 ? v.x : sub % 4 == 1 ? v.y : sub % 4 == 2 ? v.z : v.w;
+    }
+    // Bytes of a tile, or of the one behind it, for row g and row g + 8; without bits that scales do not have.
+    DEVICE uint2 scales_of(int tile, bool behind = false) const {
+        const uint2 v = behind ? scales[(tile + 1) % kStepTiles] : scales[tile];
+        return {v.x & 0x7f7f7f7fu, v.y & 0x7f7f7f7fu};
+    }
 };
 
-// sums += 16 rows, sub-block J of a tile, times that of all tokens, whose operands are at `from`.
-template <int J>
-DEVICE void multiply(Sums& sums, const Table& table, u32 word, uint2 scales, u32 from, u32 factors) {
-    const u32 codes = permute(word, 0, 0x3120);  // row g's, then row g + 8's
-    const u32 a0 = code_bytes(codes), a1 = code_bytes(codes >> 16);
-    const int upper = table.of<J>(scales.x), lower = table.of<J>(scales.y);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-        int dot[4];
-        multiply_bytes(dot, a0, a1, load_shared(from + tile * 128));
-        const uint2 token = load_shared2(factors + tile * 32);
-        sums[tile][0] += i64(dot[0] * int(token.x)) * upper;
-        sums[tile][1] += i64(dot[1] * int(token.y)) * upper;
-        sums[tile][2] += i64(dot[2] * int(token.x)) * lower;
-        sums[tile][3] += i64(dot[3] * int(token.y)) * lower;
+// The A operand of a sub-block of 16 rows.
+struct Weights {
+    u32 upper, lower;  // rows g and g + 8
+
+    DEVICE Weights(const CodeBytes& bytes, u32 word) {
+        const u32 codes = permute(word, 0, 0x3120);  // row g's, then row g + 8's
+        upper = bytes.of(codes);
+        lower = bytes.of(codes >> 16);
     }
+    DEVICE void multiply(int (&dot)[4], u32 b) const { multiply_bytes(dot, upper, lower, b); }
+};
+
+struct Pair {
+    int first, second;
+};
+
+// sums += dot * (integers of two columns' activations) * (those of rows g and g + 8 in either column)
+DEVICE void add_scaled(i64 (&sums)[4], const int (&dot)[4], uint2 columns, Pair upper, Pair lower) {
+    sums[0] += i64(dot[0] * int(columns.x)) * upper.first;
+    sums[1] += i64(dot[1] * int(columns.y)) * upper.second;
+    sums[2] += i64(dot[2] * int(columns.x)) * lower.first;
+    sums[3] += i64(dot[3] * int(columns.y)) * lower.second;
 }
 
+// sums += a step of 16 rows times that of all tokens.
 DEVICE void multiply_step(Sums& sums, const Table& table, const Packed& w, u32 slot, int lane) {
-    const u32 from = slot + lane * 4, factors = slot + kOperandBytes + (lane & 3) * 8;
-    static_for<kStepTiles>([&](auto i) {
-        const uint4 codes = w.codes[i.value];
-        const uint2 both = w.scales[i.value], scales = {both.x & 0x7f7f7f7fu, both.y & 0x7f7f7f7fu};
-        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-        static_for<4>([&](auto j) {
-            constexpr int kAt = 4 * decltype(i)::value + decltype(j)::value;
-            multiply<decltype(j)::value>(sums, table, words[j.value], scales, from + kAt * (kTokens * 16),
-                                         factors + kAt * (kTokens * 4));
-        });
+    const int g = lane >> 2, t = lane & 3;
+    const u32 operands = slot + lane * 4, factors = slot + kOperandBytes + t * 8;
+    static_for<kSubBlocks / kBeside>([&](auto group) {
+        constexpr int kGroup = decltype(group)::value, kFirst = kGroup * kBeside;
+        if constexpr (kBeside == 1) {
+            const Weights weights(table.bytes, w.word(kFirst));
+            const uint2 scales = w.scales_of(kFirst / 4);
+            const int upper = table.of<kFirst % 4>(scales.x), lower = table.of<kFirst % 4>(scales.y);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                int dot[4] = {};
+                weights.multiply(dot, load_shared(operands + (kGroup * kTiles + tile) * 128));
+                const uint2 columns = load_shared2(factors + (kGroup * kTiles + tile) * 32);
+                add_scaled(sums[tile], dot, columns, {upper, upper}, {lower, lower});
+            }
+        } else {
+            const u32 mine = load_shared(operands + kGroup * 128);
+            int dot[4] = {};
+            static_for<kBeside>([&](auto sub) {
+                const bool meets = g / kTokens == sub.value;
+                const Weights weights(table.bytes, w.word(kFirst + decltype(sub)::value));
+                weights.multiply(dot, meets ? mine : 0);
+            });
+            // The sub-block of column 2t, and of 2t + 1.
+            const int sub = kFirst + 2 * t / kTokens, next = kTokens == 1 ? sub + 1 : sub;
+            const uint2 scales = w.scales_of(kFirst / 4, kBeside == 8 && t >= 2);
+            const Pair upper = {table.at(scales.x, sub % 4), table.at(scales.x, next % 4)};
+            const Pair lower = {table.at(scales.y, sub % 4), table.at(scales.y, next % 4)};
+            add_scaled(sums[0], dot, load_shared2(factors + kGroup * 32), upper, lower);
+        }
     });
+}
+
+// Sub-blocks beside each other: their sums, in all lanes that have some.
+DEVICE void add_beside(Sums& sums) {
+    if constexpr (kTokens == 1) {
+        sums[0][0] += sums[0][1];
+        sums[0][2] += sums[0][3];
+    }
+#pragma unroll
+    for (int step = kTokens == 4 ? 2 : 1; kTokens < 8 && step < 4; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sums[0][i] += __shfl_xor_sync(kAll, sums[0][i], step);
+        }
+    }
 }
 
 // A warp's weights of a row tile, kStages steps in flight.
@@ -316,13 +379,14 @@ extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
     if (team_number > 0 || warp == rows || row_tile >= row_tiles) {
         return;
     }
+    add_beside(sums);
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int r = p.first + tile * 8 + 2 * t + i % 2, column = row_tile * 16 + g + i / 2 * 8;
-            if (r < p.end && column < n) {
+            const int token = tile * 8 + 2 * t + i % 2, r = p.first + token, column = row_tile * 16 + g + i / 2 * 8;
+            if (token < kTokens && r < p.end && column < n) {
                 float value = __fmul_rn(__fmul_rn(__ll2float_rn(sums[tile][i]), kExactUnit), w_scale);
                 value = row_scale != nullptr ? __fmul_rn(value, row_scale[r]) : value;
                 store_rounded(y, i64(r) * n + column, value, out_dtype);

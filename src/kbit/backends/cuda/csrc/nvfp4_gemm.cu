@@ -80,17 +80,18 @@ typedef Sum<kExact>::Type Sums[kTiles][4];
 
 // sums += 16 rows at `stage` (this lane's codes of row g) times sub-block J of 4 of all tokens.
 template <int J, class SUMS>
-DEVICE void multiply(SUMS& sums, u32 stage, u32 operands, u32 factors, u32 upper, u32 lower) {
+DEVICE void multiply(SUMS& sums, const CodeBytes& bytes, u32 stage, u32 operands, u32 factors, u32 upper,
+                     u32 lower) {
     const u32 a = load_shared_element<2>(stage + J * 8);
     const u32 b = load_shared_element<2>(stage + 8 * kRowBytes + J * 8);
     const u32 scales = two_scales<J>(upper, lower) & 0x3f803f80u;
     const u32 from = operands + J * (kTiles * 32 * kLaneBytes);
     if constexpr (kExact) {
-        const u32 a0 = code_bytes(a), a1 = code_bytes(b);
+        const u32 a0 = bytes.of(a), a1 = bytes.of(b);
         const int first = scale_integer(u16(scales)), second = scale_integer(u16(scales >> 16));
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-            int dot[4];
+            int dot[4] = {};
             multiply_bytes(dot, a0, a1, load_shared(from + tile * 128));
             const uint2 token = load_shared2(factors + J * kTokens * 4 + tile * 32);
             sums[tile][0] += i64(dot[0] * int(token.x)) * first;
@@ -120,7 +121,7 @@ DEVICE void multiply(SUMS& sums, u32 stage, u32 operands, u32 factors, u32 upper
     }
 }
 
-DEVICE void multiply_step(Sums& sums, u32 stage, u32 operands, int quads, int lane) {
+DEVICE void multiply_step(Sums& sums, const CodeBytes& bytes, u32 stage, u32 operands, int quads, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const u32 row = stage + g * kRowBytes;
     u32 from = operands + lane * kLaneBytes, factors = operands + kOperandBytes + t * 8;
@@ -129,10 +130,10 @@ DEVICE void multiply_step(Sums& sums, u32 stage, u32 operands, int quads, int la
         const u32 upper = clean_scales(load_shared(row + 128 + quad * 4));
         const u32 lower = clean_scales(load_shared(row + 8 * kRowBytes + 128 + quad * 4));
         const u32 codes = row + quad * 32 + t * 2;
-        multiply<0>(sums, codes, from, factors, upper, lower);
-        multiply<1>(sums, codes, from, factors, upper, lower);
-        multiply<2>(sums, codes, from, factors, upper, lower);
-        multiply<3>(sums, codes, from, factors, upper, lower);
+        multiply<0>(sums, bytes, codes, from, factors, upper, lower);
+        multiply<1>(sums, bytes, codes, from, factors, upper, lower);
+        multiply<2>(sums, bytes, codes, from, factors, upper, lower);
+        multiply<3>(sums, bytes, codes, from, factors, upper, lower);
         from += 4 * kTiles * 32 * kLaneBytes;
         factors += 4 * kTokens * 4;
     }
@@ -210,11 +211,12 @@ extern "C" __global__ void __launch_bounds__(kTeams * 256, 1)
         }
         end_stage();
     }
+    const CodeBytes bytes;
     Activations act;
     act.locate(p, rows);
     if (p.begin < p.end_step) {
         act.load(p, p.begin);
-        act.decode(p, operands);
+        act.decode(p, bytes, operands);
         act.load(p, p.begin + 1);
     }
     Sums sums = {};
@@ -228,12 +230,12 @@ extern "C" __global__ void __launch_bounds__(kTeams * 256, 1)
         end_stage();
         const u32 odd = u32(step - p.begin) & 1u;
         if (step + 1 < p.end_step) {
-            act.decode(p, operands + (odd ^ 1u) * kStepBytes);
+            act.decode(p, bytes, operands + (odd ^ 1u) * kStepBytes);
             act.load(p, step + 2);
         }
         if (active && step < p.end_step) {
             const int quads = min(kStepColumns, columns - step * kStepColumns) / 64;
-            multiply_step(sums, w.base + slot * kStageBytes, operands + odd * kStepBytes, quads, lane);
+            multiply_step(sums, bytes, w.base + slot * kStageBytes, operands + odd * kStepBytes, quads, lane);
         }
         slot = slot + 1 == kStages ? 0 : slot + 1;
     }

@@ -57,10 +57,9 @@ struct Activations {
         }
     }
     // The 16 bits of every lane t of a sub-block, one after another.
-    DEVICE static void store(u32 to, u32 low, u32 high, u32 scale) {
+    DEVICE static void store(const CodeBytes& bytes, u32 to, u32 low, u32 high, u32 scale) {
         if constexpr (kExact) {
-            store_shared4(to, make_uint4(code_bytes(low), code_bytes(low >> 16), code_bytes(high),
-                                         code_bytes(high >> 16)));
+            store_shared4(to, make_uint4(bytes.of(low), bytes.of(low >> 16), bytes.of(high), bytes.of(high >> 16)));
         } else {
             u32 v[8];
             code_halves(permute(low, 0, 0x7170), scale, v[0], v[1]);
@@ -71,7 +70,7 @@ struct Activations {
             store_shared4(to + 16, make_uint4(v[4], v[5], v[6], v[7]));
         }
     }
-    DEVICE void decode(const Problem& p, u32 step_at) const {
+    DEVICE void decode(const Problem& p, const CodeBytes& bytes, u32 step_at) const {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
             const int at = piece(p, i);
@@ -83,8 +82,8 @@ struct Activations {
             const u32 to = step_at + ((sub * kTiles + token / 8) * 32 + token % 8 * 4) * kLaneBytes;
             constexpr u32 kNext = kTiles * 32 * kLaneBytes;
             const u32 operands = kExact ? 0 : scale_operands(both);
-            store(to, codes[i].x, codes[i].y, permute(operands, 0, 0x1010));
-            store(to + kNext, codes[i].z, codes[i].w, permute(operands, 0, 0x3232));
+            store(bytes, to, codes[i].x, codes[i].y, permute(operands, 0, 0x1010));
+            store(bytes, to + kNext, codes[i].z, codes[i].w, permute(operands, 0, 0x3232));
             if constexpr (kExact) {
                 const u32 factor = step_at + kOperandBytes + (sub * kTokens + token) * 4;
                 put_shared(factor, u32(scale_integer(u16(both))));

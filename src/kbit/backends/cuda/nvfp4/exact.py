@@ -19,21 +19,27 @@ from kbit.backends.dtype_codes import DTYPES
 from kbit.format import nvfp4_layout
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
-TOKENS = (8, 16, 32)
+TOKENS = (1, 2, 4, 8, 16, 32)
 _FORMAT = "QQQQQiiiiifi"
 _STAGES = 3
-_SLOTS = {8: 4, 16: 2, 32: 2}  # steps of activations, decoded
+_MANY_TOKENS = 16  # from here on two steps of activations are decoded ahead, below four
 _STEP_TILES = 4
 _TABLE_BYTES, _BARRIER_BYTES = 128 * 256, 1024
 _MOST_WARPS = 16
-# Warps that keep a multiprocessor busy; with fewer a step takes as long.
-_BUSY_WARPS = 10
+# Of `plan`, in steps of a warp, fitted to an H200. Warps that keep a multiprocessor busy, with fewer a step
+# takes as long; and what it costs that no block of the next launch can start beside a launch's own.
+_BUSY_WARPS, _ALONE_STEPS = 10, 10
+_SHARED_BEYOND = 1024  # what a block of shared memory takes besides its own
 
 
 @functools.cache
 def spec(tokens: int) -> KernelSpec:
     """The kernel for so many tokens at a time."""
-    return KernelSpec.make("nvfp4_exact.cu", tokens=tokens, stages=_STAGES, slots=_SLOTS[tokens])
+    return KernelSpec.make("nvfp4_exact.cu", tokens=tokens, stages=_STAGES, slots=_slots(tokens))
+
+
+def _slots(tokens: int) -> int:
+    return 2 if tokens >= _MANY_TOKENS else 4
 
 
 def specs() -> list[KernelSpec]:
@@ -58,29 +64,35 @@ class Plan:
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the header of nvfp4_exact.cu says."""
         rings = self.rows * _STAGES * _STEP_TILES * nvfp4_layout.TILE_BYTES
-        slots = _SLOTS[self.tokens] * _STEP_TILES * 4 * self.tokens * 20
+        slots = _slots(self.tokens) * _STEP_TILES * 4 * self.tokens * 20
         return _TABLE_BYTES + _BARRIER_BYTES + self.teams * (rings + slots)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
-    """How a problem is dealt to blocks: the plan whose multiprocessors have the fewest steps to do."""
+    """How a problem is dealt to blocks: the plan that leaves the busiest multiprocessor the least to do."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
     row_tiles, token_tiles = -(-n // TILE_ROWS), -(-m // tokens)
     steps = -(-columns // (_STEP_TILES * TILE_COLUMNS))
 
-    def steps_of(plan: Plan) -> tuple[int, int]:
-        """Of the busiest multiprocessor; and fewer teams where that is the same."""
-        blocks = -(-row_tiles // plan.rows) * token_tiles
+    def cost(plan: Plan) -> tuple[int, int]:
+        """Steps of the busiest multiprocessor's warps; and fewer teams where that is the same."""
+        blocks, teams = -(-row_tiles // plan.rows) * token_tiles, plan.teams
         waves = -(-blocks // device.multiprocessors)
-        return waves * -(-steps // plan.teams) * max(_BUSY_WARPS, plan.rows * plan.teams), plan.teams
+        # Decoding activations is a warp's work, too.
+        busy = waves * -(-steps // teams) * max(_BUSY_WARPS, (plan.rows + 1) * teams)
+        small = plan.threads <= _MOST_WARPS * driver.WARP // 2 and (
+            2 * (plan.shared_bytes + _SHARED_BEYOND) <= device.shared_bytes
+        )
+        alone = not small and 2 * blocks > device.multiprocessors
+        return busy + (_ALONE_STEPS if alone else 0), teams
 
     sizes = (
         Plan(tokens, rows, teams)
         for rows in range(1, _MOST_WARPS)
         for teams in range(1, min(steps, _MOST_WARPS // (rows + 1)) + 1)
     )
-    return min((size for size in sizes if size.shared_bytes <= device.shared_bytes), key=steps_of)
+    return min((size for size in sizes if size.shared_bytes <= device.shared_bytes), key=cost)
 
 
 def multiply(
