@@ -109,14 +109,19 @@ def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]
 
 
 def check_thresholds(device: str) -> None:
-    """Numbers whose quotient by the scale is a midpoint of magnitudes, or beside it, for every fraction."""
+    """Numbers whose quotient by the scale is a midpoint of magnitudes, or beside it, for every scale."""
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0, 6, 0.5, 1, 1.5, 2, 3, 4, -6])
     beside = [values, *(torch.nextafter(values, torch.tensor(to)) for to in (9.0, -9.0))]
     scales = [mantissa * 2.0**exponent for mantissa in range(8, 16) for exponent in range(-9, 6)]
     x = torch.cat([torch.stack(beside) * scale for scale in scales]).view(12, -1)
-    compare_quantize(device, x)
-    for dtype in DTYPES[1:]:
+    every = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+    for dtype in DTYPES:
         compare_quantize(device, x.to(dtype))
+        integers = torch.int32 if dtype == F32 else torch.int16
+        midpoints, largest = (values[:7] * every).to(dtype).view(integers), (6 * every).to(dtype)
+        for step in (-1, 0, 1):
+            beside = (midpoints + step).view(dtype)
+            compare_quantize(device, torch.cat([beside, largest, -beside, -0.0 * largest], dim=1))
 
 
 def check_scales(device: str) -> None:
@@ -127,7 +132,8 @@ def check_scales(device: str) -> None:
     maxima = torch.cat([maxima, *(torch.nextafter(maxima, torch.tensor(to)) for to in (0.0, 9e9))])
     x = torch.zeros(len(maxima), 16)
     x[:, 3], x[:, 5] = -maxima, 0.3 * maxima
-    compare_quantize(device, x.view(12, -1))
+    for dtype in DTYPES:
+        compare_quantize(device, x.view(12, -1).to(dtype))
     made = generator(1)
     bits = torch.randint(-(2**31), 2**31 - 1, (20, 1600), generator=made).int()
     compare_quantize(device, bits.view(F32))

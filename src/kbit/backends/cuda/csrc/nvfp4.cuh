@@ -4,11 +4,12 @@
 // that the compiler contracts nothing, and nothing flushes to zero.
 //
 // The quantizer is one thread's work: 16 elements in registers, up to 5 candidate scales. An element costs a
-// candidate 7 instructions: scale, shift, round, mask, magnitude, distance, error. With its scale and
-// reciprocal a candidate takes 138 (sm_90a, disassembled), so search about 890 for 16 elements, 200 of them
-// for loading, the first scale and the codes. At 4096 x 2048 that is 14.6 million warp instructions or 28
-// thousand cycles of an H200's 528 schedulers, where moving 21.5 MB takes 8 thousand: search is bound by
-// arithmetic, plain rounding by memory.
+// candidate 7 instructions: scale, shift, round and limit, mask, magnitude, distance, error. With its scale
+// and reciprocal a candidate takes 135 (sm_90a, disassembled, bfloat16, ties toward zero), so search about
+// 830 for 16 elements, 156 of them for loading, the first scale, the codes and storing: 2 of these for an
+// element to be scaled, 2 to be packed. At 4096 x 2048 search is 13.6 million warp instructions or 26
+// thousand cycles of an H200's 528 schedulers, plain rounding 5 thousand, where moving 21.5 MB takes 8
+// thousand: search is bound by arithmetic, plain rounding by memory.
 #pragma once
 
 #include "rows.cuh"
@@ -22,16 +23,17 @@ DEVICE float decode_ue4m3(u32 byte) {
     return byte == 0x7fu ? 0.0f : __fmul_rn(__uint_as_float(byte << 20), __uint_as_float(0x7b800000u));
 }
 
-// Nearest even over bytes 0 .. 0x7E; t is no NaN.
+// The same for bytes 0 .. kLastScale only.
+DEVICE float decode_scale(u32 byte) {
+    return __fmul_rn(__uint_as_float(byte << 20), 0x1p120f);
+}
+
+// Nearest even over bytes 0 .. kLastScale; t >= 0. The adder rounds at 2^20 times the binade, below 2^-6 as
+// in it, to 3 bits of fraction.
 DEVICE u32 encode_ue4m3(float t) {
-    if (!(t > 0.0f)) {
-        return 0;
-    }
-    if (t < 0.015625f) {  // 2^-6: multiples of 2^-9, rounded by the adder at 2^23; 8 carries into e = 1
-        return __float_as_uint(__fadd_rn(__fmul_rn(t, 512.0f), 8388608.0f)) - 0x4b000000u;
-    }
-    const u32 u = __float_as_uint(t), byte = ((u + 0x7ffffu + (u >> 20 & 1u)) >> 20) - (120u << 3);
-    return byte < kLastScale ? byte : kLastScale;
+    t = fminf(t, 448.0f);
+    const float anchor = __uint_as_float((__float_as_uint(fmaxf(t, 0x1p-6f)) & 0x7f800000u) + (20u << 23));
+    return __float_as_uint(__fmul_rn(__fsub_rn(__fadd_rn(t, anchor), anchor), 0x1p-120f)) >> 20;
 }
 
 // The e2m1 magnitude nearest to t >= 0, as bits of a float32 of 2^-126 times its value; shifted right by 22
@@ -118,6 +120,15 @@ DEVICE float larger(float a, float b) {
     return a;
 }
 
+// The scale byte of 16 elements, amax of which is the largest magnitude, without search.
+//
+// The quotient is correctly rounded by one step of Newton's for all 2^23 mantissas; where amax is so small
+// that the remainder could be subnormal, the byte is 0 for any quotient near it.
+DEVICE u32 plain_scale(float amax) {
+    const float sixth = 0x1.555556p-3f, first = __fmul_rn(amax, sixth);
+    return encode_ue4m3(__fmaf_rn(__fmaf_rn(-first, 6.0f, amax), sixth, first));
+}
+
 // The I-th scale that search tries, of 5: plain + 0, -1, +1, -2, +2. Only those up to kLastScale exist.
 constexpr int kCandidates = 5;
 DEVICE u32 candidate_scale(u32 plain, int i) {
@@ -133,9 +144,9 @@ DEVICE u32 code_of(float v, float inverse) {
 
 template <int N>
 DEVICE float largest_of(const float (&v)[N]) {
-    float amax = 0.0f;
+    float amax = fabsf(v[0]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 1; i < N; ++i) {
         amax = larger(amax, fabsf(v[i]));
     }
     return amax;
@@ -146,20 +157,74 @@ struct Coded {
     u32 scale;
 };
 
-template <bool TIES_EVEN>
-DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
-    const float amax = largest_of(v);
-    if (!(amax < __uint_as_float(0x7f800000u))) {
-        return {0, 0, 0};
+// The bits of `yes` where those of `mask` are 1, else of `no`. As C++ of a constant mask it was two
+// instructions.
+DEVICE u32 select_bits(u32 mask, u32 yes, u32 no) {
+    u32 picked;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(picked) : "r"(mask), "r"(yes), "r"(no));
+    return picked;
+}
+
+// 16 elements, amax of which is the largest magnitude, under a scale; ties toward zero.
+//
+// As in nearest_magnitude, t = v / scale becomes a subnormal number where it is below 1, but with its sign
+// and a factor of 2^-126 (1 - 2^-24), rounded toward zero. A halfway value T, at most 1.75 of its binade,
+// then lies below 2^-126 T, and the next float32, at least (1 + 2^-23 / 1.75) T, does not. So the upper 16
+// bits tell on which side of T a number is, and rounding them, halves up, rounds t, halves down, two elements
+// at a time. (t is halved first, as 2^-126 - 2^-150 is no float32.) The product's sign is that of v < 0, even
+// where it underflows: adding +0 changes -0 only. Run for all float32 t below 7, and for all 16-bit v under
+// all scales.
+DEVICE Coded code_toward_zero(float (&v)[kSub], float amax, u32 scale) {
+    const float doubled = __fmul_rn(__uint_as_float(scale << 20), 0x1p121f);
+    // Under scale 0 magnitudes are at most 6 * 2^-10: any factor up to 1 gives index 0 and keeps signs.
+    const float half_inverse = doubled > 0.0f ? inverse_of(doubled) : 1.0f;
+    // t >= 7, as it may be under the last scale, a subnormal one or one that search found; or v is NaN or
+    // infinite, and its block becomes zeros.
+    if (!(__fmul_rn(amax, half_inverse) < 3.5f)) {
+        const bool finite = amax < __uint_as_float(0x7f800000u);
+        const float limit = finite ? __fmul_rn(doubled, 3.0f) : 0.0f;
+        scale = finite ? scale : 0;
+#pragma unroll
+        for (int i = 0; i < kSub; ++i) {
+            v[i] = fminf(fmaxf(v[i], -limit), limit);
+        }
     }
-    const u32 plain = encode_ue4m3(__fdiv_rn(amax, 6.0f));
+    u32 words[2];
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+        // Elements i and i + 4 in the halves of pairs[i]: the sign is bit 15, the index bits 8 to 6.
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 bits[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float half = __fmaf_rn(v[8 * word + 4 * j + i], half_inverse, 0.0f);
+                bits[j] = __float_as_uint(__fmul_rz(half, 0x1.fffffep-126f));
+            }
+            pairs[i] = permute(bits[0], bits[1], 0x7632);
+        }
+        // Elements 0 and 1, then 2 and 3: signs in bits 11 and 15, indices from bits 2 and 6 on, rounded.
+        const u32 low = select_bits(0x081e081eu, pairs[0] >> 4, pairs[1]) + 0x00220022u;
+        const u32 high = select_bits(0x081e081eu, pairs[2] >> 4, pairs[3]) + 0x00220022u;
+        // Bytes 0 and 2 are the one's, 1 and 3 the other's.
+        words[word] = permute(select_bits(0x00880088u, low >> 8, low >> 2),
+                              select_bits(0x88008800u, high, high << 6), 0x7250);
+    }
+    return {words[0], words[1], scale};
+}
+
+template <bool TIES_EVEN>
+DEVICE Coded quantize_sub_block(float (&v)[kSub], bool search) {
+    const float amax = largest_of(v);
+    const u32 plain = plain_scale(amax);
     u32 chosen = plain;
     if (search) {
         float least = 0.0f;
 #pragma unroll 1
         for (int i = 0; i < kCandidates; ++i) {
             const u32 candidate = candidate_scale(plain, i);
-            const float scale = decode_ue4m3(candidate), inverse = inverse_of(scale);
+            const float scale = decode_scale(candidate), inverse = inverse_of(scale);
             float error = 0.0f;
 #pragma unroll
             for (int j = 0; j < kSub; ++j) {
@@ -171,7 +236,13 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
             }
         }
     }
-    const float inverse = inverse_of(decode_ue4m3(chosen));
+    if constexpr (!TIES_EVEN) {
+        return code_toward_zero(v, amax, chosen);
+    }
+    if (!(amax < __uint_as_float(0x7f800000u))) {
+        return {0, 0, 0};
+    }
+    const float inverse = inverse_of(decode_scale(chosen));
     u32 words[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
@@ -185,9 +256,9 @@ DEVICE Coded quantize_sub_block(const float (&v)[kSub], bool search) {
 template <class D>
 DEVICE void load_sub_block(float (&v)[kSub], const u8* row, int first, int columns, bool wide) {
     constexpr int kWords = kSub * D::kBytes / 4;
+    const u8* from = row + i64(first) * D::kBytes;
     u32 raw[kWords];
     if (wide) {
-        const u32* from = reinterpret_cast<const u32*>(row + i64(first) * D::kBytes);
 #pragma unroll
         for (int i = 0; i < kWords / 4; ++i) {
             const uint4 part = __ldg(reinterpret_cast<const uint4*>(from) + i);
@@ -203,8 +274,8 @@ DEVICE void load_sub_block(float (&v)[kSub], const u8* row, int first, int colum
         }
 #pragma unroll
         for (int i = 0; i < kSub; ++i) {
-            if (first + i < columns) {
-                const u32 bits = load_global<D::kBytes>(row + i64(first + i) * D::kBytes);
+            if (i < columns - first) {
+                const u32 bits = load_global<D::kBytes>(from + i * D::kBytes);
                 raw[i / D::kPerWord] |= bits << (i % D::kPerWord * 16);
             }
         }

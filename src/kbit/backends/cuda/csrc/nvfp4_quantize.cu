@@ -6,21 +6,29 @@
 //   groups     ceil(columns / 16); rows * groups < 2^31
 //
 // A thread quantizes 16 elements: 32 or 64 bytes in, 8 + 1 bytes out, both contiguous over a warp. Nothing
-// is reduced across threads, so a row's bytes do not depend on its neighbours.
+// is reduced across threads, so a row's bytes do not depend on its neighbours. 40 registers let 1536 threads
+// of a multiprocessor have their loads in flight.
 #include "config.h"
 #include "nvfp4.cuh"
 
 using D = Dense<Config::dtype>;
 
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 6)
     nvfp4_quantize(const u8* x, const int* slots, u8* codes, u8* scales, int rows, int columns, int groups,
                    int copies, float global_scale, int search, int wide) {
     follow_previous(x, slots);
+    const bool flat = wide != 0 && slots == nullptr;  // sub-block i is at 16 * i: no division
     const u32 total = u32(rows) * u32(groups);
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
-        const u32 row = i / u32(groups), group = i - row * u32(groups);
+        u32 row = 0, group = 0;
         float v[kSub];
-        load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
+        if (flat) {
+            load_sub_block<D>(v, x + i64(i) * (kSub * D::kBytes), 0, columns, true);
+        } else {
+            row = i / u32(groups);
+            group = i - row * u32(groups);
+            load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
+        }
         divide_all(v, global_scale);
         const Coded coded = quantize_sub_block<Config::ties_even>(v, search != 0);
         if (slots == nullptr) {

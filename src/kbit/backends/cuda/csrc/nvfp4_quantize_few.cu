@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(Config::threads)
         amax = larger(amax, __shfl_xor_sync(kAll, amax, step));
     }
     const bool finite = amax < __uint_as_float(0x7f800000u);
-    const u32 plain = finite ? encode_ue4m3(__fdiv_rn(amax, 6.0f)) : 0;
+    const u32 plain = finite ? plain_scale(amax) : 0;
     const u32 best = search ? best_scale(magnitudes, plain, lane) : plain, scale = finite ? best : 0;
     if (pair < pairs) {
         const float inverse = inverse_of(decode_ue4m3(scale));
