@@ -35,7 +35,8 @@ def test_quantize_and_gemm_rows() -> None:
     assert [row.arm for row in rows] == ["search", "plain", "search, row scales", "plain, row scales"]
     assert rows[0].nbytes == rows[2].nbytes - 3 * 4 == 3 * 2048 * (2 * 16 + 9) // 16
     rows = list(nvfp4.gemm_rows(LayerShape("tiny", "none", 128, 48, 1, "test"), [2], 7, call_each))
-    assert [row.arm for row in rows][:5] == [nvfp4.CUBLAS, nvfp4.DEQUANTIZE, *nvfp4.ACCUMULATIONS]
+    by_contract = ["tc", "tc, layout nv", "seq16", "exact", "exact, layout nv"]
+    assert [row.arm for row in rows][:7] == [nvfp4.CUBLAS, nvfp4.DEQUANTIZE, *by_contract]
     items = json.loads(json.dumps(nvfp4.as_json(rows)))
     assert items[0]["vs_bf16"] == 1.0
     assert items[1]["vs_bf16"] == 0.5

@@ -60,6 +60,10 @@ def test_large_products_equal_reference(accum: str) -> None:
     cases.check_gemm(DEVICE, accum, LARGE, (None,))
 
 
+def test_exact_products_of_tiles_equal_reference() -> None:
+    cases.check_exact_tiles(DEVICE, PRODUCTS + LARGE)
+
+
 def test_chained_products_are_within_their_bound() -> None:
     cases.check_chained(DEVICE, PRODUCTS + LARGE)
     cases.check_chained(DEVICE, PRODUCTS, cuda.tiles("tc"))

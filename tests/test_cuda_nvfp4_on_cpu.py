@@ -8,7 +8,7 @@ import torch
 import cuda_on_cpu
 import nvfp4_cuda_cases as cases
 from kbit.backends.cuda import driver
-from kbit.backends.cuda.nvfp4 import moe, products
+from kbit.backends.cuda.nvfp4 import exact, moe, products
 from kbit.nvfp4.exact import fma
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -65,7 +65,7 @@ def test_products(accum: str) -> None:
 
 @pytest.mark.parametrize("device", [H200, FEW])
 def test_exact_products_of_tiles(device: driver.DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number of tokens of a block; teams of none and of many steps; row tiles of one and of many warps."""
+    """Every number of tokens of a block; teams of no and of many steps; one and many row tiles of a block."""
     monkeypatch.setattr(driver, "device_limits", lambda index: device)
     shapes = [(0, 16, 64), (1, 40, 320), (2, 17, 1040), (3, 40, 320), (20, 70, 576), (9, 24, 272)]
     shapes += [(33, 17, 1040), (8, 260, 2320), (1, 260, 2320)]
@@ -104,6 +104,16 @@ def test_every_plan_fits_the_device(device: driver.DeviceLimits, accum: str) -> 
                 assert 2 <= plan.warps <= 8
                 assert tokens == 8 or plan.warps >= 4  # which the pieces of a thread are made for
                 assert plan.split == 1 or accum == "exact"
+
+
+@pytest.mark.parametrize("device", [H200, SMALL, FEW])
+def test_every_plan_of_tiles_fits_the_device(device: driver.DeviceLimits) -> None:
+    for m in (1, 2, 3, 8, 9, 33, 4096):
+        for n, k in ((16, 64), (1024, 4096), (14336, 4096), (4096, 14336)):
+            plan = exact.plan(m, n, k, device)
+            assert plan.shared_bytes <= device.shared_bytes
+            assert plan.threads <= 512
+            assert 1 <= plan.teams <= -(-k // 256)
 
 
 def test_tiles_of_experts_are_never_more_than_the_grid() -> None:

@@ -171,7 +171,7 @@ def test_loading_writes_into_the_tiles_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "tileable"),
     [
-        (NVFP4Settings(), False),
+        (NVFP4Settings(), True),
         (NVFP4Settings(accum="seq16"), False),
         (NVFP4Settings(accum="tc"), True),
         (NVFP4Settings(activations="16bit"), True),

@@ -153,6 +153,7 @@ def run_nvfp4() -> None:
         for tile in nvfp4.tiles_nvfp4(accum, "cuda"):
             if tile != "cublas":  # in whose own kernels the tools find races and reads of old memory
                 nvfp4.gemm_nvfp4(long, weight, accum, tile=tile)
+    _multiply_exactly(nvfp4.repack_nvfp4(weight, "tiled"))
     tiled = nvfp4.repack_nvfp4(one, "tiled")
     for rows in (4, 9):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
@@ -164,6 +165,23 @@ def run_nvfp4() -> None:
         nvfp4.gemm_nvfp4(a, tiled, "tc")
     nvfp4.quantize_nvfp4(torch.randn(2050, 250, device="cuda"), row_scale=True)
     torch.cuda.synchronize()
+
+
+def _multiply_exactly(tiled) -> None:
+    """By nvfp4_exact.cu, every number of tokens; teams with more steps of activations than have room."""
+    from unittest import mock
+
+    import torch
+
+    from kbit import nvfp4
+    from kbit.backends.cuda.nvfp4 import exact
+
+    for tokens in exact.TOKENS:
+        a = nvfp4.quantize_nvfp4(torch.randn(tokens + tokens // 8, tiled.shape[1], device="cuda"))
+        for teams in (1, 3):
+            plan = exact.Plan(tokens, rows=2, teams=teams)
+            with mock.patch.object(exact, "plan", return_value=plan):
+                nvfp4.gemm_nvfp4(a, tiled, "exact")
 
 
 def _operands(m: int, weight, dtype):

@@ -26,10 +26,11 @@ from kbit.nvfp4 import (
     quantize_nvfp4,
     repack_nvfp4,
 )
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
 
 DEVICE = "cuda"
 CUBLAS, DEQUANTIZE = "bf16 cuBLAS", "dequantize + cuBLAS"
-UNTILED, WEIGHT_ONLY = "tc, layout nv", "W4A16"
+UNTILED, WEIGHT_ONLY = "{}, layout nv", "W4A16"
 ACCUMULATIONS = ("tc", "seq16", "exact")
 QUANTIZE_COLUMNS = 2048
 
@@ -109,7 +110,7 @@ def quantize_rows(
 def gemm_rows(
     shape: LayerShape, counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
 ) -> Iterator[NVFP4Row]:
-    """Products of one shape: bfloat16, W4A16 decoded and tiled, W4A4 under each contract; tiled under `tc`.
+    """Products of one shape: bfloat16, W4A16 decoded and tiled, W4A4 under each contract, tiled if it can be.
 
     Raises:
         ValueError: a kernel computes something else.
@@ -147,10 +148,12 @@ def _gemm_arms(
         DEQUANTIZE: Measured(Arm([_decoded(x, w) for w in weights]), w_bytes + x.nbytes + y_bytes),
     }
     for accum in ACCUMULATIONS:
-        calls = [functools.partial(gemm_nvfp4, a, w, accum) for w in (tiled if accum == "tc" else weights)]
-        arms[accum] = Measured(Arm(calls), w_bytes + a.nbytes + y_bytes)
-    untiled = Arm([functools.partial(gemm_nvfp4, a, w, "tc") for w in weights])
-    arms[UNTILED] = Measured(untiled, w_bytes + a.nbytes + y_bytes)
+        forms = {accum: weights}
+        if accum in TILED_ACCUMULATIONS:
+            forms = {accum: tiled, UNTILED.format(accum): weights}
+        for name, copies in forms.items():
+            calls = [functools.partial(gemm_nvfp4, a, w, accum) for w in copies]
+            arms[name] = Measured(Arm(calls), w_bytes + a.nbytes + y_bytes)
     weight_only = Arm([functools.partial(linear_nvfp4, x, w) for w in tiled])
     arms[WEIGHT_ONLY] = Measured(weight_only, w_bytes + x.nbytes + y_bytes)
     both = Arm([_quantized(x, w) for w in tiled])
@@ -172,7 +175,8 @@ def _check(shape: LayerShape, x: torch.Tensor, w: NVFP4Tensor) -> None:
     expected = dequantize_nvfp4(a, torch.float32) @ dequantize_nvfp4(w, torch.float32).t()
     tiled = repack_nvfp4(w, "tiled")
     results = {accum: gemm_nvfp4(a, w, accum) for accum in ACCUMULATIONS}
-    results |= {UNTILED: results["tc"], "tc": gemm_nvfp4(a, tiled, "tc")}
+    for accum in TILED_ACCUMULATIONS:
+        results |= {UNTILED.format(accum): results[accum], accum: gemm_nvfp4(a, tiled, accum)}
     results[WEIGHT_ONLY] = linear_nvfp4(dequantize_nvfp4(a, x.dtype), tiled)
     for accum, y in results.items():
         require_close(f"bench nvfp4: {accum}", y, expected, f"{shape.name} at M={x.shape[0]}")

@@ -6,8 +6,8 @@
    of 16, byte j holding element j low and element j + 8 high.
  * mmq (the activations of ggml's CUDA products): 256 elements in 144 bytes: 16 scales, then 8 bytes per
    sub-block in the nibble order of ggml. Blocks are column-major, [..., 2 * ceil(K16 / 512), N, 144].
- * tiled (weights, for the GPU kernels of `tc`): 16 rows by 64 columns in 576 bytes, [..., ceil(N / 16),
-   ceil(K16 / 64), 576]; `kbit.format.nvfp4_layout` says where which bytes are.
+ * tiled (weights, for the GPU kernels of `exact` and `tc`): 16 rows by 64 columns in 576 bytes,
+   [..., ceil(N / 16), ceil(K16 / 64), 576]; `kbit.format.nvfp4_layout` says where which bytes are.
 Padding is bytes of 0.
 """
 

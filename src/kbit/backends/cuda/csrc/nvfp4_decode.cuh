@@ -37,8 +37,8 @@ DEVICE int scale_integer(u16 half) {
     return int(__float_as_uint(__fmaf_rn(value, 131072.0f, 8388608.0f))) - 0x4b000000;
 }
 
-// Twice the values of codes, as bytes. PRMT with a selector of 8 or more repeats the sign bit of a byte of the
-// table, which is 0: so `positive` has zeros where codes are negative, and `negative` where they are not.
+// Twice the values of codes, as bytes. PRMT with a selector of 8 or more repeats the sign bit of a byte of
+// the table, which is 0: so `positive` has zeros where codes are negative, and `negative` where they are not.
 struct CodeBytes {
     // Half of the table, in a register. PRMT takes one constant, and for each use the compiler would move the
     // other into a register: 8% of the instructions of nvfp4_exact.cu with 8 tokens, 35 registers. So it must

@@ -59,7 +59,8 @@ struct Activations {
     // The 16 bits of every lane t of a sub-block, one after another.
     DEVICE static void store(const CodeBytes& bytes, u32 to, u32 low, u32 high, u32 scale) {
         if constexpr (kExact) {
-            store_shared4(to, make_uint4(bytes.of(low), bytes.of(low >> 16), bytes.of(high), bytes.of(high >> 16)));
+            store_shared4(
+                to, make_uint4(bytes.of(low), bytes.of(low >> 16), bytes.of(high), bytes.of(high >> 16)));
         } else {
             u32 v[8];
             code_halves(permute(low, 0, 0x7170), scale, v[0], v[1]);

@@ -1,8 +1,10 @@
-"""Products with NVFP4 weights in tiles: csrc/nvfp4_exact.cu under `exact`, csrc/stream.cu and wgmma.cu under `tc`.
+"""Products with NVFP4 weights in tiles.
 
-Activations are 16-bit. Those in NVFP4 are decoded to the output's dtype, which is exact, and their factors
-applied to the sums; where K is a multiple of 256 stream.cu decodes up to 8 tokens itself. The kernels are
-those of k-bit weights, compiled for NVFP4's tiles: see kUe4m3 of decode.cuh.
+Under `exact`: `kbit.backends.cuda.nvfp4.exact`. Under `tc`, and of activations that are not quantized:
+csrc/stream.cu for few tokens, csrc/wgmma.cu for many. They are those of k-bit weights, compiled for NVFP4's
+tiles (kUe4m3 of decode.cuh), and take 16-bit activations. Those in NVFP4 are decoded to the output's dtype,
+which is exact, and their factors applied to the sums; where K is a multiple of 256 stream.cu decodes up to 8
+tokens itself.
 """
 
 from __future__ import annotations
