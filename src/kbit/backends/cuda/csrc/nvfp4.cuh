@@ -221,7 +221,8 @@ DEVICE Coded quantize_sub_block(float (&v)[kSub], bool search) {
     u32 chosen = plain;
     if (search) {
         float least = 0.0f;
-#pragma unroll 1
+        // As a loop it took a sixth longer: its jumps wait for instructions.
+#pragma unroll
         for (int i = 0; i < kCandidates; ++i) {
             const u32 candidate = candidate_scale(plain, i);
             const float scale = decode_scale(candidate), inverse = inverse_of(scale);

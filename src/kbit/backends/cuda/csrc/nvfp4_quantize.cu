@@ -6,16 +6,15 @@
 //   groups     ceil(columns / 16); rows * groups < 2^31
 //
 // A thread quantizes 16 elements: 32 or 64 bytes in, 8 + 1 bytes out, both contiguous over a warp. Nothing
-// is reduced across threads, so a row's bytes do not depend on its neighbours. 40 registers let 1536 threads
-// of a multiprocessor have their loads in flight.
+// is reduced across threads, so a row's bytes do not depend on its neighbours.
 #include "config.h"
 #include "nvfp4.cuh"
 
 using D = Dense<Config::dtype>;
 
-extern "C" __global__ void __launch_bounds__(256, 6)
+extern "C" __global__ void __launch_bounds__(256, 4)
     nvfp4_quantize(const u8* x, const int* slots, u8* codes, u8* scales, int rows, int columns, int groups,
-                   int copies, float global_scale, int search, int wide) {
+                   int copies, float global_scale, int wide) {
     follow_previous(x, slots);
     const bool flat = wide != 0 && slots == nullptr;  // sub-block i is at 16 * i: no division
     const u32 total = u32(rows) * u32(groups);
@@ -30,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256, 6)
             load_sub_block<D>(v, x + i64(row) * columns * D::kBytes, int(group) * kSub, columns, wide != 0);
         }
         divide_all(v, global_scale);
-        const Coded coded = quantize_sub_block<Config::ties_even>(v, search != 0);
+        const Coded coded = quantize_sub_block<Config::ties_even>(v, Config::search);
         if (slots == nullptr) {
             store_coded(codes, scales, i, coded);
             continue;

@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     nvfp4_quantize_rows(const u8* x, float* row_scale, u8* codes, u8* scales, int rows, int columns,
-                        int groups, float global_scale, int search, int wide) {
+                        int groups, float global_scale, int wide) {
     __shared__ float of_warp[2][kThreads / 32];
     follow_previous(x);
     int odd = 0;  // the next row's maxima are written while this one's are read
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
                 divide_all(v, own);
             }
             store_coded(codes, scales, i64(row) * groups + group,
-                        quantize_sub_block<Config::ties_even>(v, search != 0));
+                        quantize_sub_block<Config::ties_even>(v, Config::search));
         }
     }
 }

@@ -30,9 +30,10 @@ _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's large
 
 
 @functools.cache
-def quantize_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
+def quantize_spec(dtype: torch.dtype, ties_even: bool, search: bool) -> KernelSpec:
     """The kernel that quantizes rows of a dtype."""
-    return KernelSpec.make("nvfp4_quantize.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+    config = {"dtype": DTYPES[dtype], "ties_even": ties_even, "search": search}
+    return KernelSpec.make("nvfp4_quantize.cu", **config)
 
 
 @functools.cache
@@ -43,9 +44,10 @@ def quantize_few_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
 
 
 @functools.cache
-def quantize_rows_spec(dtype: torch.dtype, ties_even: bool) -> KernelSpec:
+def quantize_rows_spec(dtype: torch.dtype, ties_even: bool, search: bool) -> KernelSpec:
     """The kernel that quantizes rows of a dtype with factors of their own."""
-    return KernelSpec.make("nvfp4_quantize_rows.cu", dtype=DTYPES[dtype], ties_even=ties_even)
+    config = {"dtype": DTYPES[dtype], "ties_even": ties_even, "search": search}
+    return KernelSpec.make("nvfp4_quantize_rows.cu", **config)
 
 
 @functools.cache
@@ -66,9 +68,10 @@ GATHER = KernelSpec("nvfp4_gather.cu")
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     kinds = [(dtype, ties_even) for dtype in DTYPES for ties_even in (False, True)]
-    quantizers = (quantize_spec, quantize_rows_spec, quantize_few_spec)
+    many = (quantize_spec, quantize_rows_spec)
     return [
-        *(spec(*kind) for spec in quantizers for kind in kinds),
+        *(spec(*kind, search) for spec in many for kind in kinds for search in (False, True)),
+        *(quantize_few_spec(*kind) for kind in kinds),
         *(dequantize_spec(dtype) for dtype in DTYPES),
         *(repack_spec(layout) for layout in _SUB_BLOCKS),
         GATHER,
@@ -103,10 +106,11 @@ def quantize_rows(
     codes, scales = empty_coded(x, rows, columns)
     groups = scales.shape[1]
     tensors = tuple(address(t) for t in (x, row_scale, codes, scales))
-    args = (*tensors, rows, columns, groups, global_scale, int(search), int(_is_wide(x)))
+    args = (*tensors, rows, columns, groups, global_scale, int(_is_wide(x)))
     # Threads that all have as much to do, in as few passes over a row as THREADS need.
     threads = -(-groups // (-(-groups // THREADS) * driver.WARP)) * driver.WARP
-    run_items(quantize_rows_spec(x.dtype, ties_even), "QQQQiiifii", x.device, rows, args, 1, threads)
+    spec = quantize_rows_spec(x.dtype, ties_even, search)
+    run_items(spec, "QQQQiiifi", x.device, rows, args, 1, threads)
     return codes, scales, row_scale
 
 
@@ -165,10 +169,8 @@ def _quantize(
     codes, scales = empty_coded(x, out_rows, columns)
     groups = scales.shape[1]
     args = tuple(address(t) for t in (x, slots, codes, scales))
-    args += (rows, columns, groups, copies)
-    numbers = (global_scale, int(search), int(_is_wide(x)))
-    spec = quantize_spec(x.dtype, ties_even)
-    run_items(spec, "QQQQiiiifii", x.device, rows * groups, (*args, *numbers))
+    args += (rows, columns, groups, copies, global_scale, int(_is_wide(x)))
+    run_items(quantize_spec(x.dtype, ties_even, search), "QQQQiiiifi", x.device, rows * groups, args)
     return codes, scales
 
 
