@@ -168,8 +168,8 @@ def _quantize(
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
     codes, scales = empty_coded(x, out_rows, columns)
     groups = scales.shape[1]
-    args = tuple(address(t) for t in (x, slots, codes, scales))
-    args += (rows, columns, groups, copies, global_scale, int(_is_wide(x)))
+    tensors = tuple(address(t) for t in (x, slots, codes, scales))
+    args = (*tensors, rows, columns, groups, copies, global_scale, int(_is_wide(x)))
     run_items(quantize_spec(x.dtype, ties_even, search), "QQQQiiiifi", x.device, rows * groups, args)
     return codes, scales
 
