@@ -68,7 +68,8 @@ def test_exact_products_of_tiles(device: driver.DeviceLimits, monkeypatch: pytes
     """Every number of tokens of a block; teams of no and of many steps; one and many row tiles of a block."""
     monkeypatch.setattr(driver, "device_limits", lambda index: device)
     shapes = [(0, 16, 64), (1, 40, 320), (2, 17, 1040), (3, 40, 320), (20, 70, 576), (9, 24, 272)]
-    shapes += [(33, 17, 1040), (8, 260, 2320), (1, 260, 2320)]
+    shapes += [(33, 17, 1040), (8, 260, 2320), (1, 260, 2320), (17, 40, 4112)]
+    assert exact.plan(*shapes[-1], device).splits > 1
     cases.check_exact_tiles(DEVICE, shapes)
 
 

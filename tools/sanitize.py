@@ -178,8 +178,8 @@ def _multiply_exactly(tiled) -> None:
 
     for tokens in exact.TOKENS:
         a = nvfp4.quantize_nvfp4(torch.randn(tokens + tokens // 8, tiled.shape[1], device="cuda"))
-        for teams in (1, 3):
-            plan = exact.Plan(tokens, rows=2, teams=teams)
+        for teams, splits in ((1, 1), (3, 1), (1, 3)):
+            plan = exact.Plan(tokens, rows=2, teams=teams, splits=splits)
             with mock.patch.object(exact, "plan", return_value=plan):
                 nvfp4.gemm_nvfp4(a, tiled, "exact")
 

@@ -4,6 +4,8 @@
 //   tiled     [ceil(n / 16), columns / 64] tiles (kbit/format/nvfp4_layout.py), 16-byte aligned
 //   row_scale float32 [m] or null
 //   y         [m, n] of dtype `out_dtype` (0 float32, 1 float16, 2 bfloat16)
+//   partial   null; or int64 [m, n], zeroed, to which sums are added instead of writing y (nvfp4_finish.cu
+//   does)
 //
 // The integers are those of nvfp4_decode.cuh, sums are 64 bits wide, and so no order of them can be seen. Of
 // nvfp4_gemm.cu, which takes the layout nv and experts, this differs where its time went: a lane loads its
@@ -18,6 +20,8 @@
 //
 // Instructions for 16 x 16 weights (sm_90a, disassembled): 22 + 11 T / 8 for T tokens from 8 on, 22 for one.
 // Most take two clocks, and IMAD.WIDE, one of a lane's two multiplications, four: each 8 tokens cost 33.
+//
+// grid: x blocks of row tiles, y blocks of tokens, z parts of K, only with `partial`.
 //
 // Dependent launch: the table is built and weights are on their way before the previous kernel is done, so
 // whoever writes `tiled` ends with a kernel that is launched without it.
@@ -139,16 +143,17 @@ DEVICE void add_teams(Sums& sums, u32 base, int warp, int rows, int team, int te
 
 extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
     nvfp4_exact(const u8* a_codes, const u8* a_scales, const u8* tiled, const float* row_scale, void* y,
-                int m, int n, int columns, int rows, int teams, float w_scale, int out_dtype) {
+                u64* partial, int m, int n, int columns, int rows, int teams, float w_scale, int out_dtype) {
     extern __shared__ __align__(1024) u8 memory[];
     const int lane = int(threadIdx.x & 31), number = uniform(int(threadIdx.x >> 5));
     const int team_number = number / (rows + 1), warp = number - team_number * (rows + 1);
     const int k_tiles = columns / 64, steps = (k_tiles + kStepTiles - 1) / kStepTiles;
+    const int part = int(blockIdx.z) * teams + team_number, parts = int(gridDim.z) * teams;
     const u32 base = shared_address(memory), barriers = base + kTableBytes, rings = barriers + kBarrierBytes;
     const u32 team_barriers = barriers + (teams * rows * kStages + team_number * 2 * kSlots) * 8;
     const Team team{rings + teams * rows * (kStages * kStageBytes) + team_number * (kSlots * kSlotBytes),
-                    team_barriers, team_barriers + kSlots * 8, steps * team_number / teams,
-                    steps * (team_number + 1) / teams};
+                    team_barriers, team_barriers + kSlots * 8, steps * part / parts,
+                    steps * (part + 1) / parts};
     const int row_tile = int(blockIdx.x) * rows + warp, row_tiles = (n + 15) / 16;
     const int ring_number = team_number * rows + warp;
     // Warps beyond the last row tile repeat it; their sums are not stored.
@@ -194,13 +199,19 @@ extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int token = tile * 8 + 2 * t + i % 2, r = p.first + token,
-                      column = row_tile * 16 + g + i / 2 * 8;
-            if (token < kTokens && r < p.end && column < n) {
-                float value = __fmul_rn(__fmul_rn(__ll2float_rn(sums[tile][i]), kExactUnit), w_scale);
-                value = row_scale != nullptr ? __fmul_rn(value, row_scale[r]) : value;
-                store_rounded(y, i64(r) * n + column, value, out_dtype);
+            const int token = tile * 8 + 2 * t + i % 2, r = p.first + token;
+            const int column = row_tile * 16 + g + i / 2 * 8;
+            if (token >= kTokens || r >= p.end || column >= n) {
+                continue;
             }
+            const i64 at = i64(r) * n + column;
+            if (partial != nullptr) {
+                atomicAdd(partial + at, u64(sums[tile][i]));
+                continue;
+            }
+            float value = __fmul_rn(__fmul_rn(__ll2float_rn(sums[tile][i]), kExactUnit), w_scale);
+            value = row_scale != nullptr ? __fmul_rn(value, row_scale[r]) : value;
+            store_rounded(y, at, value, out_dtype);
         }
     }
 }

@@ -6,8 +6,8 @@
 //   groups     ceil(columns / 16)
 //
 // A block takes a row, a thread 16 elements at a time: it looks for the row's largest, and reads the row
-// again, now from near, to quantize it. 4096 rows of 5120 take 28 us; in two launches, of which the second
-// read all from memory again, 40.
+// again, now from near, to quantize it. Two launches, of which the second read all from memory again,
+// took 1.4 times as long for 4096 rows of 5120.
 #include "config.h"
 #include "nvfp4.cuh"
 

@@ -13,14 +13,15 @@ import torch
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import address
-from kbit.backends.cuda.nvfp4.products import check_token_tiles, padded_operands
+from kbit.backends.cuda.nvfp4.products import check_token_tiles, finish, padded_operands
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
 from kbit.format import nvfp4_layout
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 TOKENS = (1, 2, 4, 8, 16, 32)
-_FORMAT = "QQQQQiiiiifi"
+SPLITS = (1, 2, 4, 8)
+_FORMAT = "QQQQQQiiiiifi"
 _STAGES = 3
 _MANY_TOKENS = 16  # from here on two steps of activations are decoded ahead, below four
 _STEP_TILES = 4
@@ -29,6 +30,7 @@ _MOST_WARPS = 16
 # Of `plan`, in steps of a warp, fitted to an H200. Warps that keep a multiprocessor busy, with fewer a step
 # takes as long; and what it costs that no block of the next launch can start beside a launch's own.
 _BUSY_WARPS, _ALONE_STEPS = 10, 10
+_SPLIT_STEPS = 10  # of two more launches, for sums of parts of K
 _SHARED_BEYOND = 1024  # what a block of shared memory takes besides its own
 
 
@@ -49,11 +51,18 @@ def specs() -> list[KernelSpec]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch: tokens of a block, its row tiles, each of which has a warp in every team, and its teams."""
+    """A launch.
+
+    Attributes:
+        tokens, rows: tokens, and row tiles, of a block; a row tile has a warp in every team.
+        teams: that share K in a block.
+        splits: blocks that share K.
+    """
 
     tokens: int
     rows: int
     teams: int
+    splits: int = 1
 
     @property
     def threads(self) -> int:
@@ -77,22 +86,30 @@ def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
 
     def cost(plan: Plan) -> tuple[int, int]:
         """Steps of the busiest multiprocessor's warps; and fewer teams where that is the same."""
-        blocks, teams = -(-row_tiles // plan.rows) * token_tiles, plan.teams
+        blocks, teams = -(-row_tiles // plan.rows) * token_tiles * plan.splits, plan.teams
         waves = -(-blocks // device.multiprocessors)
         # Decoding activations is a warp's work, too.
-        busy = waves * -(-steps // teams) * max(_BUSY_WARPS, (plan.rows + 1) * teams)
+        busy = waves * -(-steps // (teams * plan.splits)) * max(_BUSY_WARPS, (plan.rows + 1) * teams)
+        busy += _SPLIT_STEPS if plan.splits > 1 else 0
         small = plan.threads <= _MOST_WARPS * driver.WARP // 2 and (
             2 * (plan.shared_bytes + _SHARED_BEYOND) <= device.shared_bytes
         )
         alone = not small and 2 * blocks > device.multiprocessors
         return busy + (_ALONE_STEPS if alone else 0), teams
 
+    def competes(plan: Plan) -> bool:
+        """Whether it fits, and does not split K where two more launches take longer than that saves."""
+        blocks = -(-row_tiles // plan.rows) * token_tiles * plan.splits
+        may_split = tokens == TOKENS[-1] and blocks <= device.multiprocessors
+        return plan.shared_bytes <= device.shared_bytes and (plan.splits == 1 or may_split)
+
     sizes = (
-        Plan(tokens, rows, teams)
+        Plan(tokens, rows, teams, splits)
         for rows in range(1, _MOST_WARPS)
-        for teams in range(1, min(steps, _MOST_WARPS // (rows + 1)) + 1)
+        for splits in SPLITS
+        for teams in range(1, min(steps // splits, _MOST_WARPS // (rows + 1)) + 1)
     )
-    return min((size for size in sizes if size.shared_bytes <= device.shared_bytes), key=cost)
+    return min(filter(competes, sizes), key=cost)
 
 
 def multiply(
@@ -121,8 +138,9 @@ def multiply(
     kernel = launcher.load(spec(chosen.tokens), y.device.index, _FORMAT)
     token_tiles = -(-m // chosen.tokens)
     check_token_tiles(m, token_tiles, chosen.tokens)
-    grid = (-(-out_features // (TILE_ROWS * chosen.rows)), token_tiles, 1)
-    operands = (address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y))
+    grid = (-(-out_features // (TILE_ROWS * chosen.rows)), token_tiles, chosen.splits)
+    partial = torch.zeros_like(y, dtype=torch.int64) if chosen.splits > 1 else None
+    operands = (address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y, partial))
     numbers = (m, out_features, columns, chosen.rows, chosen.teams, w_scale, DTYPES[out_dtype])
     launcher.launch_on(
         y.device.index,
@@ -133,4 +151,6 @@ def multiply(
         smem=chosen.shared_bytes,
         pdl=True,
     )
+    if partial is not None:
+        finish(partial, row_scale, w_scale, y)
     return y

@@ -159,9 +159,15 @@ def gemm(
     numbers = (m, n, columns, 1, w_scale, DTYPES[out_dtype])
     launch(accum, chosen, -(-m // tokens), operands, None, None, None, row_scale, y, partial, numbers)
     if partial is not None:
-        args = (partial.data_ptr(), address(row_scale), y.data_ptr(), m * n, n, w_scale, DTYPES[out_dtype])
-        run_items(FINISH, "QQQQifi", y.device, m * n, args)
+        finish(partial, row_scale, w_scale, y)
     return y
+
+
+def finish(partial: torch.Tensor, row_scale: torch.Tensor | None, w_scale: float, y: torch.Tensor) -> None:
+    """y from the exact sums of parts of K, int64 [M, N] in units of 2^-20."""
+    tensors = (address(partial), address(row_scale), address(y))
+    args = (*tensors, y.numel(), y.shape[1], w_scale, DTYPES[y.dtype])
+    run_items(FINISH, "QQQQifi", y.device, y.numel(), args)
 
 
 def launch(
