@@ -65,7 +65,7 @@ DEVICE void multiply_step(Sums& sums, const Table& table, const Packed& w, u32 s
         if constexpr (kBeside == 1) {
             const Weights weights(table.bytes, w.word(kFirst));
             const uint2 scales = w.scales_of(kFirst / 4);
-            const int upper = table.of<kFirst % 4>(scales.x), lower = table.of<kFirst % 4>(scales.y);
+            const int upper = table.at(scales.x, kFirst % 4), lower = table.at(scales.y, kFirst % 4);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
                 int dot[4] = {};

@@ -10,9 +10,9 @@ constexpr int kBeside = kTokens < 8 ? 8 / kTokens : 1;  // sub-blocks in a tile
 constexpr int kSlots = Config::slots;
 constexpr int kStepTiles = 4, kStepColumns = 64 * kStepTiles, kSubBlocks = 4 * kStepTiles;
 constexpr int kScalesAt = 512, kTileBytes = 576, kStageBytes = kStepTiles * kTileBytes;
-// A step of activations: operands [sub-block][tile of tokens][lane], integers of scales [sub-block][token].
-constexpr int kOperandBytes = kSubBlocks * kTokens * 16,
-              kSlotBytes = kOperandBytes + kSubBlocks * kTokens * 4;
+// A step of activations: operands [sub-block][token][4 lanes], integers of scales [sub-block][token].
+constexpr int kOperandBytes = kSubBlocks * kTokens * 16;
+constexpr int kSlotBytes = kOperandBytes + kSubBlocks * kTokens * 4;
 constexpr int kPieces = kTokens * 8;  // of 32 columns of a token, in a step
 constexpr int kRowBytes = 256, kTableBytes = 128 * kRowBytes, kBarrierBytes = 1024;
 constexpr int kMostWarps = 16;
@@ -38,10 +38,6 @@ struct Table {
     // Of byte `byte`, whose top bit is 0.
     DEVICE int at(u32 bytes, int byte) const {
         return *reinterpret_cast<const int*>(memory + permute(bytes, lane_byte, u32(0x7704 | byte << 4)));
-    }
-    template <int BYTE>
-    DEVICE int of(u32 bytes) const {
-        return at(bytes, BYTE);
     }
 };
 
@@ -76,8 +72,8 @@ struct Piece {
         store_shared4(to, operands(table.bytes, codes.x, codes.y));
         store_shared4(to + kTokens * 16, operands(table.bytes, codes.z, codes.w));
         const u32 factor = slot + kOperandBytes + (sub * kTokens + token) * 4;
-        put_shared(factor, u32(table.of<0>(clean)));
-        put_shared(factor + kTokens * 4, u32(table.of<1>(clean)));
+        put_shared(factor, u32(table.at(clean, 0)));
+        put_shared(factor + kTokens * 4, u32(table.at(clean, 1)));
     }
 };
 
@@ -146,6 +142,7 @@ struct Packed {
             scales[i] = load_shared2(stage + i * kTileBytes + kScalesAt + lane / 4 * 8);
         }
     }
+    // See after_loads.
     DEVICE u32 loaded() const {
         u32 all = 0;
 #pragma unroll
@@ -159,8 +156,7 @@ struct Packed {
         const uint4& v = codes[sub / 4];
         return sub % 4 == 0 ? v.x : sub % 4 == 1 ? v.y : sub % 4 == 2 ? v.z : v.w;
     }
-    // Bytes of a tile, or of the one behind it, for row g and row g + 8; without bits that scales do not
-    // have.
+    // Of a tile, or the one behind it: the bytes of row g and of row g + 8, without the bit no scale has.
     DEVICE uint2 scales_of(int tile, bool behind = false) const {
         const uint2 v = behind ? scales[(tile + 1) % kStepTiles] : scales[tile];
         return {v.x & 0x7f7f7f7fu, v.y & 0x7f7f7f7fu};
@@ -184,8 +180,8 @@ struct Ring {
     }
     // Into the place of the i-th step of the team's. Tiles that K lacks stay what they were and meet zeros.
     DEVICE void fetch(const Team& team, int i, u32 shift) const {
-        const int step = team.begin + i, tiles = min(kStepTiles, k_tiles - step * kStepTiles),
-                  s = i % kStages;
+        const int step = team.begin + i, tiles = min(kStepTiles, k_tiles - step * kStepTiles);
+        const int s = i % kStages;
         if (step < team.end) {
             copy<1>({base + s * kStageBytes + shift}, {from + i64(step) * kStageBytes}, tiles * kTileBytes,
                     barriers + 8 * s, lane);

@@ -21,8 +21,8 @@
 // shared memory. Under `exact`, whose sums have no order, Config::teams of them take as many parts of K and
 // add up in the end: one has too few warps to hide what integers wait for.
 //
-// Instructions for 16 x 16 weights and T / 8 tiles of tokens (sm_90a, disassembled): exact 31 + 11 T / 8,
-// seq16 36 + 6 T / 8, tc 36 + 2 T / 8. At 4096 x 14336 and T = 8 exact is 18 thousand cycles of an H200's
+// Instructions for 16 x 16 weights and T / 8 tiles of tokens (sm_90a, disassembled): exact 27 + 11 T / 8,
+// seq16 36 + 6 T / 8, tc 36 + 2 T / 8. At 4096 x 14336 and T = 8 exact is 17 thousand cycles of an H200's
 // schedulers, where the weights' 33 MB take 13 thousand.
 //
 // grid: x blocks of 16 * warps rows of W, warps of a team; y tiles of tokens, of every expert its own (more
