@@ -1,4 +1,5 @@
-// y[r, n] = round((sum * w_scale) * row_scale[r]): what nvfp4_gemm.cu does with a sum, after K was split.
+// y[r, n] = round((sum * w_scale) * row_scale[r]): what is done with an exact sum, after K was split over
+// blocks.
 //
 //   partial    int64 [m, n], units of 2^-20
 //   row_scale  float32 [m] or null; y [m, n] of dtype `out_dtype` (0 float32, 1 float16, 2 bfloat16)
