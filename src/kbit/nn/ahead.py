@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,7 +18,19 @@ from kbit.nn.merged import Merged, MergedMLP, are_joined
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
+from kbit.nn.tiling import TileableModule
 from kbit.ops import forms, gated_delta_schemas
+
+
+@runtime_checkable
+class KnowsKernels(Protocol):
+    """A layer of a format whose kernels do not depend on the layers beside it."""
+
+    def kernels_ahead(
+        self, tokens: Sequence[int], dtype: torch.dtype, device: driver.DeviceLimits
+    ) -> list[KernelSpec]:
+        """The kernels that this layer uses for so many tokens on a GPU with such limits."""
+        ...
 
 
 def compile_kernels(
@@ -53,19 +66,10 @@ def compile_kernels(
         raise ValueError(f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r}.")
     own = (one.dtype for name, one in model.named_parameters() if not name.endswith(ABSMAX))
     dtype = dtype or next((each for each in own if each in operands.DTYPES), torch.bfloat16)
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     wanted = {
         (spec, driver.device_arch(device.index)): None
         for device in _gpus(model)
-        for spec in ahead.kernels(
-            products(model, device),
-            tokens,
-            dtype,
-            driver.device_limits(device.index),
-            tables.for_device(device.index),
-            {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
-            any(kind.__name__ == gated_delta_schemas.LAYER for kind in kinds),
-        )
+        for spec in _kernels(model, device, tokens, dtype)
     }
     if not wanted or folder_problem(cubin_folder()) is not None:
         return 0
@@ -83,9 +87,32 @@ def compile_kernels(
     return compiled
 
 
+def _kernels(
+    model: nn.Module, device: torch.device, tokens: Sequence[int], dtype: torch.dtype
+) -> Iterator[KernelSpec]:
+    """Those of a model's layers on a device, some more than once."""
+    limits = driver.device_limits(device.index)
+    for layer in model.modules():
+        here = isinstance(layer, TileableModule) and device in map(layer._device_of, layer.shapes)
+        if here and isinstance(layer, KnowsKernels):
+            yield from layer.kernels_ahead(tokens, dtype, limits)
+    if not any(_weights(model, device)):
+        return
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    yield from ahead.kernels(
+        products(model, device),
+        tokens,
+        dtype,
+        limits,
+        tables.for_device(device.index),
+        {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
+        any(kind.__name__ == gated_delta_schemas.LAYER for kind in kinds),
+    )
+
+
 def _gpus(model: nn.Module) -> list[torch.device]:
     """The GPUs whose kernels multiply layers of a model."""
-    layers = (module for module in model.modules() if isinstance(module, QuantizedModule))
+    layers = (module for module in model.modules() if isinstance(module, TileableModule))
     devices = {layer._device_of(name) for layer in layers for name in layer.shapes}
     return [one for one in devices if one.type == "cuda" and forms.tiles_pay("linear", one, torch.uint8)]
 

@@ -221,9 +221,11 @@ def prepare(
     return Prepared(launch, weight_rows, tiling.tokens // tiling.sharers, sizes)
 
 
-def kernel_of(chosen: Plan, dtype: torch.dtype, bits: int, experts: int = 0) -> KernelSpec:
+def kernel_of(
+    chosen: Plan, dtype: torch.dtype, bits: int, experts: int = 0, nvfp4: bool = False
+) -> KernelSpec:
     """The kernel of a plan; experts: how many, 0 for one weight."""
-    return config.spec(_block(chosen, bits, experts), dtype)
+    return config.spec(_block(chosen, bits, experts, nvfp4), dtype)
 
 
 def _block(chosen: Plan, bits: int, experts: int, nvfp4: bool = False) -> config.Config:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.driver import DeviceLimits
+from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.gemm import linear_nvfp4
@@ -58,6 +62,14 @@ class NVFP4Experts(NVFP4Module):
             weight = getattr(experts, theirs).detach()
             layer.fill(mine, quantize_weight(weight, settings, f"{name}.{theirs}" if name else theirs))
         return layer
+
+    def kernels_ahead(
+        self, tokens: Sequence[int], dtype: torch.dtype, device: DeviceLimits
+    ) -> list[KernelSpec]:
+        """See `kbit.nn.ahead.KnowsKernels`."""
+        settings = self.settings
+        fold = settings.fold and settings.activations == "nvfp4" and is_silu(self.act_fn)
+        return ahead.of_experts(self._arithmetic, fold, dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.driver import DeviceLimits
+from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
@@ -62,6 +66,12 @@ class NVFP4Linear(NVFP4Module):
         layer = cls.empty_like(linear, settings, name, device="meta")
         layer.fill("weight", quantize_weight(linear.weight.detach(), settings, name))
         return layer
+
+    def kernels_ahead(
+        self, tokens: Sequence[int], dtype: torch.dtype, device: DeviceLimits
+    ) -> list[KernelSpec]:
+        """See `kbit.nn.ahead.KnowsKernels`."""
+        return ahead.of_linear(self.out_features, self.in_features, self._arithmetic, tokens, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features] of x's dtype.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.backends.cuda.nvfp4 import ahead
 from kbit.format.words import at
 from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
@@ -108,6 +109,12 @@ class NVFP4Module(TileableModule):
         for name in self.shapes:
             for part in ("codes", "scales", "global_scale"):
                 yield f"{name}_{part}", getattr(self, f"{name}_{part}")
+
+    @property
+    def _arithmetic(self) -> ahead.Arithmetic:
+        settings = self.settings
+        accum = settings.accum if settings.activations == "nvfp4" else None
+        return ahead.Arithmetic(accum, settings.search, settings.ties == "even", settings.row_scale)
 
     def fill(self, name: str, t: NVFP4Tensor) -> None:
         """Take over a quantized weight."""

@@ -81,6 +81,16 @@ def shared_bytes(accum: str, tokens: int, warps: int) -> int:
     return teams(accum, tokens) * (warps * _stages(accum, tokens) * _STAGE_BYTES + 2 * operands)
 
 
+def takes_cublas(m: int, accum: str) -> bool:
+    """Whether cuBLAS multiplies m rows by a weight in the layout nv, both decoded."""
+    return accum == "tc" and m > _CUBLAS_TOKENS
+
+
+def padded(columns: int) -> int:
+    """K, as kernels take it."""
+    return -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+
+
 def chosen_tokens(m: int) -> int:
     """Tokens of a tile for m rows."""
     return next((tokens for tokens in TOKENS if tokens >= m), TOKENS[-1])
@@ -145,7 +155,7 @@ def gemm(
         ValueError: K is larger than 2^20, or there are too many rows.
     """
     m, n = a_codes.shape[0], w_codes.shape[0]
-    if accum == "tc" and (tile == CUBLAS or (tile is None and m > _CUBLAS_TOKENS)):
+    if accum == "tc" and (tile == CUBLAS or (tile is None and takes_cublas(m, accum))):
         return _cublas(a_codes, a_scales, w_codes, w_scales, w_scale, row_scale, out_dtype)
     operands = padded_operands(a_codes, a_scales, w_codes, w_scales)
     columns = operands[0].shape[-1] * 2

@@ -78,6 +78,22 @@ def specs() -> list[KernelSpec]:
     ]
 
 
+def quantizer(
+    rows: int, columns: int, dtype: torch.dtype, search: bool, ties_even: bool, row_scale: bool
+) -> KernelSpec:
+    """The kernel that quantizes so many rows, with factors of their own if `row_scale`."""
+    few, many = quantizers(dtype, search, ties_even, row_scale)
+    return few if _are_few(rows, columns, _FEW_WITH_FACTORS if row_scale else _FEW) else many
+
+
+def quantizers(
+    dtype: torch.dtype, search: bool, ties_even: bool, row_scale: bool
+) -> tuple[KernelSpec, KernelSpec]:
+    """The kernels that quantize few and many rows, with factors of their own if `row_scale`."""
+    many = quantize_rows_spec if row_scale else quantize_spec
+    return quantize_few_spec(dtype, ties_even), many(dtype, ties_even, search)
+
+
 def quantize(
     x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +102,7 @@ def quantize(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    if _are_few(x, _FEW):
+    if _are_few(x.shape[0], x.shape[1], _FEW):
         return _quantize_few(x, search, ties_even, global_scale, None)
     return _quantize(x, None, search, ties_even, global_scale)
 
@@ -101,7 +117,7 @@ def quantize_rows(
     """
     rows, columns = x.shape
     row_scale = x.new_empty(rows, dtype=torch.float32)
-    if _are_few(x, _FEW_WITH_FACTORS):
+    if _are_few(x.shape[0], x.shape[1], _FEW_WITH_FACTORS):
         return *_quantize_few(x, search, ties_even, global_scale, row_scale), row_scale
     codes, scales = empty_coded(x, rows, columns)
     groups = scales.shape[1]
@@ -144,8 +160,8 @@ def _quantize_few(
     return codes, scales
 
 
-def _are_few(x: torch.Tensor, most: int) -> bool:
-    return x.shape[0] * groups_of(x.shape[1]) <= most
+def _are_few(rows: int, columns: int, most: int) -> bool:
+    return rows * groups_of(columns) <= most
 
 
 def _few_parts(rows: int, groups: int, least: int, multiprocessors: int) -> tuple[int, int]:

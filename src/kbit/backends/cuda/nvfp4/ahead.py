@@ -1,0 +1,108 @@
+"""Which kernels layers of NVFP4 will use, to compile them before they are needed.
+
+It asks the same functions that choose and plan launches. What it misses is compiled at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from kbit.backends.cuda import driver, routing, stream, stream_config, wgmma
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import exact, folds, moe, products, rows, tiled
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, groups_of
+from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import nvfp4_layout
+
+
+class Arithmetic(NamedTuple):
+    """How layers compute; see `kbit.nvfp4.layers.NVFP4Settings`.
+
+    Attributes:
+        accum: of W4A4; None for activations of 16 bits.
+        search, ties_even, row_scale: of the activations' quantizer.
+    """
+
+    accum: str | None
+    search: bool = True
+    ties_even: bool = False
+    row_scale: bool = True
+
+
+def of_linear(
+    out_features: int,
+    in_features: int,
+    how: Arithmetic,
+    tokens: Iterable[int],
+    dtype: torch.dtype,
+    device: driver.DeviceLimits,
+) -> list[KernelSpec]:
+    """The kernels of a linear layer by so many tokens, each once; only under `seq16` not of tiles."""
+    found: dict[KernelSpec, None] = {}
+    columns = groups_of(in_features) * SUB_BLOCK
+    for m in tokens:
+        if how.accum is None:
+            found |= dict.fromkeys(_of_16_bits(m, out_features, in_features, dtype, device))
+            continue
+        found[rows.quantizer(m, columns, dtype, how.search, how.ties_even, how.row_scale)] = None
+        if how.accum == "exact":
+            chosen = exact.plan(m, out_features, products.padded(columns), device)
+            found |= dict.fromkeys(
+                [exact.spec(chosen.tokens), *([products.FINISH] if chosen.splits > 1 else [])]
+            )
+        elif how.accum == "tc" and tiled.refusal(m, dtype, device.arch) is None:
+            found |= dict.fromkeys(_of_codes(m, out_features, columns, dtype, device))
+        else:
+            found[_untiled(m, how.accum)] = None
+    return list(found)
+
+
+def _untiled(m: int, accum: str) -> KernelSpec:
+    if products.takes_cublas(m, accum):
+        return rows.dequantize_spec(torch.bfloat16)
+    return products.gemm_spec(accum, products.chosen_tokens(m))
+
+
+def _of_codes(
+    m: int, n: int, columns: int, dtype: torch.dtype, device: driver.DeviceLimits
+) -> Iterator[KernelSpec]:
+    """Of W4A4 under `tc`."""
+    if m <= stream_config.CODED_TOKENS and columns % stream.GROUP_COLUMNS == 0:
+        yield stream.planned(m, dtype, _weight(n, columns, device), nvfp4=True, coded=True)[1]
+        return
+    yield rows.dequantize_spec(dtype)
+    yield from _of_16_bits(m, n, columns, dtype, device)
+
+
+def _of_16_bits(
+    m: int, n: int, columns: int, dtype: torch.dtype, device: driver.DeviceLimits
+) -> Iterator[KernelSpec]:
+    weight = _weight(n, columns, device)
+    if tiled.refusal(m, dtype, device.arch) is not None:
+        yield rows.dequantize_spec(dtype)
+    elif tiled.kernel(m, device.arch) == "wgmma":
+        yield wgmma.kernel_of(wgmma.plan(m, weight), dtype, weight.bits, nvfp4=True)
+    else:
+        most = stream.TOKENS[-1]
+        for part in {min(m, most), m % most} - {0}:
+            yield stream.planned(part, dtype, weight, nvfp4=True)[1]
+
+
+def _weight(n: int, columns: int, device: driver.DeviceLimits) -> WeightShape:
+    return WeightShape(n, columns, nvfp4_layout.BITS, False, device)
+
+
+def of_experts(how: Arithmetic, fold: bool, dtype: torch.dtype) -> list[KernelSpec]:
+    """The kernels of experts by any number of tokens, of which nobody knows how many an expert gets."""
+    align = [routing.align_spec(torch.int32), moe.SLOTS]
+    combine = [routing.combine_spec(dtype, vector) for vector in (False, True)]
+    silu = (
+        folds.silu_spec(dtype, how.ties_even, quantize=True) if fold else folds.silu_spec(dtype, False, False)
+    )
+    if how.accum is None:
+        return [*align, *combine, silu, rows.dequantize_spec(dtype)]
+    coded = [*rows.quantizers(dtype, how.search, how.ties_even, how.row_scale), rows.GATHER]
+    return [*align, *coded, silu, *(products.gemm_spec(how.accum, t) for t in products.TOKENS), *combine]
