@@ -105,9 +105,7 @@ def _of_one(
 ) -> Iterator[KernelSpec]:
     choice = decide(m, dtype, weight, known)
     if choice.kernel == "stream":
-        most = stream.TOKENS[-1]
-        for part in {min(m, most), m % most} - {0}:
-            yield stream.planned(part, dtype, weight)[1]
+        yield from stream.kernels_of(m, dtype, weight)
     elif choice.plan is not None:
         yield wgmma.kernel_of(choice.plan, dtype, weight.bits)
     else:

@@ -15,6 +15,7 @@ from kbit.format.errors import KbitError
 
 WARP = 32  # threads
 MAX_GRID_Y = 65535  # blocks along y, and along z
+RESERVED_SHARED_BYTES = 1024  # of a multiprocessor's shared memory, by each block for itself
 
 
 class DriverError(KbitError, RuntimeError):

@@ -16,7 +16,6 @@ from kbit.format.codebook import SUPPORTED_BITS, bits_of
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 FORMAT = "QQQQQQQ" + "i" * 7  # of the arguments that every such kernel begins with
 _ROW_BYTES = 128  # of a token's columns of a tile
-_RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, by each block for itself
 
 
 class Config(Hashable, Protocol):
@@ -56,7 +55,7 @@ class Plan(Protocol):
 
 def room(blocks: int, device: driver.DeviceLimits) -> int:
     """Dynamic shared memory of each of so many blocks on a multiprocessor, in bytes."""
-    return (device.shared_bytes + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
+    return (device.shared_bytes + driver.RESERVED_SHARED_BYTES) // blocks - driver.RESERVED_SHARED_BYTES
 
 
 def row_aligned(at: int) -> int:

@@ -248,6 +248,12 @@ def planned(
     return chosen, kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, nvfp4, DENSE, coded)
 
 
+def kernels_of(m: int, dtype: torch.dtype, weight: WeightShape, nvfp4: bool = False) -> list[KernelSpec]:
+    """The kernels that `linear` launches on a legal weight by m tokens of 16 bits, any number."""
+    most = TOKENS[-1]
+    return [planned(part, dtype, weight, nvfp4)[1] for part in {min(m, most), m % most} - {0}]
+
+
 def linear(
     x: torch.Tensor,
     tiled: torch.Tensor,

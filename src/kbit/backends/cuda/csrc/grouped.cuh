@@ -2,6 +2,7 @@
 #pragma once
 
 #include "grouped_unit.cuh"
+#include "ring.cuh"
 
 constexpr int kStages = Config::stages;
 constexpr int kTiles = 2;  // of a row tile, in a stage of the ring
@@ -38,15 +39,7 @@ struct Ring {
     const u8 *upper = nullptr, *lower = nullptr;
     u32 taken = 0;  // stages
 
-    DEVICE void init() const {
-        if (lane == 0) {
-            for (int s = 0; s < kStages; ++s) {
-                barrier_init(barriers + 8 * s, kCopyArrivals);
-            }
-            barriers_visible();
-        }
-        __syncwarp();
-    }
+    DEVICE void init() const { ring_init<kStages>(barriers, lane); }
     DEVICE void start(const Problem& p) {
         find(p);
         for (int s = 0; s < kStages; ++s) {

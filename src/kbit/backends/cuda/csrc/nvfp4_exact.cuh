@@ -3,6 +3,7 @@
 
 #include "config.h"
 #include "nvfp4_decode.cuh"
+#include "ring.cuh"
 
 constexpr int kTokens = Config::tokens, kStages = Config::stages;
 constexpr int kTiles = kTokens < 8 ? 1 : kTokens / 8;   // of columns of B
@@ -169,15 +170,7 @@ struct Ring {
     u32 base, barriers;
     int k_tiles, lane;
 
-    DEVICE void init() const {
-        if (lane == 0) {
-            for (int s = 0; s < kStages; ++s) {
-                barrier_init(barriers + 8 * s, kCopyArrivals);
-            }
-            barriers_visible();
-        }
-        __syncwarp();
-    }
+    DEVICE void init() const { ring_init<kStages>(barriers, lane); }
     // Into the place of the i-th step of the team's. Tiles that K lacks stay what they were and meet zeros.
     DEVICE void fetch(const Team& team, int i, u32 shift) const {
         const int step = team.begin + i, tiles = min(kStepTiles, k_tiles - step * kStepTiles);

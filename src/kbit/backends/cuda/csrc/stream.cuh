@@ -3,6 +3,7 @@
 
 #include "config.h"
 #include "decode.cuh"
+#include "ring.cuh"
 
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
@@ -128,15 +129,7 @@ struct Ring {
     Cursor<kStages> at;
     Choice choice = {};
 
-    DEVICE void init() {
-        if (lane == 0) {
-            for (int s = 0; s < kStages; ++s) {
-                barrier_init(barriers + 8 * s, kCopyArrivals);
-            }
-            barriers_visible();
-        }
-        __syncwarp();
-    }
+    DEVICE void init() const { ring_init<kStages>(barriers, lane); }
     DEVICE void start(const Problem& p) {
         stride = (long long)(p.k_tiles) * D::kTileBytes;
         next_segment(p);

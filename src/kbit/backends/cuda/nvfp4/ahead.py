@@ -86,9 +86,7 @@ def _of_16_bits(
     elif tiled.kernel(m, device.arch) == "wgmma":
         yield wgmma.kernel_of(wgmma.plan(m, weight), dtype, weight.bits, nvfp4=True)
     else:
-        most = stream.TOKENS[-1]
-        for part in {min(m, most), m % most} - {0}:
-            yield stream.planned(part, dtype, weight, nvfp4=True)[1]
+        yield from stream.kernels_of(m, dtype, weight, nvfp4=True)
 
 
 def _weight(n: int, columns: int, device: driver.DeviceLimits) -> WeightShape:

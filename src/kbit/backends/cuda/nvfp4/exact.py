@@ -31,7 +31,6 @@ _MOST_WARPS = 16
 # takes as long; and what it costs that no block of the next launch can start beside a launch's own.
 _BUSY_WARPS, _ALONE_STEPS = 10, 10
 _SPLIT_STEPS = 10  # of two more launches, for sums of parts of K
-_SHARED_BEYOND = 1024  # what a block of shared memory takes besides its own
 
 
 @functools.cache
@@ -84,23 +83,25 @@ def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
     row_tiles, token_tiles = -(-n // TILE_ROWS), -(-m // tokens)
     steps = -(-columns // (_STEP_TILES * TILE_COLUMNS))
 
+    def blocks_of(plan: Plan) -> int:
+        return -(-row_tiles // plan.rows) * token_tiles * plan.splits
+
     def cost(plan: Plan) -> tuple[int, int]:
         """Steps of the busiest multiprocessor's warps; and fewer teams where that is the same."""
-        blocks, teams = -(-row_tiles // plan.rows) * token_tiles * plan.splits, plan.teams
+        blocks, teams = blocks_of(plan), plan.teams
         waves = -(-blocks // device.multiprocessors)
         # Decoding activations is a warp's work, too.
         busy = waves * -(-steps // (teams * plan.splits)) * max(_BUSY_WARPS, (plan.rows + 1) * teams)
         busy += _SPLIT_STEPS if plan.splits > 1 else 0
         small = plan.threads <= _MOST_WARPS * driver.WARP // 2 and (
-            2 * (plan.shared_bytes + _SHARED_BEYOND) <= device.shared_bytes
+            2 * (plan.shared_bytes + driver.RESERVED_SHARED_BYTES) <= device.shared_bytes
         )
         alone = not small and 2 * blocks > device.multiprocessors
         return busy + (_ALONE_STEPS if alone else 0), teams
 
     def competes(plan: Plan) -> bool:
         """Whether it fits, and does not split K where two more launches take longer than that saves."""
-        blocks = -(-row_tiles // plan.rows) * token_tiles * plan.splits
-        may_split = tokens == TOKENS[-1] and blocks <= device.multiprocessors
+        may_split = tokens == TOKENS[-1] and blocks_of(plan) <= device.multiprocessors
         return plan.shared_bytes <= device.shared_bytes and (plan.splits == 1 or may_split)
 
     sizes = (

@@ -226,7 +226,7 @@ def padded_operands(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     groups = operands[1].shape[-1]
     if groups * SUB_BLOCK > MAX_COLUMNS:
         raise ValueError(f"nvfp4: K must be at most {MAX_COLUMNS}, got {groups * SUB_BLOCK}. Split K.")
-    missing = -groups % (_COLUMN_MULTIPLE // SUB_BLOCK)
+    missing = padded(groups * SUB_BLOCK) // SUB_BLOCK - groups
     if missing:
         operands = tuple(
             F.pad(t, (0, missing * (1 if i % 2 else SUB_BLOCK // 2))) for i, t in enumerate(operands)

@@ -83,7 +83,7 @@ def quantizer(
 ) -> KernelSpec:
     """The kernel that quantizes so many rows, with factors of their own if `row_scale`."""
     few, many = quantizers(dtype, search, ties_even, row_scale)
-    return few if _are_few(rows, columns, _FEW_WITH_FACTORS if row_scale else _FEW) else many
+    return few if _are_few(rows, columns, row_scale) else many
 
 
 def quantizers(
@@ -102,7 +102,7 @@ def quantize(
     Raises:
         ValueError: x has 2^31 blocks of 16 or more.
     """
-    if _are_few(x.shape[0], x.shape[1], _FEW):
+    if _are_few(x.shape[0], x.shape[1], row_scale=False):
         return _quantize_few(x, search, ties_even, global_scale, None)
     return _quantize(x, None, search, ties_even, global_scale)
 
@@ -117,7 +117,7 @@ def quantize_rows(
     """
     rows, columns = x.shape
     row_scale = x.new_empty(rows, dtype=torch.float32)
-    if _are_few(x.shape[0], x.shape[1], _FEW_WITH_FACTORS):
+    if _are_few(rows, columns, row_scale=True):
         return *_quantize_few(x, search, ties_even, global_scale, row_scale), row_scale
     codes, scales = empty_coded(x, rows, columns)
     groups = scales.shape[1]
@@ -160,8 +160,8 @@ def _quantize_few(
     return codes, scales
 
 
-def _are_few(rows: int, columns: int, most: int) -> bool:
-    return rows * groups_of(columns) <= most
+def _are_few(rows: int, columns: int, row_scale: bool) -> bool:
+    return rows * groups_of(columns) <= (_FEW_WITH_FACTORS if row_scale else _FEW)
 
 
 def _few_parts(rows: int, groups: int, least: int, multiprocessors: int) -> tuple[int, int]:
