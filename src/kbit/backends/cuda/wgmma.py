@@ -69,7 +69,7 @@ def candidates(m: int, weight: WeightShape) -> Mapping[Plan, float]:
             size = cluster * tiling.sharers
             grid = size * max(1, min(tiles, device.clusters(size)))
             if cluster > 1 and (
-                not block.splits(in_features, cluster) or _alone(tiles, grid, cluster) == tiles
+                not block.splits(in_features, cluster) or alone(tiles, grid, cluster) == tiles
             ):
                 continue
             plans[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
@@ -102,13 +102,18 @@ def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
     return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
 
 
-def _alone(tiles: int, grid: int, cluster: int) -> int:
+def alone(tiles: int, grid: int, cluster: int) -> int:
     """How many tiles one block computes alone, without splitting K; Problem::find_alone in wgmma.cuh.
 
     Those of full waves; or all, if clusters would need as many rounds for the rest as they have blocks.
     """
     whole = tiles // grid * grid
     return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
+
+
+def near(columns: int, tokens: int, token_blocks: int) -> int:
+    """How many token blocks' activations stay in the L2 cache while the weight is read; Problem::near."""
+    return max(1, min(token_blocks, _NEAR_BYTES // (2 * columns * tokens)))
 
 
 def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int) -> float:
@@ -134,10 +139,10 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
         sums, ends = sums + 300 + 2 * tokens, ends + 300 + 2 * tokens
     if block.multicast:
         step, ends = 0.98 * step, ends + 1000
-    alone, even = _alone(tiles, grid, cluster), 2 * teams
-    clocks = -(-alone // workers) * (-(-steps // even) * even * step + ends)
-    if alone < tiles:
-        clocks += -(-(tiles - alone) // (grid // cluster)) * (-(-steps // cluster) * step + sums)
+    by_one, even = alone(tiles, grid, cluster), 2 * teams
+    clocks = -(-by_one // workers) * (-(-steps // even) * even * step + ends)
+    if by_one < tiles:
+        clocks += -(-(tiles - by_one) // (grid // cluster)) * (-(-steps // cluster) * step + sums)
     return clocks
 
 
@@ -209,11 +214,11 @@ def prepare(
     tiling = chosen.tiling
     block = _block(chosen, bits, experts, nvfp4)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
-    alone = _alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
-    near = max(1, min(token_blocks, _NEAR_BYTES // (2 * in_features * tiling.tokens)))
+    by_one = alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
+    near_ones = near(in_features, tiling.tokens, token_blocks)
     rows = -(-out_features // TILE_ROWS)
     steps = block.steps_of(in_features)
-    sizes = (out_features, m, experts, steps, rows, row_blocks, token_blocks, alone, near, int(gated))
+    sizes = (out_features, m, experts, steps, rows, row_blocks, token_blocks, by_one, near_ones, int(gated))
     kernel, grid = launcher.load(config.spec(block, dtype), device_index, _FORMAT), (chosen.grid, 1, 1)
     smem, cluster = config.shared_bytes(block), tiling.cluster * tiling.sharers
     launch = launcher.Prepared(device_index, kernel, grid, block.threads, smem, cluster)

@@ -29,14 +29,14 @@ TEAM_TOKENS = (16, 32, 64, 96)
 ROWS, HALF_ROWS, WIDE_ROWS = 128, 64, 192  # rows of W of a block
 # Up to so many columns a block, two teams lose more by adding up at the end than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
-_SHARED_BYTES = 227 * 1024
-_MOST_STAGES = 12
+SHARED_BYTES = 227 * 1024
+MOST_STAGES = 12
 # By tokens: where a cluster's sums have memory of their own, which saves a barrier.
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 _STAGING_BYTES = 256  # for a token of y: two buffers of a warpgroup of 128 bytes each
-_BARRIER_BYTES = 32
-_SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
+BARRIER_BYTES = 32
+SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
 class Tiling(NamedTuple):
@@ -174,19 +174,19 @@ def _fixed_bytes(config: Config) -> int:
     if config.bits in operands.HOLES:
         outside = max(0, outside - operands.HOLE_BYTES)
     staging = config.warpgroups * _round(config) * _STAGING_BYTES
-    return operands.TABLE_BYTES + outside + staging + (_SCRATCH_BYTES if config.grouped else 0)
+    return operands.TABLE_BYTES + outside + staging + (SCRATCH_BYTES if config.grouped else 0)
 
 
 def _stage_bytes(config: Config) -> int:
     weights = config.rows // TILE_ROWS * 4 * operands.tile_words(config.bits, config.nvfp4)
     tile = config.tokens * TILE_COLUMNS * 2 + weights
-    return config.columns // TILE_COLUMNS * tile + _BARRIER_BYTES
+    return config.columns // TILE_COLUMNS * tile + BARRIER_BYTES
 
 
 @functools.cache
 def stages(config: Config) -> int:
     """Steps in flight: as many as fit, the same number for each team."""
-    fit = min(_MOST_STAGES, (_SHARED_BYTES - _fixed_bytes(config)) // _stage_bytes(config))
+    fit = min(MOST_STAGES, (SHARED_BYTES - _fixed_bytes(config)) // _stage_bytes(config))
     return fit // config.teams * config.teams
 
 

@@ -43,114 +43,7 @@
 // Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "wgmma_finish.cuh"
 #include "wgmma_instruction.h"
-
-// Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
-// (Eight copies of a tile instead of a box took 800 clocks a step.) `early`: the weights of the first steps
-// complete their own barriers.
-DEVICE void produce_tile(const Problem& p, const Work& work, Ring& ring, const TensorMap* map, bool weights,
-                         bool early) {
-    constexpr int kWords = D::kTileBytes / 4;
-    const Tile at = p.tile(work.tile);
-    const int row_tile = at.expert * p.row_tiles + at.block * (p.gated ? kRowTiles / 2 : kRowTiles);
-    const int first = work.first(), count = work.count();
-    for (int i = 0; i < count; ++i) {
-        const bool apart = early && weights && i < kEarlySteps;
-        const u32 there = apart ? ring.early() : ring.there();
-        barrier_wait(ring.empty(), ring.phase ^ 1);
-        barrier_expect(there, weights ? kWeightBytes : kActivationBytes);
-        if (apart) {
-            barrier_arrive(ring.there());
-        }
-#pragma unroll
-        for (int j = 0; j < kTilesOfStep; ++j) {
-            const int tile = (first + i) * kTilesOfStep + j;
-            if (!weights) {
-                const u32 to = ring.activations() + j * kBoxBytes;
-                if constexpr (kMulticast) {
-                    const int rank = cluster_rank(), token = at.token + rank * (kTokens / 2);
-                    copy_box_to_both(to + rank * (kBoxBytes / 2), map, tile * kTileColumns, token, there);
-                } else {
-                    copy_box(to, map, tile * kTileColumns, at.token, there);
-                }
-                continue;
-            }
-            const u32 to = ring.weights() + j * kTilesBytes;
-            copy_box(to, map, tile * kWords, row_tile, there);
-            if (p.gated) {
-                copy_box(to + kTilesBytes / 2, map, tile * kWords, row_tile + p.row_tiles / 2, there);
-            }
-        }
-        ring.next();
-    }
-}
-
-DEVICE void produce(const Problem& p, Work work, Ring ring, const TensorMap* weight_map,
-                    const TensorMap* x_map, int warp, int lane) {
-    const bool weights = warp == 0, busy = warp < 2 && lane == 0;
-    if (busy && !weights) {
-        wait_for_previous();
-        launch_late();
-    }
-    for (bool first = true; work.more(); work.next(), first = false) {
-        if (busy) {
-            produce_tile(p, work, ring, weights ? weight_map : x_map, weights, first);
-        }
-        __syncwarp();
-        if (work.split) {
-            syncs_of_finish(work);
-        }
-    }
-}
-
-// A consumer warp's packed weights of a step.
-struct Packed {
-    using S = Scales<kUe4m3, Config::bf16>;
-    u32 words[kTilesOfStep][Config::bits];
-    typename S::Words scales[kTilesOfStep];
-
-    // Of the step in `ring`, complete with barrier `there`.
-    DEVICE Packed(const Ring& ring, int slot, int lane, u32 there) {
-        barrier_wait(there, ring.phase);
-#pragma unroll
-        for (int t = 0; t < kTilesOfStep; ++t) {
-            const u32 tile = ring.weights() + t * kTilesBytes + slot * D::kTileBytes;
-            D::load(words[t], tile, lane);
-            scales[t] = S::load(tile + D::kScalesAt + lane / 4 * S::kBytes);
-        }
-    }
-    // As the A operands of the step's k16 steps.
-    DEVICE void decode(u32 (&a)[4 * kTilesOfStep][4], const D& decode) const {
-#pragma unroll
-        for (int t = 0; t < kTilesOfStep; ++t) {
-            u32 factors[4 / S::kSteps][2];
-            static_for<4 / S::kSteps>([&](auto block) {
-                factors[block.value][0] = S::template factor<block.value * S::kSteps, 0>(scales[t]);
-                factors[block.value][1] = S::template factor<block.value * S::kSteps, 1>(scales[t]);
-            });
-            static_for<4>([&](auto j) {
-                u32(&to)[4] = a[4 * t + j.value];
-                decode.template step<j.value>(words[t], to);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    to[i] = H::multiply(to[i], factors[j.value / S::kSteps][i % 2]);
-                }
-            });
-        }
-    }
-};
-
-// A consumer warp has read a step's slot: it is free when all have, of both blocks if they fill each other's.
-DEVICE void release(u32 empty, int lane) {
-    if constexpr (!kMulticast) {
-        warp_arrive(empty, lane);
-        return;
-    }
-    __syncwarp();
-    if (lane < kWarpArrivals) {
-        barrier_arrive_there(empty, 0);
-        barrier_arrive_there(empty, 1);
-    }
-}
+#include "wgmma_steps.cuh"
 
 DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, const Output& out, u32 staging,
                     int team, int thread) {
@@ -268,14 +161,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};
     if (thread == 0) {
-        Ring each = ring;
-        for (int s = 0; s < kStages; ++s, each.next()) {
-            barrier_init(each.there(), 2);
-            barrier_init(each.early(), 1);
-            barrier_init(each.empty(), kSharers * kTeamThreads / 32 * kWarpArrivals);
-        }
-        barrier_init(ring.base + kSumsBarrierAt, 1);
-        barriers_visible();
+        ring.init();
         prefetch_map(&weight_map);
         prefetch_map(&x_map);
     }
@@ -288,18 +174,11 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     const u32 scratch = ring.base + kScratchAt;
     if constexpr (kGrouped) {
         wait_for_previous();
-        const List list{memory + kListAt};
-        BlockGroups groups;
-        groups.find(scratch, offsets, experts, m, kTokensLog);
-        write_list(list, groups, experts);
-        p.list = list;
-        p.experts = experts;
-        p.token_blocks = groups.all_pieces;
-        p.find_alone();
+        find_experts(p, memory, scratch, offsets, experts);
     }
     if (warp < 4) {
         fewer_registers<kProducerRegisters>();
-        produce(p, Work(p), ring, &weight_map, &x_map, warp, lane);
+        produce(p, Work(p), ring, &weight_map, &x_map, warp, lane, syncs_of_finish);
     } else {
         more_registers<kConsumerRegisters>();
         D::fill(memory, level, thread - 128, kConsumers);

@@ -119,6 +119,18 @@ struct Problem {
     }
 };
 
+// Grouped: all threads find the experts' rows, and with them the tiles; ends with a block barrier.
+DEVICE void find_experts(Problem& p, u8* memory, u32 scratch, const int* offsets, int experts) {
+    const List list{memory + kListAt};
+    BlockGroups groups;
+    groups.find(scratch, offsets, experts, p.m, kTokensLog);
+    write_list(list, groups, experts);
+    p.list = list;
+    p.experts = experts;
+    p.token_blocks = groups.all_pieces;
+    p.find_alone();
+}
+
 struct Ring {
     u32 base;
     int slot = 0;
@@ -128,6 +140,17 @@ struct Ring {
     DEVICE u32 early() const { return there() + 16; }
     DEVICE u32 activations() const { return base + kActivationsAt + slot * kActivationBytes; }
     DEVICE u32 weights() const { return base + kWeightsAt + slot * kWeightBytes; }
+    // By one thread.
+    DEVICE void init() const {
+        Ring each = *this;
+        for (int s = 0; s < kStages; ++s, each.next()) {
+            barrier_init(each.there(), 2);
+            barrier_init(each.early(), 1);
+            barrier_init(each.empty(), kSharers * kTeamThreads / 32 * kWarpArrivals);
+        }
+        barrier_init(base + kSumsBarrierAt, 1);
+        barriers_visible();
+    }
     DEVICE void next(int by = 1) {
         slot += by;
         if (slot >= kStages) {
