@@ -452,6 +452,9 @@ inline void cluster_wait() {
 inline u32 cluster_address(u32 address, u32 rank) {
     return address % kWindowBytes + rank * kWindowBytes;
 }
+inline uint2 load_cluster2(u32 from) {
+    return load_shared2(from);
+}
 template <class T>
 void store_cluster(u32 to, T value) {
     into_shared(to, value);

@@ -28,7 +28,14 @@ COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
 TOGETHER = (
     *("stream", "grouped", "resident"),
-    *("nvfp4_gemm", "nvfp4_exact", "nvfp4_rmsnorm", "nvfp4_quantize_rows", "nvfp4_quantize_few"),
+    *(
+        "nvfp4_gemm",
+        "nvfp4_exact",
+        "nvfp4_exact_x",
+        "nvfp4_rmsnorm",
+        "nvfp4_quantize_rows",
+        "nvfp4_quantize_few",
+    ),
 )
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.

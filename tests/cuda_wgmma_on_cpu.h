@@ -91,6 +91,13 @@ void multiply_add(float (&d)[COUNT], const u32 (&a)[4], u64 b) {
     }
     __syncwarp();
 }
+template <bool BF16, int COUNT>
+void multiply_onto(float (&d)[COUNT], const u32 (&a)[4], u64 b, bool adds) {
+    if (!adds) {
+        std::fill(d, d + COUNT, 0.0f);
+    }
+    multiply_add<BF16>(d, a, b);
+}
 template <int COUNT>
 void fewer_registers() {}
 template <int COUNT>

@@ -13,12 +13,12 @@ from kbit.backends.cuda.compiler import KernelSpec
 
 PATTERNS = (
     (r"const __grid_constant__ TensorMap (\w+)", r"const TensorMap& \1"),
-    (r"\bmultiply_add\(", "multiply_add<Config::bf16>("),
+    (r"\bmultiply_(add|onto)\(", r"multiply_\1<Config::bf16>("),
 )
 
 
 def host_source(spec: KernelSpec) -> str:
-    """C++ with a function `run`, of a configuration of wgmma.cu."""
+    """C++ with a function `run`, of a configuration of wgmma.cu or nvfp4_exact_wgmma.cu."""
     source = cuda_on_cpu.translated(spec.source, set())
     for pattern, replacement in PATTERNS:
         source = re.sub(pattern, replacement, source)

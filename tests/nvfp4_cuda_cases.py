@@ -7,12 +7,14 @@ test_cuda_nvfp4_on_cpu.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import torch
 
+from kbit.backends.cuda import driver
 from kbit.backends.cuda import nvfp4 as cuda
+from kbit.backends.cuda.nvfp4 import exact_wgmma, moe, products
 from kbit.backends.cuda.nvfp4 import rows as cuda_rows
 from kbit.format import nvfp4_layout
 from kbit.nvfp4 import reference
@@ -255,16 +257,63 @@ def check_gemm(
                 assert_same("y", have, want, accum, m, n, k, tile)
 
 
-def check_exact_tiles(device: str, shapes: list[tuple[int, int, int]]) -> None:
-    """`exact` with a weight in tiles: the reference's bytes."""
-    for m, n, k in shapes:
-        a, w = random_matrix(m, columns=k), random_matrix(n, columns=k, seed=1)
+SPREADS = ("any", "even", "steep", "full")
+
+SPREAD_PAIRS = tuple(itertools.product(SPREADS, SPREADS))
+
+
+def spread_matrix(spread: str, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of which float32 holds the sums of 256 products, or only of 64, or of 16.
+
+    Args:
+        spread: "even", scales within two octaves; "steep", the largest codes and scales from one to five
+            octaves, more from tile to tile; "full", of one sign, sums of 256 products close to 2^24 units;
+            "any", any bytes.
+        rows, columns, seed: as in `random_matrix`.
+    """
+    codes, scales = random_matrix(rows, columns=columns, seed=seed)
+    made = generator(seed + rows)
+    if spread == "even":
+        scales = torch.randint(0x38, 0x48, scales.shape, generator=made).to(torch.uint8)
+    elif spread == "steep":
+        codes = torch.where(torch.rand(codes.shape, generator=made) < 0.7, 0x77, codes).to(torch.uint8)
+        octaves = torch.arange(scales.shape[1]) // 4 % 5 + 1
+        fields = (torch.rand(scales.shape, generator=made) * octaves).int()
+        scales = (8 * fields + 0x2F).to(torch.uint8)
+    elif spread == "full":
+        codes = torch.where(torch.rand(codes.shape, generator=made) < 0.98, 0x77, codes & 0x77).to(
+            torch.uint8
+        )
+        scales = torch.full_like(scales, 0x3F)
+        scales[:, ::4] += 8
+    return codes, scales
+
+
+def check_exact_tiles(
+    device: str, shapes: list[tuple[int, int, int]], spreads: Iterable[tuple[str, str]]
+) -> None:
+    """`exact` with a weight in tiles: the reference's bytes. Spreads are those of activations and weights."""
+    for (m, n, k), (of_a, of_w) in itertools.product(shapes, spreads):
+        a, w = spread_matrix(of_a, m, k), spread_matrix(of_w, n, k, seed=1)
         row_scale = torch.rand(m, generator=generator())
         there = to(device, *a, nvfp4_layout.to_tiled(*w))
         for dtype, rows in ((torch.float32, None), (torch.bfloat16, row_scale)):
             want = reference.gemm(*a, *w, 0.013, rows, "exact", dtype)
             have = cuda.gemm_tiled(*there, n, 0.013, *to(device, rows), "exact", dtype)
-            assert_same("y", have, want, m, n, k, dtype)
+            assert_same("y", have, want, m, n, k, dtype, of_a, of_w)
+
+
+def check_exact_plans(device: str, shapes: list[tuple[int, int, int]], limits: driver.DeviceLimits) -> None:
+    """Every launch that nvfp4_exact_wgmma.cu can be planned to, of tokens and of clusters."""
+    for (m, n, k), spread in itertools.product(shapes, SPREADS):
+        a, w = spread_matrix(spread, m, k), spread_matrix("even", n, k, seed=1)
+        want = reference.gemm(*a, *w, 0.013, None, "exact", F32)
+        codes, scales, tiled = to(device, *a, nvfp4_layout.to_tiled(*w))
+        operands = products.padded_operands(codes, scales)
+        for plan in exact_wgmma.candidates(m, n, k, limits):
+            y = torch.full((m, n), float("nan"), device=device)
+            exact_wgmma.multiply(*operands, tiled, 0.013, None, y, plan)
+            assert_same("y", y, want, m, n, k, spread, plan)
 
 
 def check_chained(
@@ -313,6 +362,32 @@ def check_moe(device: str, accum: str, n: int, k: int, tiles: tuple[str | None, 
             there = to(device, *operands)
             for tile in tiles:
                 assert_same("y", cuda.moe_gemm(*there, accum, dtype, tile), want, accum, counts, tile)
+
+
+def check_moe_tiles(
+    device: str, n: int, k: int, routings: Iterable[tuple[list[int], int]], spreads: Iterable[str] = SPREADS
+) -> None:
+    """As `check_moe`, of experts in tiles, each after rows that its last tile of tokens may reach."""
+    for (counts, none), spread in itertools.product(routings, spreads):
+        count, experts = sum(counts) + none, len(counts)
+        bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        a = spread_matrix(spread, 9, k)
+        w = [
+            torch.stack(part)
+            for part in zip(*(spread_matrix(spread, n, k, i) for i in range(experts)), strict=True)
+        ]
+        made = generator(count)
+        w_scale, row_scale = torch.rand(experts, generator=made), torch.rand(9, generator=made)
+        rows = torch.randint(0, 9, (count,), generator=made).int()
+        by_token, by_row = (*a, rows), (a[0][rows], a[1][rows], None)
+        for operands, factors, dtype in ((by_token, row_scale, F32), (by_row, None, torch.bfloat16)):
+            want = reference.moe_gemm(*operands, bounds, *w, w_scale, factors, "exact", dtype)
+            there = to(device, *operands, bounds, nvfp4_layout.to_tiled(*w))
+            # Which is exact here under `tc`, too.
+            for accum, few_rows in (("exact", 0), ("exact", 10**9), ("tc", 10**9)):
+                with mock.patch.object(moe, "FEW_ROWS", few_rows):
+                    y = cuda.moe_gemm_tiled(*there, n, *to(device, w_scale, factors), accum, dtype)
+                assert_same("y", y, want, counts, spread, accum, few_rows)
 
 
 def check_largest_sum(device: str, columns: int) -> None:

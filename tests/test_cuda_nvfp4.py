@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import nvfp4_cuda_cases as cases
+from kbit.backends.cuda import driver
 from kbit.backends.cuda import nvfp4 as cuda
+from kbit.backends.cuda.nvfp4 import exact_wgmma
 from kbit.nvfp4 import reference
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +63,16 @@ def test_large_products_equal_reference(accum: str) -> None:
 
 
 def test_exact_products_of_tiles_equal_reference() -> None:
-    cases.check_exact_tiles(DEVICE, PRODUCTS + LARGE)
+    cases.check_exact_tiles(DEVICE, PRODUCTS, cases.SPREAD_PAIRS)
+    pairs = [("any", "any"), ("steep", "even"), ("full", "full")]
+    cases.check_exact_tiles(DEVICE, [*LARGE, (40, 130, 32704), (40, 130, 32768)], pairs)
+
+
+def test_every_launch_of_exact_products_on_tensor_cores_equals_reference() -> None:
+    limits = driver.device_limits(0)
+    if (reason := exact_wgmma.refusal(0, limits.arch)) is not None:
+        pytest.skip(reason)
+    cases.check_exact_plans(DEVICE, [(70, 24, 272), (130, 1000, 2112), (300, 5120, 2048)], limits)
 
 
 def test_chained_products_are_within_their_bound() -> None:

@@ -7,7 +7,7 @@ import torch
 
 import nvfp4_cuda_cases as cases
 from kbit.backends.cuda import nvfp4 as cuda
-from kbit.nvfp4 import NVFP4Tensor, moe_gemm_nvfp4, quantize_nvfp4, reference
+from kbit.nvfp4 import NVFP4Tensor, moe_gemm_nvfp4, quantize_nvfp4, reference, repack_nvfp4
 from kbit.nvfp4.moe import DEDUP
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,29 @@ def test_combine_equals_reference(dtype: torch.dtype) -> None:
 def test_grouped_products_equal_reference(accum: str) -> None:
     cases.check_moe(DEVICE, accum, 40, 128, (None, *cuda.tiles(accum)))
     cases.check_moe(DEVICE, accum, 1024, 2048, (None,))
+
+
+def test_grouped_products_of_tiles_equal_reference() -> None:
+    cases.check_moe_tiles(DEVICE, 40, 320, cases.ROUTINGS)
+    many = [([0, 200, 3, 64, 65, 1, 127], 9), ([1, 0, 2] * 300, 0), ([0] * 1023 + [33], 2)]
+    cases.check_moe_tiles(DEVICE, 150, 576, many, ["even", "steep"])
+    cases.check_moe_tiles(DEVICE, 1024, 2048, [([5, 0, 40, 17], 3)])
+
+
+def test_grouped_products_of_tiles_do_not_depend_on_timing() -> None:
+    """Right behind what quantizes and sorts, many times, poisoned."""
+    w = quantize_nvfp4(torch.randn(32, 256, 512, generator=torch.Generator().manual_seed(1)).to(DEVICE))
+    tiled = repack_nvfp4(w, "tiled")
+    xs = torch.randn(120, 300, 512, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
+    ids = [zipf_ids(i % 30 * 10 + 1, 4, 32, i).to(DEVICE) for i in range(len(xs))]
+    torch.cuda.synchronize()
+    made = []
+    for x, chosen in zip(xs, ids, strict=True):
+        torch.full((len(chosen) * 4, 256), torch.nan, device=DEVICE)  # where the product's result will be
+        made.append(moe_gemm_nvfp4(x[: len(chosen)], tiled, chosen, "indirect"))
+    for i, (x, chosen, y) in enumerate(zip(xs, ids, made, strict=True)):
+        want = moe_gemm_nvfp4(x[: len(chosen)], w, chosen, "gather")
+        cases.assert_same("y", y, want.cpu(), i)
 
 
 def test_grouped_products_equal_dense_ones() -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import cuda_on_cpu
+import cuda_wgmma_on_cpu
 import nvfp4_cuda_cases as cases
 from kbit.backends.cuda import driver
-from kbit.backends.cuda.nvfp4 import exact, moe, products
+from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import constants, exact, exact_wgmma, moe, products
 from kbit.nvfp4.exact import fma
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -18,16 +20,24 @@ DEVICE = "cpu"
 H200 = driver.DeviceLimits(multiprocessors=132, shared_bytes=227 * 1024, arch="90a")
 FEW = driver.DeviceLimits(multiprocessors=2, shared_bytes=99 * 1024, arch="89")
 SMALL = driver.DeviceLimits(multiprocessors=128, shared_bytes=99 * 1024, arch="89")
+# So small that blocks have several tiles, and clusters split what is left.
+FEW_HOPPER = driver.DeviceLimits(multiprocessors=4, shared_bytes=227 * 1024, arch="90a")
+LEVELS = torch.tensor(constants.CODEBOOK)
+
+
+def host_source(spec: KernelSpec) -> str:
+    return (cuda_wgmma_on_cpu if "wgmma" in spec.entry else cuda_on_cpu).host_source(spec)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
-    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_on_cpu"))
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_on_cpu"), host_source)
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
-    cuda_on_cpu.install(monkeypatch, kernels)
+    cuda_wgmma_on_cpu.install(monkeypatch, kernels, H200)
+    monkeypatch.setattr(exact_wgmma, "constant", lambda values, device: LEVELS)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -63,14 +73,32 @@ def test_products(accum: str) -> None:
     cases.check_moe(DEVICE, accum, 40, 128, ("tokens8",))
 
 
-@pytest.mark.parametrize("device", [H200, FEW])
+@pytest.mark.parametrize("device", [SMALL, FEW])
 def test_exact_products_of_tiles(device: driver.DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of tokens of a block; teams of no and of many steps; one and many row tiles of a block."""
     monkeypatch.setattr(driver, "device_limits", lambda index: device)
     shapes = [(0, 16, 64), (1, 40, 320), (2, 17, 1040), (3, 40, 320), (20, 70, 576), (9, 24, 272)]
     shapes += [(33, 17, 1040), (8, 260, 2320), (1, 260, 2320), (17, 40, 4112)]
     assert exact.plan(*shapes[-1], device).splits > 1
-    cases.check_exact_tiles(DEVICE, shapes)
+    cases.check_exact_tiles(DEVICE, shapes, [("any", "any")])
+
+
+def test_exact_products_of_tiles_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and tiles of K that are whole and not; one tile of y a block, and several."""
+    monkeypatch.setattr(driver, "device_limits", lambda index: FEW_HOPPER)
+    cases.check_exact_tiles(DEVICE, [(9, 24, 272)], cases.SPREAD_PAIRS)
+    cases.check_exact_tiles(
+        DEVICE, [(33, 300, 1088)], [("any", "steep"), ("steep", "steep"), ("full", "full")]
+    )
+    cases.check_exact_plans(DEVICE, [(40, 130, 704), (17, 520, 320)], FEW_HOPPER)
+
+
+def test_exact_products_of_experts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of tokens of a block: by the mean of rows per expert."""
+    monkeypatch.setattr(driver, "device_limits", lambda index: FEW_HOPPER)
+    cases.check_moe_tiles(DEVICE, 40, 320, cases.ROUTINGS)
+    cases.check_moe_tiles(DEVICE, 150, 64, [([70, 0, 33, 41], 3), ([0, 0], 5)], ["any"])
+    assert {exact_wgmma.grouped_tokens(count, 4) for count in (1, 60, 147)} == {16, 32, 64}
 
 
 def test_chained_products() -> None:

@@ -46,7 +46,8 @@ def record(monkeypatch: pytest.MonkeyPatch, limits: driver.DeviceLimits) -> Reco
     stream.prepared.cache_clear()  # or it would not be loaded
     cuda_wgmma_on_cpu.install(monkeypatch, recorder, limits)
     # What torch has for CUDA alone.
-    monkeypatch.setattr(nvfp4.tiled, "constant", lambda values, device: torch.tensor(values))
+    for module in (nvfp4.tiled, nvfp4.exact_wgmma):
+        monkeypatch.setattr(module, "constant", lambda values, device: torch.tensor(values))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     for module in (gemm, quantize, moe, folds):
         monkeypatch.setattr(module, "kernels_for", lambda *_, **__: nvfp4)
@@ -80,12 +81,15 @@ def test_of_a_linear_layer_they_are_what_its_forward_loads(
         *(replace(each, dedup="scatter", fold=True) for each in SETTINGS if not each.row_scale),
     ],
 )
+@pytest.mark.parametrize("limits", [H200, A100])
 def test_of_experts_they_have_what_a_forward_loads(
-    settings: NVFP4Settings, monkeypatch: pytest.MonkeyPatch
+    limits: driver.DeviceLimits, settings: NVFP4Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = build("qwen3_moe", torch.bfloat16, spread=False).model.layers[0].mlp.experts
     layer = NVFP4Experts.from_experts(experts, settings)
-    recorder = record(monkeypatch, H200)
+    recorder = record(monkeypatch, limits)
+    if layer.tileable and limits is H200:
+        layer.prepare(force=True)
     align = nvfp4.align
 
     def sort(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
@@ -101,9 +105,9 @@ def test_of_experts_they_have_what_a_forward_loads(
         ids = torch.zeros(tokens, 2, dtype=torch.int64)
         x = torch.zeros(tokens, layer.hidden_dim, dtype=torch.bfloat16)
         layer(x, ids, torch.ones(tokens, 2, dtype=torch.bfloat16))
-    ahead = layer.kernels_ahead([1], torch.bfloat16, H200)
+    ahead = layer.kernels_ahead([1], torch.bfloat16, limits)
     assert recorder.specs <= set(ahead)
-    assert set(ahead) <= set(variants.all_specs("90a"))
+    assert set(ahead) <= set(variants.all_specs(limits.arch))
 
 
 def test_a_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +128,5 @@ def test_a_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [spec for spec, _ in compiled]
     assert len(specs) == len(set(specs))
     sources = {spec.source for spec in specs}
-    assert {"nvfp4_exact.cu", "nvfp4_gemm.cu", "nvfp4_quantize_few.cu", "moe_align.cu"} <= sources
+    assert {"nvfp4_exact.cu", "nvfp4_exact_wgmma.cu", "nvfp4_quantize_few.cu", "moe_align.cu"} <= sources
     assert "stream.cu" not in sources  # there is no k-bit layer

@@ -120,25 +120,26 @@ def test_gemm_equals_the_reference_with_every_tile(shape: tuple[int, int, int], 
 def test_exact_products_of_tiles_equal_those_of_the_layout_nv(shape: tuple[int, int]) -> None:
     """Every number of tokens up to two blocks of them, poisoned, many times: nothing depends on timing."""
     n, k = shape
-    a, w = random_tensor((70, k), 1).to("cuda"), random_tensor((n, k), 5).to("cuda")
-    tiled, (codes, scales) = repack_nvfp4(w, "tiled"), a.nv()
-    expected = gemm_nvfp4(a, w, "exact", F32).cpu()
-    for _ in range(3):
-        for m in (*range(1, 36), 64, 65, 70):
+    w = random_tensor((n, k), 5).to("cuda")
+    for a in (random_tensor((70, k), 1).to("cuda"), quantize_nvfp4(torch.randn(70, k).cuda())):
+        tiled, (codes, scales) = repack_nvfp4(w, "tiled"), a.nv()
+        expected = gemm_nvfp4(a, w, "exact", F32).cpu()
+        for m in (*range(1, 36), 64, 65, 70) * 3:
             some = NVFP4Tensor(codes[:m], scales[:m], a.global_scale, (m, k))
             torch.full((m, n), torch.nan, device="cuda")  # where the product's result will be
             assert same(expected[:m], gemm_nvfp4(some, tiled, "exact", F32)), m
+        w = quantize_nvfp4(torch.randn(n, k).cuda())  # of which float32 holds longer sums
 
 
 def test_exact_products_right_behind_the_quantizer() -> None:
     """The product starts while the quantizer still runs, and other products of its kind behind it."""
     w = quantize_nvfp4(torch.randn(5120, 2048, generator=draw(1)).cuda())
     tiled = repack_nvfp4(w, "tiled")
-    xs = torch.randn(300, 16, 2048, generator=draw(2)).bfloat16().cuda()
+    xs = torch.randn(300, 48, 2048, generator=draw(2)).bfloat16().cuda()
     torch.cuda.synchronize()
-    made = [gemm_nvfp4(quantize_nvfp4(x[: i % 16 + 1]), tiled, "exact") for i, x in enumerate(xs)]
+    made = [gemm_nvfp4(quantize_nvfp4(x[: i % 48 + 1]), tiled, "exact") for i, x in enumerate(xs)]
     for i, (x, y) in enumerate(zip(xs, made, strict=True)):
-        assert same(gemm_nvfp4(quantize_nvfp4(x[: i % 16 + 1]), w, "exact").cpu(), y), i
+        assert same(gemm_nvfp4(quantize_nvfp4(x[: i % 48 + 1]), w, "exact").cpu(), y), i
 
 
 def test_gemm_of_quantized_data_with_row_scales() -> None:

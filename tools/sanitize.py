@@ -154,6 +154,9 @@ def run_nvfp4() -> None:
             if tile != "cublas":  # in whose own kernels the tools find races and reads of old memory
                 nvfp4.gemm_nvfp4(long, weight, accum, tile=tile)
     _multiply_exactly(nvfp4.repack_nvfp4(weight, "tiled"))
+    if torch.cuda.get_device_capability() == (9, 0):
+        _multiply_exactly_on_tensor_cores()
+        _multiply_tiled_experts(x, nvfp4.repack_nvfp4(experts, "tiled"), ids)
     tiled = nvfp4.repack_nvfp4(one, "tiled")
     for rows in (4, 9):
         nvfp4.gemm_nvfp4(nvfp4.quantize_nvfp4(x[:rows], row_scale=True), tiled, "tc")
@@ -180,8 +183,52 @@ def _multiply_exactly(tiled) -> None:
         a = nvfp4.quantize_nvfp4(torch.randn(tokens + tokens // 8, tiled.shape[1], device="cuda"))
         for teams, splits in ((1, 1), (3, 1), (1, 3)):
             plan = exact.Plan(tokens, rows=2, teams=teams, splits=splits)
-            with mock.patch.object(exact, "plan", return_value=plan):
+            with (
+                mock.patch.object(exact, "takes_wgmma", return_value=False),
+                mock.patch.object(exact, "plan", return_value=plan),
+            ):
                 nvfp4.gemm_nvfp4(a, tiled, "exact")
+
+
+def _multiply_exactly_on_tensor_cores() -> None:
+    """By nvfp4_exact_wgmma.cu: products of 256, 64 and 16 columns chained, by a block and by clusters."""
+    import torch
+
+    from kbit.backends.cuda.nvfp4 import exact_wgmma
+    from kbit.format import nvfp4_layout
+
+    n, k = 152, 1088
+    made = torch.Generator("cuda").manual_seed(0)
+
+    def matrix(rows: int, fields: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Any codes, scales of so many octaves."""
+        shapes = (rows, k // 2), (rows, k // 16)
+        codes, scales = (torch.randint(256, s, device="cuda", generator=made) for s in shapes)
+        return codes.byte(), (scales % (8 * fields) + 0x40 - 4 * fields).byte()
+
+    for tokens in exact_wgmma.TOKENS:
+        m = tokens + 5
+        for fields in (1, 7, 15):
+            tiled = nvfp4_layout.to_tiled(*matrix(n, fields))
+            for plan in ((tokens, 1, 4), (tokens, 1, 1), (tokens, 3, 3)):
+                y = torch.full((m, n), float("nan"), device="cuda")
+                operands = (*matrix(m, fields), tiled, 1.0, None, y)
+                exact_wgmma.multiply(*operands, exact_wgmma.Plan(*plan))
+                assert torch.isfinite(y).all()
+
+
+def _multiply_tiled_experts(x, experts, ids) -> None:
+    """By nvfp4_exact.cu, and by nvfp4_exact_wgmma.cu, which has few rows of an expert and many."""
+    from unittest import mock
+
+    from kbit import nvfp4
+    from kbit.backends.cuda.nvfp4 import moe
+
+    nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup="indirect")
+    with mock.patch.object(moe, "FEW_ROWS", 0):
+        for repeats in (1, 5, 10):
+            rows, chosen = x.repeat(repeats, 1), ids.repeat(repeats, 1)
+            nvfp4.moe_gemm_nvfp4(rows, experts, chosen, dedup="indirect")
 
 
 def _operands(m: int, weight, dtype):

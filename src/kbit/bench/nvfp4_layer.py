@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kbit.backends.cuda.nvfp4 import ahead
 from kbit.bench import gpu_timing
 from kbit.bench.gpu_timing import Arm, Timer
 from kbit.bench.nvfp4 import DEVICE, Measured, NVFP4Row, rows_of
@@ -21,6 +22,7 @@ from kbit.nvfp4 import (
     gemm_nvfp4,
     moe_align,
     quantize_nvfp4,
+    repack_nvfp4,
     rmsnorm,
     rmsnorm_quantize_nvfp4,
     silu_mul,
@@ -73,16 +75,19 @@ class Batch:
 
 
 def make_layer(size: LayerSize, seed: int) -> Layer:
-    """Random weights on the GPU."""
+    """Random weights on the GPU, in the form that layers hold there under `exact` and `tc`."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
-    def weight(*shape: int) -> NVFP4Tensor:
+    def weight(tiled: bool, *shape: int) -> NVFP4Tensor:
         w = torch.randn(shape, generator=generator, device=DEVICE)
-        return quantize_nvfp4((0.02 * w).bfloat16(), search=False)
+        t = quantize_nvfp4((0.02 * w).bfloat16(), search=False)
+        return repack_nvfp4(t, "tiled") if tiled else t
 
     gates, width, hidden = 2 * size.width, size.width, size.hidden
-    experts = weight(size.experts, gates, hidden), weight(size.experts, hidden, width)
-    return Layer(*experts, weight(gates, hidden), weight(hidden, width), torch.ones(hidden, device=DEVICE))
+    tiled = ahead.take_tiles(size.experts, (hidden, width), torch.device(DEVICE))
+    experts = weight(tiled, size.experts, gates, hidden), weight(tiled, size.experts, hidden, width)
+    shared = weight(True, gates, hidden), weight(True, hidden, width)
+    return Layer(*experts, *shared, torch.ones(hidden, device=DEVICE))
 
 
 def make_batch(size: LayerSize, tokens: int, routing: str, seed: int) -> Batch:

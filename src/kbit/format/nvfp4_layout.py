@@ -3,6 +3,9 @@
 A tile is 16 rows by 64 columns in 576 bytes: codes as `kbit.format.layout` places them at 4 bits, and 16
 words of ue4m3 scales: byte 4r + j of the g-th pair of words is the scale of row g + 8r in step j, a block of
 16 columns. A byte of codes in the layout nv is a pair, so bytes are moved and none is taken apart.
+
+Scales have no sign, so the top bits of a tile's first 16 bytes of scales are free. They are its mark, of
+`kbit.format.nvfp4_marks`, the lowest bit first. Whoever reads scales leaves the top bits out.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.format import nvfp4_marks
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 BITS = 4
 BLOCK = 16  # elements with a scale
 TILE_BYTES = 576
 _CODE_BYTES = 512
+_SCALE = 0x7F  # of a byte, without its mark
 
 
 def is_nvfp4(tiled: torch.Tensor) -> bool:
@@ -36,8 +41,8 @@ def to_tiled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     *leading, n, groups = scales.shape
     row_tiles, column_tiles = -(-n // TILE_ROWS), -(-groups * BLOCK // TILE_COLUMNS)
     more_rows, more = row_tiles * TILE_ROWS - n, column_tiles * 4 - groups
-    scales = scales & 0x7F
-    scales = scales.masked_fill_(scales == 0x7F, 0)
+    scales = scales & _SCALE
+    scales = scales.masked_fill_(scales == _SCALE, 0)
     if more_rows or more:
         codes = F.pad(codes, (0, more * BLOCK // 2, 0, more_rows))
         scales = F.pad(scales, (0, more, 0, more_rows))
@@ -48,6 +53,9 @@ def to_tiled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     flat[..., :_CODE_BYTES].view(-1, row_tiles, column_tiles, 8, 4, 4, 2, 2).copy_(pairs)
     bytes_of = scales.reshape(-1, row_tiles, 2, 8, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
     flat[..., _CODE_BYTES:].view(-1, row_tiles, column_tiles, 8, 2, 4).copy_(bytes_of)
+    matrices = codes.reshape(len(flat), -1, codes.shape[-1]), scales.reshape(len(flat), -1, scales.shape[-1])
+    for to, *parts in zip(flat[..., _CODE_BYTES:], *matrices, strict=True):
+        to[..., : nvfp4_marks.BITS] |= nvfp4_marks.of_matrix(*parts) << 7
     return tiles
 
 
@@ -70,4 +78,4 @@ def from_tiled(tiled: torch.Tensor, out_features: int, in_features: int) -> tupl
     bytes_of = flat[..., _CODE_BYTES:].unflatten(-1, (8, 2, 4)).permute(0, 1, 4, 3, 2, 5)
     scales = bytes_of.reshape(*leading, row_tiles * TILE_ROWS, column_tiles * 4)
     codes = codes[..., :out_features, : groups * BLOCK // 2]
-    return codes.contiguous(), scales[..., :out_features, :groups].contiguous()
+    return codes.contiguous(), scales[..., :out_features, :groups] & _SCALE

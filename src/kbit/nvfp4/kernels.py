@@ -211,6 +211,28 @@ class Kernels(Protocol):
         """
         ...
 
+    def moe_gemm_tiled(
+        self,
+        a_codes: Tensor,
+        a_scales: Tensor,
+        rows: Tensor | None,
+        bounds: Tensor,
+        tiled: Tensor,
+        out_features: int,
+        w_scale: Tensor,
+        row_scale: Tensor | None,
+        accum: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """`moe_gemm` under "exact" or "tc", with W in tiles.
+
+        Args:
+            tiled: uint8 [E, ceil(N / 16), ceil(K16 / 64), 576].
+            out_features: N.
+            The others: as in `moe_gemm`.
+        """
+        ...
+
     def combine(self, y: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
         """Sum each token's experts: [R, N] sorted rows, int32 [T, U], float32 [T, U] -> [T, N] of y's dtype.
 

@@ -165,7 +165,7 @@ def repack_nvfp4(t: NVFP4Tensor, layout: str) -> NVFP4Tensor:
     """The same codes and scales in another layout; lossless both ways.
 
     Weights in layout "tiled" are what `linear_nvfp4`, and `gemm_nvfp4` under "exact" and "tc", multiply
-    fastest on a GPU. "seq16", and `moe_gemm_nvfp4` under all, convert them back to "nv" at every call.
+    fastest on a GPU, and `moe_gemm_nvfp4` on a Hopper GPU. "seq16" converts them back to "nv" at every call.
 
     Args:
         t: any NVFP4 tensor, [N, K] or [E, N, K].

@@ -31,4 +31,4 @@ def all_specs(arch: str) -> list[KernelSpec]:
     few_experts = resident.specs(shared) if arch == resident.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
     around = [*gated_delta.specs(arch), *(spec for module in _AROUND for spec in module.specs())]
-    return [*rows.row_specs(), *around, *products, *nvfp4.specs()]
+    return [*rows.row_specs(), *around, *products, *nvfp4.specs(arch)]

@@ -12,7 +12,7 @@ from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
-from kbit.nvfp4.gemm import linear_nvfp4
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, linear_nvfp4
 from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
@@ -28,6 +28,11 @@ class NVFP4Experts(NVFP4Module):
     Attributes:
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
     """
+
+    @property
+    def tileable(self) -> bool:
+        """Whether these experts multiply tiles, on GPUs with a kernel for them: under `exact` and `tc`."""
+        return self.settings.activations == "nvfp4" and self.settings.accum in TILED_ACCUMULATIONS
 
     # Not "gate_up_proj" and "down_proj": transformers would split parameters of these names on saving.
     WEIGHTS = ("gate_up", "down")
@@ -69,7 +74,12 @@ class NVFP4Experts(NVFP4Module):
         """See `kbit.nn.ahead.KnowsKernels`."""
         settings = self.settings
         fold = settings.fold and settings.activations == "nvfp4" and is_silu(self.act_fn)
-        return ahead.of_experts(self._arithmetic, fold, dtype)
+        columns = self.hidden_dim, self.intermediate_dim
+        return ahead.of_experts(self._arithmetic, fold, self.num_experts, columns, dtype, device)
+
+    def _tiles_pay(self, device: torch.device) -> bool:
+        columns = self.hidden_dim, self.intermediate_dim
+        return super()._tiles_pay(device) and ahead.take_tiles(self.num_experts, columns, device)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.nvfp4.formats import layouts
-from kbit.nvfp4.reference.gemm import gemm, linear
+from kbit.nvfp4.reference.gemm import gemm, linear, moe_gemm
 
 
 def gemm_tiled(
@@ -29,3 +29,20 @@ def linear_tiled(
     """See `Kernels.linear_tiled`."""
     w = layouts.to_nv(tiled, "tiled", x.shape[1], out_features)
     return linear(x, *w, w_scale, bias)
+
+
+def moe_gemm_tiled(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `Kernels.moe_gemm_tiled`."""
+    w = layouts.to_nv(tiled, "tiled", 2 * a_codes.shape[1], out_features)
+    return moe_gemm(a_codes, a_scales, rows, bounds, *w, w_scale, row_scale, accum, out_dtype)

@@ -101,6 +101,11 @@ DEVICE void barrier_arrive_there(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
                  : "memory");
 }
+DEVICE uint2 load_cluster2(u32 from) {
+    uint2 v;
+    asm volatile("ld.shared::cluster.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
 DEVICE void store_cluster(u32 to, uint4 v) {
     asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)

@@ -60,6 +60,13 @@ DEVICE float magnitude_value(u32 bits) {
     return __fmul_rn(__uint_as_float(bits), __uint_as_float(0x7e800000u));  // 2^126
 }
 
+// The value of the i-th of 16 codes.
+DEVICE float code_value(uint2 codes, int i) {
+    const u32 nibble = (i < 8 ? codes.x : codes.y) >> (4 * (i % 8));
+    // Index bits at the top of a float32's fraction, and the sign.
+    return magnitude_value((nibble & 7u) << 22 | (nibble & 8u) << 28);
+}
+
 // 1 / scale, correctly rounded, for scales of ue4m3. For each of their mantissas (1 .. 15) one step of
 // Newton's by fma rounds correctly from any start within 4 units in the last place; rcp.approx is within 1.
 DEVICE float inverse_of(float scale) {

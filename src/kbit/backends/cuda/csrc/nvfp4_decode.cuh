@@ -54,6 +54,12 @@ struct CodeBytes {
     }
 };
 
+// y[at] = round((sum * w_scale) * row_scale), of an exact sum in units of kExactUnit.
+DEVICE void store_exact(void* y, i64 at, i64 sum, float w_scale, float row_scale, int dtype) {
+    const float value = __fmul_rn(__fmul_rn(__ll2float_rn(sum), kExactUnit), w_scale);
+    store_rounded(y, at, __fmul_rn(value, row_scale), dtype);
+}
+
 // Codes 0, 2 and 1, 3 of `codes` (byte 0 in its low half, byte 1 in its high half) times a pair of scales.
 DEVICE void code_halves(u32 codes, u32 scales, u32& even, u32& odd) {
     using H = Half<false>;

@@ -26,10 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int j = 0; j < D::kPerPiece; ++j) {
                 const int element = piece * D::kPerPiece + j;
-                const u32 nibble = (element < 8 ? code.x : code.y) >> (4 * (element % 8));
-                // Index bits at the top of a float32's fraction, and the sign.
-                const u32 bits = (nibble & 7u) << 22 | (nibble & 8u) << 28;
-                v[j] = __fmul_rn(__fmul_rn(magnitude_value(bits), scale), global_scale);
+                v[j] = __fmul_rn(__fmul_rn(code_value(code, element), scale), global_scale);
                 if (row_scale != nullptr) {
                     v[j] = __fmul_rn(v[j], own);
                 }

@@ -7,6 +7,11 @@
 //   partial   null; or int64 [m, n], zeroed, to which sums are added instead of writing y (nvfp4_finish.cu
 //   does)
 //
+// Config::experts, of one token a block: row r of y is row rows[r] of A, or, rows being null, row r, times
+// its expert e's W, offsets[e] <= r < offsets[e + 1], and w_scales[e]; +0 of rows of no expert.
+//
+//   offsets int32 [experts + 1], rows int32 [m] or null, w_scales float32 [experts]; tiled [experts, ...]
+//
 // The integers are those of nvfp4_decode.cuh, sums are 64 bits wide, and so no order of them can be seen. Of
 // nvfp4_gemm.cu, which takes the layout nv and experts, this differs where its time went: a lane loads its
 // codes of 64 columns at once; integers of scales are looked up; nobody waits for a step's slowest warp.
@@ -29,6 +34,22 @@
 // Shared memory: table of scales, barriers, rings [team][row tile][stage], in the end the teams' sums, and
 // operands [team][slot].
 #include "nvfp4_exact.cuh"
+
+// The expert of a row, or -1; in all threads of a block.
+DEVICE int find_expert(const int* offsets, int experts, int row) {
+    __shared__ int found;
+    if (threadIdx.x == 0) {
+        found = -1;
+    }
+    __syncthreads();
+    for (int e = int(threadIdx.x); e < experts; e += int(blockDim.x)) {
+        if (offsets[e] <= row && row < offsets[e + 1]) {
+            found = e;
+        }
+    }
+    __syncthreads();
+    return found;
+}
 
 typedef i64 Sums[kTiles][4];  // of a lane: rows g, g, g + 8, g + 8 and columns 2t, 2t + 1 alternately
 
@@ -143,23 +164,34 @@ DEVICE void add_teams(Sums& sums, u32 base, int warp, int rows, int team, int te
 
 extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
     nvfp4_exact(const u8* a_codes, const u8* a_scales, const u8* tiled, const float* row_scale, void* y,
-                u64* partial, int m, int n, int columns, int rows, int teams, float w_scale, int out_dtype) {
+                u64* partial, const int* sources, const int* offsets, const float* w_scales, int experts,
+                int m, int n, int columns, int rows, int teams, float w_scale, int out_dtype) {
     extern __shared__ __align__(1024) u8 memory[];
+    const int out_row = int(blockIdx.y) * kTokens;
+    int expert = 0, first = out_row;
+    const u32 base = shared_address(memory);
+    if constexpr (kExperts) {
+        Table::fill(base, int(threadIdx.x), int(blockDim.x));
+        wait_for_previous();
+        expert = find_expert(offsets, experts, out_row);
+        first = sources != nullptr ? sources[out_row] : out_row;
+        w_scale = expert < 0 ? 1.0f : w_scales[expert];
+    }
     const int lane = int(threadIdx.x & 31), number = uniform(int(threadIdx.x >> 5));
     const int team_number = number / (rows + 1), warp = number - team_number * (rows + 1);
-    const int k_tiles = columns / 64, steps = (k_tiles + kStepTiles - 1) / kStepTiles;
+    const int k_tiles = columns / 64, steps = expert < 0 ? 0 : (k_tiles + kStepTiles - 1) / kStepTiles;
     const int part = int(blockIdx.z) * teams + team_number, parts = int(gridDim.z) * teams;
-    const u32 base = shared_address(memory), barriers = base + kTableBytes, rings = barriers + kBarrierBytes;
+    const u32 barriers = base + kTableBytes, rings = barriers + kBarrierBytes;
     const u32 team_barriers = barriers + (teams * rows * kStages + team_number * 2 * kSlots) * 8;
     const Team team{rings + teams * rows * (kStages * kStageBytes) + team_number * (kSlots * kSlotBytes),
                     team_barriers, team_barriers + kSlots * 8, steps * part / parts,
                     steps * (part + 1) / parts};
     const int row_tile = int(blockIdx.x) * rows + warp, row_tiles = (n + 15) / 16;
+    const i64 tile_row = i64(max(expert, 0)) * row_tiles + min(row_tile, row_tiles - 1);
     const int ring_number = team_number * rows + warp;
     // Warps beyond the last row tile repeat it; their sums are not stored.
-    const Ring ring{tiled + i64(min(row_tile, row_tiles - 1)) * k_tiles * kTileBytes,
-                    rings + ring_number * (kStages * kStageBytes), barriers + ring_number * (kStages * 8),
-                    k_tiles, lane};
+    const Ring ring{tiled + tile_row * k_tiles * kTileBytes, rings + ring_number * (kStages * kStageBytes),
+                    barriers + ring_number * (kStages * 8), k_tiles, lane};
     if (warp < rows) {
         ring.init();
         for (int i = 0; i < kStages; ++i) {
@@ -171,13 +203,14 @@ extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
             barrier_init(team.empty_at(i), rows * kWarpArrivals);
         }
     }
-    Table::fill(base, int(threadIdx.x), int(blockDim.x));
+    if constexpr (!kExperts) {
+        Table::fill(base, int(threadIdx.x), int(blockDim.x));
+    }
     __syncthreads();
     wait_for_previous();
     forget(a_codes, a_scales, row_scale);
     const Table table(memory, lane);
-    const int first = int(blockIdx.y) * kTokens;
-    const Problem p{a_codes, a_scales, columns, first, min(m, first + kTokens)};
+    const Problem p{a_codes, a_scales, columns, first, kExperts ? first + 1 : min(m, first + kTokens)};
     team.begin_with(p, table, warp * 32 + lane, (rows + 1) * 32);
     launch_dependents();  // whose weights would come before these activations
     __syncthreads();
@@ -204,14 +237,13 @@ extern "C" __global__ void __launch_bounds__(kMostWarps * 32, 1)
             if (token >= kTokens || r >= p.end || column >= n) {
                 continue;
             }
-            const i64 at = i64(r) * n + column;
+            const i64 at = i64(kExperts ? out_row : r) * n + column;
             if (partial != nullptr) {
                 atomicAdd(partial + at, u64(sums[tile][i]));
                 continue;
             }
-            float value = __fmul_rn(__fmul_rn(__ll2float_rn(sums[tile][i]), kExactUnit), w_scale);
-            value = row_scale != nullptr ? __fmul_rn(value, row_scale[r]) : value;
-            store_rounded(y, at, value, out_dtype);
+            const float factor = row_scale != nullptr ? row_scale[r] : 1.0f;
+            store_exact(y, at, sums[tile][i], w_scale, factor, out_dtype);
         }
     }
 }

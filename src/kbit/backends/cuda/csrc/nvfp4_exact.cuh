@@ -9,6 +9,8 @@ constexpr int kTokens = Config::tokens, kStages = Config::stages;
 constexpr int kTiles = kTokens < 8 ? 1 : kTokens / 8;   // of columns of B
 constexpr int kBeside = kTokens < 8 ? 8 / kTokens : 1;  // sub-blocks in a tile
 constexpr int kSlots = Config::slots;
+constexpr bool kExperts = Config::experts;
+static_assert(!kExperts || kTokens == 1);
 constexpr int kStepTiles = 4, kStepColumns = 64 * kStepTiles, kSubBlocks = 4 * kStepTiles;
 constexpr int kScalesAt = 512, kTileBytes = 576, kStageBytes = kStepTiles * kTileBytes;
 // A step of activations: operands [sub-block][token][4 lanes], integers of scales [sub-block][token].

@@ -10,10 +10,7 @@ extern "C" __global__ void __launch_bounds__(256)
                  int out_dtype) {
     follow_previous(partial, row_scale);
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += i64(gridDim.x) * blockDim.x) {
-        float value = __fmul_rn(__fmul_rn(__ll2float_rn(partial[i]), kExactUnit), w_scale);
-        if (row_scale != nullptr) {
-            value = __fmul_rn(value, row_scale[i / n]);
-        }
-        store_rounded(y, i, value, out_dtype);
+        const float factor = row_scale != nullptr ? row_scale[i / n] : 1.0f;
+        store_exact(y, i, partial[i], w_scale, factor, out_dtype);
     }
 }

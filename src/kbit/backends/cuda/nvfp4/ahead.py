@@ -12,7 +12,7 @@ import torch
 
 from kbit.backends.cuda import driver, routing, stream, stream_config, wgmma
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4 import exact, folds, moe, products, rows, tiled
+from kbit.backends.cuda.nvfp4 import exact, exact_wgmma, folds, moe, products, rows, tiled
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, groups_of
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
@@ -49,10 +49,8 @@ def of_linear(
             continue
         found[rows.quantizer(m, columns, dtype, how.search, how.ties_even, how.row_scale)] = None
         if how.accum == "exact":
-            chosen = exact.plan(m, out_features, products.padded(columns), device)
-            found |= dict.fromkeys(
-                [exact.spec(chosen.tokens), *([products.FINISH] if chosen.splits > 1 else [])]
-            )
+            kernels = exact.kernels_of(m, out_features, products.padded(columns), device)
+            found |= dict.fromkeys(kernels)
         elif how.accum == "tc" and tiled.refusal(m, dtype, device.arch) is None:
             found |= dict.fromkeys(_of_codes(m, out_features, columns, dtype, device))
         else:
@@ -93,8 +91,36 @@ def _weight(n: int, columns: int, device: driver.DeviceLimits) -> WeightShape:
     return WeightShape(n, columns, nvfp4_layout.BITS, False, device)
 
 
-def of_experts(how: Arithmetic, fold: bool, dtype: torch.dtype) -> list[KernelSpec]:
-    """The kernels of experts by any number of tokens, of which nobody knows how many an expert gets."""
+def take_tiles(experts: int, columns: Iterable[int], device: torch.device) -> bool:
+    """Whether kernels multiply tiles of so many experts, of weights with these numbers of columns."""
+    if device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _take_tiles(experts, columns, driver.device_limits(index).arch)
+
+
+def _take_tiles(experts: int, columns: Iterable[int], arch: str) -> bool:
+    return all(moe.tiles_refusal(experts, products.padded(k), arch) is None for k in columns)
+
+
+def of_experts(
+    how: Arithmetic,
+    fold: bool,
+    experts: int,
+    columns: Iterable[int],
+    dtype: torch.dtype,
+    device: driver.DeviceLimits,
+) -> list[KernelSpec]:
+    """The kernels of experts by any number of tokens, of which nobody knows how many an expert gets.
+
+    Args:
+        how: they compute.
+        fold: whether silu(gate) * up is quantized by the kernel that computes it.
+        experts: how many.
+        columns: K of their weights.
+        dtype: of activations.
+        device: its limits.
+    """
     align = [routing.align_spec(torch.int32), moe.SLOTS]
     combine = [routing.combine_spec(dtype, vector) for vector in (False, True)]
     silu = (
@@ -103,4 +129,10 @@ def of_experts(how: Arithmetic, fold: bool, dtype: torch.dtype) -> list[KernelSp
     if how.accum is None:
         return [*align, *combine, silu, rows.dequantize_spec(dtype)]
     coded = [*rows.quantizers(dtype, how.search, how.ties_even, how.row_scale), rows.GATHER]
-    return [*align, *coded, silu, *(products.gemm_spec(how.accum, t) for t in products.TOKENS), *combine]
+    if how.accum != "seq16" and _take_tiles(experts, columns, device.arch):
+        tokens = exact_wgmma.TOKENS
+        many = [exact_wgmma.OPERANDS, *(exact_wgmma.spec(t, grouped=True) for t in tokens)]
+        multiply = [exact.spec(1, experts=True), *many]
+    else:
+        multiply = [products.gemm_spec(how.accum, t) for t in products.TOKENS]
+    return [*align, *coded, silu, *multiply, *combine]

@@ -1,4 +1,4 @@
-"""Products with NVFP4 weights in tiles under `exact`: csrc/nvfp4_exact.cu.
+"""Products with NVFP4 weights in tiles under `exact`: csrc/nvfp4_exact.cu, and `exact_wgmma`.
 
 Bits: `kbit.nvfp4.kernels`. They do not depend on anything that is chosen here.
 """
@@ -12,16 +12,18 @@ import torch
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import exact_wgmma
 from kbit.backends.cuda.nvfp4.launch import address
-from kbit.backends.cuda.nvfp4.products import check_token_tiles, finish, padded_operands
+from kbit.backends.cuda.nvfp4.products import FINISH, check_token_tiles, finish, padded_operands
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
 from kbit.format import nvfp4_layout
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 TOKENS = (1, 2, 4, 8, 16, 32)
+FEW_TOKENS = 8  # up to which no other kernel is faster
 SPLITS = (1, 2, 4, 8)
-_FORMAT = "QQQQQQiiiiifi"
+_FORMAT = "QQQQQQQQQiiiiiifi"
 _STAGES = 3
 _MANY_TOKENS = 16  # from here on two steps of activations are decoded ahead, below four
 _STEP_TILES = 4
@@ -34,9 +36,10 @@ _SPLIT_STEPS = 10  # of two more launches, for sums of parts of K
 
 
 @functools.cache
-def spec(tokens: int) -> KernelSpec:
-    """The kernel for so many tokens at a time."""
-    return KernelSpec.make("nvfp4_exact.cu", tokens=tokens, stages=_STAGES, slots=_slots(tokens))
+def spec(tokens: int, experts: bool = False) -> KernelSpec:
+    """The kernel for so many tokens at a time; experts: for one token of an expert."""
+    config = {"tokens": tokens, "experts": experts, "stages": _STAGES, "slots": _slots(tokens)}
+    return KernelSpec.make("nvfp4_exact.cu", **config)
 
 
 def _slots(tokens: int) -> int:
@@ -45,7 +48,7 @@ def _slots(tokens: int) -> int:
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return [spec(tokens) for tokens in TOKENS]
+    return [*(spec(tokens) for tokens in TOKENS), spec(1, experts=True)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,15 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
-    """How a problem is dealt to blocks: the plan that leaves the busiest multiprocessor the least to do."""
-    tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
+def plan(m: int, n: int, columns: int, device: driver.DeviceLimits, tokens: int | None = None) -> Plan:
+    """How a problem is dealt to blocks: the plan that leaves the busiest multiprocessor the least to do.
+
+    Args:
+        m, n, columns: M, N and K.
+        device: its limits.
+        tokens: of a block; None leaves the choice.
+    """
+    tokens = tokens or next((t for t in TOKENS if t >= m), TOKENS[-1])
     row_tiles, token_tiles = -(-n // TILE_ROWS), -(-m // tokens)
     steps = -(-columns // (_STEP_TILES * TILE_COLUMNS))
 
@@ -113,6 +122,19 @@ def plan(m: int, n: int, columns: int, device: driver.DeviceLimits) -> Plan:
     return min(filter(competes, sizes), key=cost)
 
 
+def takes_wgmma(m: int, columns: int, arch: str) -> bool:
+    """Whether `exact_wgmma` multiplies m tokens by a weight of so many columns."""
+    return m > FEW_TOKENS and exact_wgmma.refusal(columns, arch) is None
+
+
+def kernels_of(m: int, n: int, columns: int, device: driver.DeviceLimits) -> list[KernelSpec]:
+    """The kernels of a product of m tokens, for `multiply`; columns: K, a multiple of 64."""
+    if takes_wgmma(m, columns, device.arch):
+        return [exact_wgmma.OPERANDS, exact_wgmma.spec(exact_wgmma.plan(m, n, columns, device).tokens)]
+    chosen = plan(m, n, columns, device)
+    return [spec(chosen.tokens), *([FINISH] if chosen.splits > 1 else [])]
+
+
 def multiply(
     a_codes: torch.Tensor,
     a_scales: torch.Tensor,
@@ -135,23 +157,60 @@ def multiply(
         return y
     if columns == 0:
         return y.zero_()
-    chosen = plan(m, out_features, columns, driver.device_limits(y.device.index))
-    kernel = launcher.load(spec(chosen.tokens), y.device.index, _FORMAT)
-    token_tiles = -(-m // chosen.tokens)
-    check_token_tiles(m, token_tiles, chosen.tokens)
-    grid = (-(-out_features // (TILE_ROWS * chosen.rows)), token_tiles, chosen.splits)
+    device = driver.device_limits(y.device.index)
+    if takes_wgmma(m, columns, device.arch):
+        exact_wgmma.multiply(a_codes, a_scales, tiled, w_scale, row_scale, y)
+        return y
+    chosen = plan(m, out_features, columns, device)
+    check_token_tiles(m, -(-m // chosen.tokens), chosen.tokens)
     partial = torch.zeros_like(y, dtype=torch.int64) if chosen.splits > 1 else None
-    operands = (address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y, partial))
-    numbers = (m, out_features, columns, chosen.rows, chosen.teams, w_scale, DTYPES[out_dtype])
-    launcher.launch_on(
-        y.device.index,
-        kernel,
-        grid,
-        chosen.threads,
-        (*operands, *numbers),
-        smem=chosen.shared_bytes,
-        pdl=True,
-    )
+    pointers = [address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y, partial)]
+    _launch(chosen, spec(chosen.tokens), (*pointers, 0, 0, 0, 0), y, columns, w_scale)
     if partial is not None:
         finish(partial, row_scale, w_scale, y)
     return y
+
+
+def multiply_experts(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor,
+    tiled: torch.Tensor,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """`multiply` of few sorted rows and their experts; arguments as in `Kernels.moe_gemm_tiled`.
+
+    Every row reads its expert's weights for itself.
+
+    Args:
+        a_codes, a_scales: K is a multiple of 64, addresses of 16.
+        rows, bounds, tiled, w_scale, row_scale: as there.
+        y: float32, float16 or bfloat16; M, N and K are not 0.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    columns = a_codes.shape[1] * 2
+    chosen = plan(*y.shape, columns, driver.device_limits(y.device.index), 1)
+    operands = (a_codes, a_scales, ready(tiled), row_scale, y, None, rows, bounds, w_scale)
+    pointers = (*(address(t) for t in operands), tiled.shape[0])
+    _launch(chosen, spec(1, experts=True), pointers, y, columns, 0.0)
+
+
+def _launch(
+    chosen: Plan, kernel: KernelSpec, pointers: tuple[int, ...], y: torch.Tensor, columns: int, w_scale: float
+) -> None:
+    m, n = y.shape
+    grid = (-(-n // (TILE_ROWS * chosen.rows)), -(-m // chosen.tokens), chosen.splits)
+    launcher.launch_on(
+        y.device.index,
+        launcher.load(kernel, y.device.index, _FORMAT),
+        grid,
+        chosen.threads,
+        (*pointers, m, n, columns, chosen.rows, chosen.teams, w_scale, DTYPES[y.dtype]),
+        smem=chosen.shared_bytes,
+        pdl=True,
+    )

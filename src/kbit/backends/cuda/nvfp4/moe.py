@@ -6,11 +6,14 @@ import torch
 
 from kbit.backends.cuda import driver, routing
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.nvfp4 import exact, exact_wgmma
 from kbit.backends.cuda.nvfp4 import products as dense
 from kbit.backends.cuda.nvfp4.launch import run_items
 from kbit.backends.dtype_codes import DTYPES
+from kbit.format import nvfp4_layout
 
 SLOTS = KernelSpec("nvfp4_slots.cu")
+FEW_ROWS = 64  # of all experts in tiles, up to which each is multiplied for itself
 
 
 def specs() -> list[KernelSpec]:
@@ -82,3 +85,42 @@ def moe_gemm(
     token_tiles = most_tiles(count, experts, tokens)
     dense.launch(accum, chosen, token_tiles, operands, rows, bounds, w_scale, row_scale, y, None, numbers)
     return y
+
+
+def moe_gemm_tiled(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    rows: torch.Tensor | None,
+    bounds: torch.Tensor,
+    tiled: torch.Tensor,
+    out_features: int,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    accum: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.moe_gemm_tiled`; what is refused has its tiles taken apart first.
+
+    Under `tc`, too, sums are exact: that is faster than nvfp4_gemm.cu.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+        ValueError: K is larger than 2^20, or there are too many rows.
+    """
+    columns, experts = 2 * a_codes.shape[1], tiled.shape[0]
+    if tiles_refusal(experts, columns, driver.device_limits(tiled.device.index).arch) is not None:
+        w = nvfp4_layout.from_tiled(tiled, out_features, columns)
+        return moe_gemm(a_codes, a_scales, rows, bounds, *w, w_scale, row_scale, accum, out_dtype)
+    count = a_codes.shape[0] if rows is None else rows.shape[0]
+    y = a_codes.new_empty((count, out_features), dtype=out_dtype)
+    if y.numel() == 0 or columns == 0:
+        return y.zero_()
+    a_codes, a_scales = dense.padded_operands(a_codes, a_scales)
+    multiply = exact.multiply_experts if count <= FEW_ROWS else exact_wgmma.multiply_experts
+    multiply(a_codes, a_scales, rows, bounds, tiled, w_scale, row_scale, y)
+    return y
+
+
+def tiles_refusal(experts: int, columns: int, arch: str) -> str | None:
+    """Why tiles of so many experts may not be multiplied as they are, or None."""
+    return exact_wgmma.refusal(columns, arch, experts)

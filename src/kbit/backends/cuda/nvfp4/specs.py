@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4 import exact, folds, moe, products, rows
+from kbit.backends.cuda.nvfp4 import exact, exact_wgmma, folds, moe, products, rows
 
 
-def specs() -> list[KernelSpec]:
-    """The kernels, the same for every architecture."""
-    return [*rows.specs(), *folds.specs(), *products.specs(), *exact.specs(), *moe.specs()]
+def specs(arch: str) -> list[KernelSpec]:
+    """The kernels that are ever launched on an architecture, such as "90a"."""
+    common = [*rows.specs(), *folds.specs(), *products.specs(), *exact.specs(), *moe.specs()]
+    return [*common, *(exact_wgmma.specs() if exact_wgmma.refusal(0, arch) is None else [])]

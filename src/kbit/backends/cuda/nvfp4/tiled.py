@@ -14,16 +14,11 @@ import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, operands, preference, stream, stream_config, wgmma
 from kbit.backends.cuda.nvfp4 import exact, products
+from kbit.backends.cuda.nvfp4.constants import CODEBOOK, constant
 from kbit.backends.cuda.nvfp4.rows import dequantize
-from kbit.backends.cuda.weights import aligned, fenced, ready
+from kbit.backends.cuda.weights import aligned, ready
 from kbit.format import nvfp4_layout
 from kbit.format.autocast import without_autocast
-from kbit.format.codebook import E2M1_MAGNITUDES
-
-# Values of e2m1 codes.
-CODEBOOK = (*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES))
-_MOST_KEPT = 4096
-_kept: dict[tuple[tuple[float, ...], int], torch.Tensor] = {}
 
 
 def refusal(m: int, dtype: torch.dtype, arch: str) -> str | None:
@@ -131,22 +126,3 @@ def _multiply(
         return y
     stream.linear(x, *weight, out_features, columns, False, y, row_scale)
     return y
-
-
-def constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """float32 values on a device, made once: a launch each would be a third of a small product's time.
-
-    Those made while a CUDA graph records belong to that graph and are not kept; nor are more than 4096.
-    """
-    key = (values, device.index)
-    known = _kept.get(key)
-    if known is not None:
-        return known
-    with torch.cuda.device(device):  # whose current stream may be recorded
-        # Filled, not copied from the host, so that a CUDA graph can record it.
-        parts = [torch.full((1,), value, dtype=torch.float32, device=device) for value in values]
-        known = fenced(torch.cat(parts) if len(parts) > 1 else parts[0])
-        if len(_kept) < _MOST_KEPT and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(device).synchronize()  # any stream may read it next
-            _kept[key] = known
-    return known
