@@ -390,6 +390,32 @@ def check_moe_tiles(
                 assert_same("y", y, want, counts, spread, accum, few_rows)
 
 
+def check_moe_linear(device: str, n: int, k: int, routings: Iterable[tuple[list[int], int]]) -> None:
+    """W4A16 of experts in tiles, within what rounding products' sums and results gives; float32, too."""
+    for (counts, none), dtype in itertools.product(routings, DTYPES):
+        count, experts = sum(counts) + none, len(counts)
+        bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        w = [
+            torch.stack(part)
+            for part in zip(*(spread_matrix("even", n, k, i) for i in range(experts)), strict=True)
+        ]
+        w_scale = torch.rand(experts, generator=generator(count))
+        x = normal(count, k, dtype=dtype, seed=count)
+        there = to(device, x, bounds, nvfp4_layout.to_tiled(*w), w_scale)
+        y = cuda.moe_linear_tiled(*there[:3], n, there[3]).cpu()
+        assert y.dtype == dtype
+        assert not bool(y[sum(counts) :].any())
+        for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+            of_expert = w[0][expert], w[1][expert]
+            dense = (
+                reference.dequantize(*of_expert, 1.0, None, F32).double()[:, :k] * w_scale[expert].double()
+            )
+            rows, eps = x[begin:end].double(), torch.finfo(dtype).eps
+            want = rows @ dense.t()
+            bound = (rows.abs() @ dense.abs().t()) * (k * 2.0**-23 + eps) + want.abs() * eps
+            assert bool(((y[begin:end].double() - want).abs() <= bound).all()), (counts, expert, dtype)
+
+
 def check_largest_sum(device: str, columns: int) -> None:
     """The largest magnitudes there are, all of one sign: the exact sum does not overflow."""
     scales = torch.full((2, columns // 16), 0x7E, dtype=torch.uint8)

@@ -55,6 +55,11 @@ def test_grouped_products_of_tiles_equal_reference() -> None:
     cases.check_moe_tiles(DEVICE, 1024, 2048, [([5, 0, 40, 17], 3)])
 
 
+def test_experts_in_tiles_by_16_bits() -> None:
+    cases.check_moe_linear(DEVICE, 40, 80, cases.ROUTINGS)
+    cases.check_moe_linear(DEVICE, 1024, 2048, [([5, 0, 40, 17], 3), ([300, 1], 0)])
+
+
 def test_grouped_products_of_tiles_do_not_depend_on_timing() -> None:
     """Right behind what quantizes and sorts, many times, poisoned."""
     w = quantize_nvfp4(torch.randn(32, 256, 512, generator=torch.Generator().manual_seed(1)).to(DEVICE))

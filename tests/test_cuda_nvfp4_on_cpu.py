@@ -37,7 +37,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
     cuda_wgmma_on_cpu.install(monkeypatch, kernels, H200)
-    monkeypatch.setattr(exact_wgmma, "constant", lambda values, device: LEVELS)
+    for module in (exact_wgmma, moe):
+        monkeypatch.setattr(module, "constant", lambda values, device: LEVELS)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -99,6 +100,11 @@ def test_exact_products_of_experts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     cases.check_moe_tiles(DEVICE, 40, 320, cases.ROUTINGS)
     cases.check_moe_tiles(DEVICE, 150, 64, [([70, 0, 33, 41], 3), ([0, 0], 5)], ["any"])
     assert {exact_wgmma.grouped_tokens(count, 4) for count in (1, 60, 147)} == {16, 32, 64}
+
+
+def test_experts_in_tiles_by_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_limits", lambda index: FEW_HOPPER)
+    cases.check_moe_linear(DEVICE, 40, 80, [*cases.ROUTINGS, ([70, 0, 33, 41], 3)])
 
 
 def test_chained_products() -> None:

@@ -46,7 +46,7 @@ def record(monkeypatch: pytest.MonkeyPatch, limits: driver.DeviceLimits) -> Reco
     stream.prepared.cache_clear()  # or it would not be loaded
     cuda_wgmma_on_cpu.install(monkeypatch, recorder, limits)
     # What torch has for CUDA alone.
-    for module in (nvfp4.tiled, nvfp4.exact_wgmma):
+    for module in (nvfp4.tiled, nvfp4.exact_wgmma, nvfp4.moe):
         monkeypatch.setattr(module, "constant", lambda values, device: torch.tensor(values))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     for module in (gemm, quantize, moe, folds):

@@ -281,13 +281,18 @@ def test_layers_have_the_bits_of_the_cpu() -> None:
     assert same(expected, layer.cuda()(x.cuda()))
 
 
-@pytest.mark.parametrize("dedup", ["off", "gather", "indirect"])
-def test_a_cuda_graph_records_experts(dedup: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [*(NVFP4Settings(dedup=dedup) for dedup in ("off", "gather", "indirect")), NVFP4Settings("16bit")],
+)
+def test_a_cuda_graph_records_experts(settings: NVFP4Settings) -> None:
+    if settings.activations == "16bit" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("elsewhere than on Hopper W4A16 experts wait for the device")
     experts = torch.nn.Module()
     experts.gate_up_proj = torch.nn.Parameter(torch.randn(8, 96, 64, generator=draw(0)).bfloat16())
     experts.down_proj = torch.nn.Parameter(torch.randn(8, 64, 48, generator=draw(1)).bfloat16())
     experts.act_fn = torch.nn.SiLU()
-    layer = NVFP4Experts.from_experts(experts, NVFP4Settings(dedup=dedup)).cuda()
+    layer = NVFP4Experts.from_experts(experts, settings).cuda()
     ids = routing_ids("zipf", 16, 4, 8).cuda()
     x, p = torch.randn(16, 64, device="cuda").bfloat16(), torch.rand(16, 4, device="cuda")
     expected = layer(x, ids, p)

@@ -15,7 +15,7 @@ from kbit.backends.cuda.nvfp4 import tiled as tiled_products
 from kbit.format import bitplanes, layout, nvfp4_layout
 from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4, gemm_nvfp4, linear_nvfp4, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.formats import e2m1, layouts
-from kbit.nvfp4.layers import NVFP4Linear, NVFP4Settings
+from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Settings
 from made_up_nvfp4 import draw, random_tensor
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -354,3 +354,22 @@ def test_a_cuda_graph_records_a_layer(m: int) -> None:
         y.zero_()
         graph.replay()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("settings", [NVFP4Settings(), NVFP4Settings(accum="tc"), NVFP4Settings("16bit")])
+def test_experts_give_in_tiles_what_they_give_without(settings: NVFP4Settings) -> None:
+    """Rows of no expert, and an expert without rows, too."""
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.randn(4, 96, 72, generator=draw(0)))
+    experts.down_proj = nn.Parameter(torch.randn(4, 72, 48, generator=draw(1)))
+    experts.act_fn = nn.SiLU()
+    layer = NVFP4Experts.from_experts(experts, settings)
+    ids = torch.tensor([[0, 3], [3, 4], [0, 2], [2, 3], [0, 0]])
+    x, p = torch.randn(5, 72, generator=draw(2)), torch.rand(5, 2, generator=draw(3))
+    expected = layer(x, ids, p)
+    layer.prepare(force=True)
+    assert set(dict(layer.named_parameters())) >= {"gate_up_tiled", "down_tiled"}
+    assert torch.equal(layer(x, ids, p), expected)
+    assert torch.equal(
+        layer.state_dict()["down_codes"], NVFP4Experts.from_experts(experts, settings).down_codes
+    )

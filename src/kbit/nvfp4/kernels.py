@@ -233,6 +233,23 @@ class Kernels(Protocol):
         """
         ...
 
+    def moe_linear_tiled(
+        self, x: Tensor, bounds: Tensor, tiled: Tensor, out_features: int, w_scale: Tensor
+    ) -> Tensor:
+        """`linear_tiled` of each sorted row with its expert.
+
+        Args:
+            x: [R, K] of dtype T, sorted by expert.
+            bounds: int32 [E + 1], as in `moe_gemm`; rows at and beyond bounds[E] give +0.
+            tiled: uint8 [E, ceil(N / 16), ceil(K16 / 64), 576].
+            out_features: N.
+            w_scale: float32 [E].
+
+        Returns:
+            T [R, N].
+        """
+        ...
+
     def combine(self, y: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
         """Sum each token's experts: [R, N] sorted rows, int32 [T, U], float32 [T, U] -> [T, N] of y's dtype.
 

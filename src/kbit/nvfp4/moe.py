@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
-from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_product, check_tile
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_product, check_tile, linear_nvfp4
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
 from kbit.ops import checks, type_checks
@@ -211,6 +212,31 @@ def expert_product(
         tiles = w.codes, w.shape[1]
         return kernels.moe_gemm_tiled(*operands, *tiles, scale, row_scale, accum, out_dtype)
     return kernels.moe_gemm(*operands, *w.nv(), scale, row_scale, accum, out_dtype, tile)
+
+
+def expert_linear(x: torch.Tensor, routing: Routing, w: NVFP4Tensor, where: str = "") -> torch.Tensor:
+    """Multiply each sorted row, not quantized, with its expert (W4A16).
+
+    Weights in layout "tiled" are multiplied as they are on Hopper GPUs, by x in 16 bits. Others are decoded,
+    expert by expert; finding out which have any rows waits for the device.
+
+    Args:
+        x: float16, bfloat16 or float32 [R, K] in sorted order.
+        routing: of R rows.
+        w: [E, N, K].
+        where: name of the layer, for messages.
+
+    Returns:
+        x's dtype [R, N] in sorted order; rows of no expert are 0.
+    """
+    if w.layout == "tiled":
+        kernels = kernels_for(x, w=w.codes, routing=routing.bounds)
+        return kernels.moe_linear_tiled(x, routing.bounds, w.codes, w.shape[1], w.global_scale)
+    y = x.new_zeros(len(x), w.shape[1])
+    for expert, (begin, end) in enumerate(itertools.pairwise(routing.bounds.tolist())):
+        if begin < end:
+            y[begin:end] = linear_nvfp4(x[begin:end], w.expert(expert), where=where)
+    return y
 
 
 def moe_gemm_nvfp4(

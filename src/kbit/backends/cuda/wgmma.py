@@ -272,10 +272,14 @@ def grouped_linear(
     silu_and_mul: bool,
     out: torch.Tensor,
 ) -> None:
-    """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
+    """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`.
+
+    Tiles of NVFP4 are told from others by their size.
+    """
     index, bits, experts = x.device.index, bits_of(codebook), tiled.shape[0]
     weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
     chosen = grouped_plan(x.shape[0], experts, weight)
-    one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts)
+    nvfp4 = nvfp4_layout.is_nvfp4(tiled)
+    one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts, nvfp4)
     all_tiles = tiled.flatten(0, 1)
     one.launch(operands.aligned_rows(x), all_tiles, codebook, scale, None, out, offsets=offsets)

@@ -225,7 +225,13 @@ def configs() -> list[Config]:
         for columns in (1, _FEW_COLUMNS + 1):  # few have one team
             for block in blocks(bits, columns, cluster=1, gated=False):
                 dense[of_tiling(bits, block.tiling(1), block.teams, grouped=False, nvfp4=nvfp4)] = None
-    return [*dense, *(block for bits in SUPPORTED_BITS for block in grouped_blocks(bits, gated=False))]
+    grouped = [block for bits in SUPPORTED_BITS for block in grouped_blocks(bits, gated=False)]
+    return [*dense, *grouped, *nvfp4_grouped_blocks()]
+
+
+def nvfp4_grouped_blocks() -> list[Config]:
+    """The blocks that may be launched for experts of NVFP4, which are never gated."""
+    return [block._replace(nvfp4=True) for block in grouped_blocks(nvfp4_layout.BITS, gated=False)]
 
 
 def specs() -> list[KernelSpec]:

@@ -12,10 +12,18 @@ from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.experts import WEIGHTS, is_silu
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
-from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, linear_nvfp4
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
 from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
-from kbit.nvfp4.moe import ExpertInput, combine_sorted, expert_product, quantize_for_experts, route
+from kbit.nvfp4.moe import (
+    ExpertInput,
+    Routing,
+    combine_sorted,
+    expert_linear,
+    expert_product,
+    quantize_for_experts,
+    route,
+)
 from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks, moe_checks
 
@@ -29,13 +37,13 @@ class NVFP4Experts(NVFP4Module):
         num_experts, hidden_dim, intermediate_dim, act_fn: as in the replaced module.
     """
 
-    @property
-    def tileable(self) -> bool:
-        """Whether these experts multiply tiles, on GPUs with a kernel for them: under `exact` and `tc`."""
-        return self.settings.activations == "nvfp4" and self.settings.accum in TILED_ACCUMULATIONS
-
     # Not "gate_up_proj" and "down_proj": transformers would split parameters of these names on saving.
     WEIGHTS = ("gate_up", "down")
+
+    @property
+    def tileable(self) -> bool:
+        """Whether these experts multiply tiles on Hopper: not under `seq16`, but 16-bit activations."""
+        return self.settings.activations == "16bit" or self.settings.accum in TILED_ACCUMULATIONS
 
     def __init__(
         self, gate_up: tuple[int, ...], act_fn: Any, settings: NVFP4Settings, device: Any, name: str = ""
@@ -112,7 +120,7 @@ class NVFP4Experts(NVFP4Module):
         settings = self.settings
         routing = route(top_k_index.int(), self.num_experts, self.layer_name)
         if settings.activations == "16bit":
-            return combine_sorted(self._decoded(x, routing.source, routing.bounds), routing.inverse, p)
+            return combine_sorted(self._of_16_bits(x, routing), routing.inverse, p)
         a = quantize_for_experts(
             x, routing, settings.dedup, settings.search, settings.ties, row_scale=settings.row_scale
         )
@@ -138,16 +146,8 @@ class NVFP4Experts(NVFP4Module):
             t = quantize_nvfp4(activated, settings.search, settings.ties, settings.row_scale)
         return ExpertInput(t, None, len(gate_up), 0)
 
-    def _decoded(self, x: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        """W4A16: the rows of each expert through its decoded weights; finding out which have any waits."""
-        rows = x.index_select(0, source)
-        y = torch.zeros_like(rows)
-        edges = bounds.tolist()
+    def _of_16_bits(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """W4A16: the sorted rows of each expert."""
         gate_up, down = (self.quantized(name) for name in self.WEIGHTS)
-        for expert, begin in enumerate(edges[:-1]):
-            part = slice(begin, edges[expert + 1])
-            if part.start == part.stop:
-                continue
-            inner = linear_nvfp4(rows[part], gate_up.expert(expert), where=self.layer_name)
-            y[part] = linear_nvfp4(self._activated(inner), down.expert(expert), where=self.layer_name)
-        return y
+        inner = expert_linear(x.index_select(0, routing.source), routing, gate_up, self.layer_name)
+        return expert_linear(self._activated(inner), routing, down, self.layer_name)

@@ -12,7 +12,7 @@ from kbit.nvfp4.reference.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu
 from kbit.nvfp4.reference.gemm import gemm, linear, moe_gemm, tiles
 from kbit.nvfp4.reference.moe import align, combine, gather_rows, quantize_scatter
 from kbit.nvfp4.reference.quantize import dequantize, quantize, quantize_rows, repack
-from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled, moe_gemm_tiled
+from kbit.nvfp4.reference.tiled import gemm_tiled, linear_tiled, moe_gemm_tiled, moe_linear_tiled
 
 __all__ = [
     "align",
@@ -25,6 +25,7 @@ __all__ = [
     "linear_tiled",
     "moe_gemm",
     "moe_gemm_tiled",
+    "moe_linear_tiled",
     "quantize",
     "quantize_rows",
     "quantize_scatter",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kbit.nvfp4.formats import layouts
@@ -46,3 +48,15 @@ def moe_gemm_tiled(
     """See `Kernels.moe_gemm_tiled`."""
     w = layouts.to_nv(tiled, "tiled", 2 * a_codes.shape[1], out_features)
     return moe_gemm(a_codes, a_scales, rows, bounds, *w, w_scale, row_scale, accum, out_dtype)
+
+
+def moe_linear_tiled(
+    x: torch.Tensor, bounds: torch.Tensor, tiled: torch.Tensor, out_features: int, w_scale: torch.Tensor
+) -> torch.Tensor:
+    """See `Kernels.moe_linear_tiled`."""
+    y = x.new_zeros(len(x), out_features)
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        if begin < end:
+            weight = tiled[expert], out_features, float(w_scale[expert]), None
+            y[begin:end] = linear_tiled(x[begin:end], *weight)
+    return y

@@ -5,7 +5,7 @@ device, nothing waits, and sizes follow from shapes alone, so CUDA graphs record
 """
 
 from kbit.backends.cuda.nvfp4.folds import rmsnorm, rmsnorm_quantize, silu_mul, silu_mul_quantize
-from kbit.backends.cuda.nvfp4.moe import align, combine, moe_gemm, moe_gemm_tiled
+from kbit.backends.cuda.nvfp4.moe import align, combine, moe_gemm, moe_gemm_tiled, moe_linear_tiled
 from kbit.backends.cuda.nvfp4.products import gemm, tiles
 from kbit.backends.cuda.nvfp4.rows import (
     dequantize,
@@ -28,6 +28,7 @@ __all__ = [
     "linear_tiled",
     "moe_gemm",
     "moe_gemm_tiled",
+    "moe_linear_tiled",
     "quantize",
     "quantize_rows",
     "quantize_scatter",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import driver, routing, stream, stream_config, wgmma
+from kbit.backends.cuda import driver, routing, stream, stream_config, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import exact, exact_wgmma, folds, moe, products, rows, tiled
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, groups_of
@@ -126,10 +126,13 @@ def of_experts(
     silu = (
         folds.silu_spec(dtype, how.ties_even, quantize=True) if fold else folds.silu_spec(dtype, False, False)
     )
+    takes_tiles = _take_tiles(experts, columns, device.arch)
     if how.accum is None:
-        return [*align, *combine, silu, rows.dequantize_spec(dtype)]
+        many = [wgmma_config.spec(block, dtype) for block in wgmma_config.nvfp4_grouped_blocks()]
+        one_by_one = [rows.dequantize_spec(dtype)]
+        return [*align, *combine, silu, *(many if takes_tiles else one_by_one)]
     coded = [*rows.quantizers(dtype, how.search, how.ties_even, how.row_scale), rows.GATHER]
-    if how.accum != "seq16" and _take_tiles(experts, columns, device.arch):
+    if how.accum != "seq16" and takes_tiles:
         tokens = exact_wgmma.TOKENS
         many = [exact_wgmma.OPERANDS, *(exact_wgmma.spec(t, grouped=True) for t in tokens)]
         multiply = [exact.spec(1, experts=True), *many]

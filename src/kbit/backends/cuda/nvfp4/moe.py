@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from kbit.backends.cuda import driver, routing
+from kbit.backends.cuda import driver, operands, routing, wgmma
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import exact, exact_wgmma
 from kbit.backends.cuda.nvfp4 import products as dense
+from kbit.backends.cuda.nvfp4.constants import CODEBOOK, constant
 from kbit.backends.cuda.nvfp4.launch import run_items
+from kbit.backends.cuda.nvfp4.tiled import linear_tiled
+from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
 from kbit.format import nvfp4_layout
 
@@ -76,14 +81,14 @@ def moe_gemm(
     y = a_codes.new_empty((count, n), dtype=out_dtype)
     if y.numel() == 0:
         return y
-    operands = dense.padded_operands(a_codes, a_scales, w_codes, w_scales)
-    columns = operands[0].shape[-1] * 2
+    padded = dense.padded_operands(a_codes, a_scales, w_codes, w_scales)
+    columns = padded[0].shape[-1] * 2
     tokens = token_tile(count, experts) if tile in (None, dense.CUBLAS) else dense.parse_tile(tile, count)[0]
     # Sums of one expert's few rows are not worth splitting: other experts fill the machine.
     chosen = dense.plan(count, n, columns, accum, tokens, 1, driver.device_limits(y.device.index))
     numbers = (count, n, columns, experts, 0.0, DTYPES[out_dtype])
     token_tiles = most_tiles(count, experts, tokens)
-    dense.launch(accum, chosen, token_tiles, operands, rows, bounds, w_scale, row_scale, y, None, numbers)
+    dense.launch(accum, chosen, token_tiles, padded, rows, bounds, w_scale, row_scale, y, None, numbers)
     return y
 
 
@@ -118,6 +123,32 @@ def moe_gemm_tiled(
     a_codes, a_scales = dense.padded_operands(a_codes, a_scales)
     multiply = exact.multiply_experts if count <= FEW_ROWS else exact_wgmma.multiply_experts
     multiply(a_codes, a_scales, rows, bounds, tiled, w_scale, row_scale, y)
+    return y
+
+
+def moe_linear_tiled(
+    x: torch.Tensor, bounds: torch.Tensor, tiled: torch.Tensor, out_features: int, w_scale: torch.Tensor
+) -> torch.Tensor:
+    """See `kbit.nvfp4.kernels.Kernels.moe_linear_tiled`: csrc/wgmma.cu; what is refused expert by expert.
+
+    Raises:
+        KbitError: a kernel cannot be compiled or loaded.
+    """
+    (count, columns), experts = x.shape, tiled.shape[0]
+    y = x.new_empty((count, out_features))
+    if y.numel() == 0 or columns == 0:
+        return y.zero_()
+    arch = driver.device_limits(x.device.index).arch
+    if x.dtype in operands.DTYPES and tiles_refusal(experts, columns, arch) is None:
+        tiles = ready(tiled).view(torch.int32)
+        weight = tiles, constant(CODEBOOK, x.device), w_scale, bounds
+        wgmma.grouped_linear(x, *weight, out_features, columns, False, y)
+        return y
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        if begin < end:
+            weight_of = tiled[expert], out_features, float(w_scale[expert]), None
+            y[begin:end] = linear_tiled(x[begin:end], *weight_of)
+    y[int(bounds[-1]) :] = 0
     return y
 
 
