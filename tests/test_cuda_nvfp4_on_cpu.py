@@ -8,7 +8,7 @@ import torch
 import cuda_on_cpu
 import cuda_wgmma_on_cpu
 import nvfp4_cuda_cases as cases
-from kbit.backends.cuda import driver
+from kbit.backends.cuda import driver, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import constants, exact, exact_wgmma, moe, products
 from kbit.nvfp4.exact import fma
@@ -105,6 +105,11 @@ def test_exact_products_of_experts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> 
 def test_experts_in_tiles_by_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "device_limits", lambda index: FEW_HOPPER)
     cases.check_moe_linear(DEVICE, 40, 80, [*cases.ROUTINGS, ([70, 0, 33, 41], 3)])
+    for i, block in enumerate(wgmma_config.nvfp4_grouped_blocks()):
+        cluster = 1 + i % 2
+        plan = wgmma.Plan(block.tiling(cluster), 2 * cluster, block.teams)
+        monkeypatch.setattr(wgmma, "grouped_plan", lambda *_, plan=plan: plan)
+        cases.check_moe_linear(DEVICE, 200, 592, [([9, 0, 37], 2)])
 
 
 def test_chained_products() -> None:
