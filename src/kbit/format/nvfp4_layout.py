@@ -53,9 +53,8 @@ def to_tiled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     flat[..., :_CODE_BYTES].view(-1, row_tiles, column_tiles, 8, 4, 4, 2, 2).copy_(pairs)
     bytes_of = scales.reshape(-1, row_tiles, 2, 8, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
     flat[..., _CODE_BYTES:].view(-1, row_tiles, column_tiles, 8, 2, 4).copy_(bytes_of)
-    matrices = codes.reshape(len(flat), -1, codes.shape[-1]), scales.reshape(len(flat), -1, scales.shape[-1])
-    for to, *parts in zip(flat[..., _CODE_BYTES:], *matrices, strict=True):
-        to[..., : nvfp4_marks.BITS] |= nvfp4_marks.of_matrix(*parts) << 7
+    matrices = (part.reshape(len(flat), row_tiles * TILE_ROWS, -1) for part in (codes, scales))
+    flat[..., _CODE_BYTES : _CODE_BYTES + nvfp4_marks.BITS] |= nvfp4_marks.of_matrices(*matrices) << 7
     return tiles
 
 

@@ -33,20 +33,23 @@ _DOUBLED_SQUARES = [int(2 * magnitude) ** 2 for magnitude in E2M1_MAGNITUDES] * 
 _SQUARES = tuple(float(low + high) for high in _DOUBLED_SQUARES for low in _DOUBLED_SQUARES)
 
 
-def of_matrix(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The marks of a matrix's tiles.
+def of_matrices(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The marks of matrices' tiles.
 
     Args:
-        codes: uint8 [rows, columns / 2] of whole tiles, layout nv.
-        scales: uint8 [rows, columns / 16], ue4m3 up to 0x7E.
+        codes: uint8 [E, rows, columns / 2] of whole tiles, layout nv.
+        scales: uint8 [E, rows, columns / 16], ue4m3 up to 0x7E.
 
     Returns:
-        uint8 [rows / 16, columns / 64, 16], a mark's bits, the lowest first.
+        uint8 [E, rows / 16, columns / 64, 16], a mark's bits, the lowest first.
     """
-    at_once = max(1, _BYTES_AT_ONCE // (_ROWS * max(1, codes.shape[1]))) * _ROWS
-    parts = [_of_rows(*part) for part in zip(codes.split(at_once), scales.split(at_once), strict=True)]
-    each = torch.cat(parts).repeat_interleave(_ROWS // TILE_ROWS, dim=0)
-    return each[: codes.shape[0] // TILE_ROWS]
+    matrices, rows, width = codes.shape
+    more = -rows % _ROWS
+    all_rows = [(F.pad(part, (0, 0, 0, more)) if more else part).flatten(0, 1) for part in (codes, scales)]
+    at_once = max(1, _BYTES_AT_ONCE // (_ROWS * max(1, width))) * _ROWS
+    parts = [_of_rows(*part) for part in zip(*(part.split(at_once) for part in all_rows), strict=True)]
+    each = torch.cat(parts).unflatten(0, (matrices, -1))
+    return each.repeat_interleave(_ROWS // TILE_ROWS, dim=1)[:, : rows // TILE_ROWS]
 
 
 def _of_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -56,7 +59,7 @@ def _of_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     mantissa = torch.where(scales < 8, scales, scales & 7 | 8).float()
     blocks = squares.view(*scales.shape, -1).sum(-1) * mantissa * mantissa
     tiles = scales.shape[1] // _STEPS
-    padding = (0, -tiles % _TILES * _STEPS, 0, -len(scales) % _ROWS)
+    padding = (0, -tiles % _TILES * _STEPS)
     blocks, field = (F.pad(part, padding).unflatten(0, (-1, _ROWS)) for part in (blocks, field))
     known = field.masked_fill(blocks == 0, _NO_FIELD)  # [64 rows each, 64, blocks]
     largest = field.masked_fill(blocks == 0, 0).amax((1, 2))[:, None]
