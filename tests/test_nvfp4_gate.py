@@ -22,7 +22,7 @@ def run(*arguments: str):
 @pytest.mark.parametrize("toggle", gate.TOGGLES)
 def test_every_lever_holds(toggle: str) -> None:
     verdicts = list(gate.run_gate(toggle, [1, 8]))
-    assert len(verdicts) == 2 * {"dedup": 3, "fold": 2, "tile": 3}[toggle]
+    assert len(verdicts) == 2 * {"dedup": 3, "fold": 2, "tile": 4}[toggle]
     for verdict in verdicts:
         assert verdict.failure is None
         assert verdict.compared == "off and the stored reference"

@@ -92,6 +92,8 @@ def _ways(toggle: str, accum: str, device: str) -> Iterator[tuple[str, Levers]]:
     else:
         for tile in tiles_nvfp4(accum, device):
             yield f"tile={tile}", Levers(tile=tile, accum=accum)
+        if accum == "exact":  # whose kernels for the layout need no order of sums
+            yield "layout=tiled", Levers(tiled=True, accum=accum)
 
 
 def _run(model: TinyMoE, batch: int, steps: int, levers: Levers) -> Recorder:

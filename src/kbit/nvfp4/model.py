@@ -24,7 +24,7 @@ from kbit.nvfp4.moe import (
     quantize_for_experts,
     route,
 )
-from kbit.nvfp4.quantize import global_scale_for, quantize_nvfp4
+from kbit.nvfp4.quantize import global_scale_for, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.record import Recorder
 
 # Of the layers, in turn: float32 shows every bit of a sum, bfloat16 is what models run in.
@@ -52,12 +52,14 @@ class Levers:
         dedup: how activations are quantized for experts; see `quantize_for_experts`.
         fold: norm and activation quantize in the same pass.
         tile: a forced tile or split choice of the products.
+        tiled: weights in the layout "tiled", as layers hold them on a GPU.
         accum: the accumulation contract; not a lever, the same in both arms.
     """
 
     dedup: str = "off"
     fold: bool = False
     tile: str | None = None
+    tiled: bool = False
     accum: str = "exact"
 
 
@@ -109,6 +111,7 @@ class TinyMoE:
             self._experts((size.experts, size.hidden, size.width), 40 + i) for i in range(size.layers)
         ]
         self.head = self._matrix(self._seeded((size.vocabulary, size.hidden), 50))
+        self._tiled: dict[int, NVFP4Tensor] = {}
 
     def _seeded(self, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         return seeded(shape, seed).to(self.device)
@@ -155,7 +158,8 @@ class TinyMoE:
             states[index] = mixed.float()
             y, h = self._layer(index, y.to(mixed.dtype), mixed, levers, recorder)
         a, _, _ = self._norm(self.sizes.layers, y, h, levers, recorder)
-        logits = gemm_nvfp4(a, self.head, levers.accum, torch.float32, levers.tile)
+        head = self._held(self.head, levers, recorder)
+        logits = gemm_nvfp4(a, head, levers.accum, torch.float32, levers.tile)
         recorder.add("head.gemm", logits)
         # argmax takes any of equal logits; the gate wants the first.
         positions = torch.arange(logits.shape[1], device=logits.device)
@@ -191,16 +195,26 @@ class TinyMoE:
         rows = torch.arange(len(routing.source), device=self.device) if a.rows is None else a.rows
         recorder.add(f"layer{index}.routing", ids, p, routing.source, routing.bounds)
         recorder.add(f"layer{index}.gathered", *(part[rows.long()] for part in a.tensor.nv()))
-        gate_up = expert_product(a, routing, self.gate_up[index], levers.accum, norm.dtype, levers.tile)
+        common = (levers.accum, norm.dtype, levers.tile)
+        gate_up = expert_product(a, routing, self._held(self.gate_up[index], levers, recorder), *common)
         recorder.add(f"layer{index}.gate_up.gemm", gate_up)
         activated = self._quantized_activation(gate_up, levers, recorder)
         recorder.add(f"layer{index}.activated.quantized", *activated.tensor.nv())
-        down = expert_product(activated, routing, self.down[index], levers.accum, norm.dtype, levers.tile)
+        down = expert_product(activated, routing, self._held(self.down[index], levers, recorder), *common)
         if levers.tile is not None:
             recorder.count(f"products with tile {levers.tile}", 2)
         result = combine_sorted(down, routing.inverse, p)
         recorder.add(f"layer{index}.down.gemm", down, result)
         return result, h
+
+    def _held(self, weight: NVFP4Tensor, levers: Levers, recorder: Recorder) -> NVFP4Tensor:
+        """A weight in the layout that a product is to take it in."""
+        if not levers.tiled:
+            return weight
+        recorder.count("products with weights in tiles")
+        if id(weight) not in self._tiled:
+            self._tiled[id(weight)] = repack_nvfp4(weight, "tiled")
+        return self._tiled[id(weight)]
 
     def _expert_input(
         self, quantized: NVFP4Tensor, norm: torch.Tensor, routing: Routing, levers: Levers
