@@ -14,7 +14,7 @@ from cuda_on_cpu import H200
 from kbit.backends.cuda import driver, nvfp4, stream, variants
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.nn import ahead as of_models
-from kbit.nvfp4 import folds, gemm, moe, quantize
+from kbit.nvfp4 import expert_products, folds, gemm, moe, quantize
 from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Settings, replace_layers
 from tiny_models import build
 
@@ -49,7 +49,7 @@ def record(monkeypatch: pytest.MonkeyPatch, limits: driver.DeviceLimits) -> Reco
     for module in (nvfp4.tiled, nvfp4.exact_wgmma, nvfp4.moe):
         monkeypatch.setattr(module, "constant", lambda values, device: torch.tensor(values))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    for module in (gemm, quantize, moe, folds):
+    for module in (gemm, quantize, moe, expert_products, folds):
         monkeypatch.setattr(module, "kernels_for", lambda *_, **__: nvfp4)
     return recorder
 

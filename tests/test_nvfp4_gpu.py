@@ -25,9 +25,10 @@ from kbit.nvfp4 import (
     silu_mul_quantize_nvfp4,
     tiles_nvfp4,
 )
+from kbit.nvfp4.expert_products import expert_product
 from kbit.nvfp4.formats import e2m1, ue4m3
 from kbit.nvfp4.layers import NVFP4Experts, NVFP4Linear, NVFP4Settings
-from kbit.nvfp4.moe import DEDUP, expert_product, quantize_for_experts, route
+from kbit.nvfp4.moe import DEDUP, quantize_for_experts, route
 from made_up_nvfp4 import draw, random_tensor
 
 pytestmark = pytest.mark.gpu

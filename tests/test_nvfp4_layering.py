@@ -10,8 +10,8 @@ import pytest
 import kbit.nvfp4
 
 FOLDER = Path(kbit.nvfp4.__file__).parent
-ORDER = ("exact", "formats", "reference", "kernels", "quantize", "readers", "gemm", "moe", "folds", "layers")
-LAYERS = (*ORDER, "record", "model", "gate")
+BELOW = ("exact", "formats", "reference", "product_kernels", "kernels", "quantize", "readers", "gemm")
+LAYERS = (*BELOW, "moe", "expert_products", "folds", "layers", "record", "model", "gate")
 
 
 def layer_of(path: Path) -> str:

@@ -18,7 +18,8 @@ from kbit.nvfp4 import (
     moe_gemm_nvfp4,
     quantize_nvfp4,
 )
-from kbit.nvfp4.moe import DEDUP, combine_sorted, expert_product, quantize_for_experts, route
+from kbit.nvfp4.expert_products import expert_product
+from kbit.nvfp4.moe import DEDUP, combine_sorted, quantize_for_experts, route
 
 EXPERTS, CHOICES, COLUMNS, OUTPUTS = 8, 4, 80, 12
 TOKENS = (1, 7, 8, 9, 32, 128, 129)

@@ -28,12 +28,12 @@ from kbit.nvfp4 import (
     silu_mul,
     silu_mul_quantize_nvfp4,
 )
+from kbit.nvfp4.expert_products import expert_product
 from kbit.nvfp4.moe import (
     DEDUP,
     ExpertInput,
     Routing,
     combine_sorted,
-    expert_product,
     gather_rows,
     quantize_for_experts,
     route,

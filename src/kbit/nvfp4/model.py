@@ -12,18 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from kbit.nvfp4 import exact
+from kbit.nvfp4.expert_products import expert_product
 from kbit.nvfp4.folds import rmsnorm, rmsnorm_quantize_nvfp4, silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.gemm import gemm_nvfp4
-from kbit.nvfp4.moe import (
-    ExpertInput,
-    Routing,
-    combine_sorted,
-    expert_product,
-    gather_rows,
-    quantize_for_experts,
-    route,
-)
+from kbit.nvfp4.moe import ExpertInput, Routing, combine_sorted, gather_rows, quantize_for_experts, route
 from kbit.nvfp4.quantize import global_scale_for, quantize_nvfp4, repack_nvfp4
 from kbit.nvfp4.record import Recorder
 

@@ -11,19 +11,12 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.experts import WEIGHTS, is_silu
+from kbit.nvfp4.expert_products import expert_linear, expert_product
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
 from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
-from kbit.nvfp4.moe import (
-    ExpertInput,
-    Routing,
-    combine_sorted,
-    expert_linear,
-    expert_product,
-    quantize_for_experts,
-    route,
-)
+from kbit.nvfp4.moe import ExpertInput, Routing, combine_sorted, quantize_for_experts, route
 from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks, moe_checks
 
