@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
+from kbit.backends.reference.products import groups
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_product, check_tile, linear_nvfp4
 from kbit.nvfp4.kernels import kernels_for
@@ -71,9 +70,8 @@ def expert_linear(x: torch.Tensor, routing: Routing, w: NVFP4Tensor, where: str 
         kernels = kernels_for(x, w=w.codes, routing=routing.bounds)
         return kernels.moe_linear_tiled(x, routing.bounds, w.codes, w.shape[1], w.global_scale)
     y = x.new_zeros(len(x), w.shape[1])
-    for expert, (begin, end) in enumerate(itertools.pairwise(routing.bounds.tolist())):
-        if begin < end:
-            y[begin:end] = linear_nvfp4(x[begin:end], w.expert(expert), where=where)
+    for expert, rows in groups(routing.bounds):
+        y[rows] = linear_nvfp4(x[rows], w.expert(expert), where=where)
     return y
 
 

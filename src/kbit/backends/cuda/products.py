@@ -26,6 +26,7 @@ from kbit.backends.cuda import (
 )
 from kbit.backends.cuda.preference import Choice, decide, decided
 from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.backends.reference.products import groups
 from kbit.format.codebook import bits_of
 
 
@@ -196,12 +197,9 @@ def grouped_linear_tiled(
         wgmma.grouped_linear(x, *weight, *sizes, out)
         return
     out.zero_()
-    bounds = offsets.tolist()
-    for expert in range(tiled.shape[0]):
-        rows_now = slice(bounds[expert], bounds[expert + 1])
-        if bounds[expert] < bounds[expert + 1]:
-            matrix = (tiled[expert], codebook, scale[expert])
-            decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
+    for expert, rows_now in groups(offsets):
+        matrix = (tiled[expert], codebook, scale[expert])
+        decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
 
 
 def experts_one_token(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 
+from kbit.backends.reference.products import groups
 from kbit.format.autocast import without_autocast
 from kbit.nvfp4.exact import integer_to_float32
 from kbit.nvfp4.formats import layouts
@@ -115,11 +114,7 @@ def moe_gemm(
         a_codes, a_scales = a_codes[rows], a_scales[rows]
         row_scale = None if row_scale is None else row_scale[rows]
     y = torch.zeros(len(a_codes), w_codes.shape[1], dtype=out_dtype, device="cpu")
-    edges = bounds.tolist()
-    for expert, (begin, end) in enumerate(itertools.pairwise(edges)):
-        if begin == end:
-            continue
-        part = slice(begin, end)
+    for expert, part in groups(bounds):
         y[part] = gemm(
             a_codes[part],
             a_scales[part],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
+from kbit.backends.reference.products import groups
 from kbit.nvfp4.formats import layouts
 from kbit.nvfp4.reference.gemm import gemm, linear, moe_gemm
 
@@ -55,8 +54,6 @@ def moe_linear_tiled(
 ) -> torch.Tensor:
     """See `Kernels.moe_linear_tiled`."""
     y = x.new_zeros(len(x), out_features)
-    for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        if begin < end:
-            weight = tiled[expert], out_features, float(w_scale[expert]), None
-            y[begin:end] = linear_tiled(x[begin:end], *weight)
+    for expert, rows in groups(bounds):
+        y[rows] = linear_tiled(x[rows], tiled[expert], out_features, float(w_scale[expert]), None)
     return y

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from kbit.backends.cuda import driver, operands, routing, wgmma
@@ -15,6 +13,7 @@ from kbit.backends.cuda.nvfp4.launch import run_items
 from kbit.backends.cuda.nvfp4.tiled import linear_tiled
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
+from kbit.backends.reference.products import groups
 from kbit.format import nvfp4_layout
 
 SLOTS = KernelSpec("nvfp4_slots.cu")
@@ -144,11 +143,9 @@ def moe_linear_tiled(
         weight = tiles, constant(CODEBOOK, x.device), w_scale, bounds
         wgmma.grouped_linear(x, *weight, out_features, columns, False, y)
         return y
-    for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        if begin < end:
-            weight_of = tiled[expert], out_features, float(w_scale[expert]), None
-            y[begin:end] = linear_tiled(x[begin:end], *weight_of)
-    y[int(bounds[-1]) :] = 0
+    y.zero_()
+    for expert, rows in groups(bounds):
+        y[rows] = linear_tiled(x[rows], tiled[expert], out_features, float(w_scale[expert]), None)
     return y
 
 
