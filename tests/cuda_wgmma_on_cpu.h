@@ -72,7 +72,7 @@ inline u64 descriptor(u32 address) {
 }
 // A warp's 16 rows of A, as mma has them, by all tokens in shared memory.
 template <bool BF16, int COUNT>
-void multiply_add(float (&d)[COUNT], const u32 (&a)[4], u64 b) {
+void multiply_onto(float (&d)[COUNT], const u32 (&a)[4], u64 b, bool adds) {
     Warp& w = warp();
     std::copy(a, a + 4, w.a[lane_id()]);
     __syncwarp();
@@ -87,16 +87,9 @@ void multiply_add(float (&d)[COUNT], const u32 (&a)[4], u64 b) {
             using H = Half<BF16>;
             sum += double(H::widen(u16(left >> (k % 2 * 16)))) * H::widen(right);
         }
-        d[i] = float(d[i] + sum);
+        d[i] = float((adds ? d[i] : 0.0f) + sum);
     }
     __syncwarp();
-}
-template <bool BF16, int COUNT>
-void multiply_onto(float (&d)[COUNT], const u32 (&a)[4], u64 b, bool adds) {
-    if (!adds) {
-        std::fill(d, d + COUNT, 0.0f);
-    }
-    multiply_add<BF16>(d, a, b);
 }
 template <int COUNT>
 void fewer_registers() {}

@@ -35,16 +35,6 @@
 
 using Leftover = Rests<kMine, kConsumers, !kGrouped>;
 
-// The products in flight are done.
-template <int N>
-DEVICE void products_done(float (&acc)[N]) {
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
-    }
-}
-
 // The sums of a lane, of a tile of y.
 struct Lane {
     Sums<kMine> sums;
@@ -227,7 +217,7 @@ DEVICE void consume(const Problem& p, int tiles, Windows work, const Ring& ring,
             if (of_windows.fits(consumer.mark, w)) {
                 consumer.multiply_window(mine, begins, ends);
             } else {
-                const int tile = 4 * (work.first_window() + w);
+                const int tile = kWindowTiles * (work.first_window() + w);
                 consumer.multiply_tiles(mine, of_windows, tile, begins, ends);
             }
         }
@@ -269,20 +259,10 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     extern __shared__ __align__(1024) u8 memory[];
     launch_early();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
-    const int windows = (tiles + 3) / 4;
+    const int windows = (tiles + kWindowTiles - 1) / kWindowTiles;
     Problem p{n, m, false, windows, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};
-    if (thread == 0) {
-        ring.init();
-        prefetch_map(&weight_map);
-        prefetch_map(&x_map);
-    }
-    const float level = D::level(codebook, lane);
-    if (cluster_size() > 1) {
-        cluster_sync();  // no block reads sums of one that has not begun
-    } else {
-        __syncthreads();
-    }
+    const float level = begin(ring, codebook, &weight_map, &x_map, thread, lane);
     const u32 scratch = ring.base + kScratchAt;
     if constexpr (kGrouped) {
         wait_for_previous();

@@ -9,10 +9,11 @@ constexpr int kMine = kTokens / 2;  // sums of a lane
 constexpr int kPartBytes = kMine * 128 * 8;
 static_assert(kPartBytes <= kStagingBytes);
 static_assert(kConsumers * kMine * 4 <= (kGrouped ? kGroups * kStagingBytes : kHoleBytes));
-constexpr int kWindow = 4 / kTilesOfStep;  // steps of 256 columns
-static_assert(kWindow % 2 == 0);           // registers of steps alternate
-constexpr int kSteps = 4 * kTilesOfStep;   // k16 steps of a step
-constexpr u32 kMostNorms = 48;             // of both bounds: 2^24 for sums, squared
+constexpr int kWindowTiles = 4;                       // 256 columns, WIDE_COLUMNS of nvfp4_marks.py
+constexpr int kWindow = kWindowTiles / kTilesOfStep;  // in steps
+static_assert(kWindow % 2 == 0);                      // registers of steps alternate
+constexpr int kSteps = 4 * kTilesOfStep;              // k16 steps of a step
+constexpr u32 kMostNorms = 48;                        // of both bounds: 2^24 for sums, squared
 
 // A block's way through the tiles; Problem::steps are windows.
 struct Windows : Work {
@@ -61,7 +62,7 @@ struct Bounds {
         return largest;
     }
     DEVICE u32 load() {
-        const u32 wide = of<1>(4 * window);
+        const u32 wide = of<1>(kWindowTiles * window);
         window += 32;
         return wide;
     }

@@ -67,7 +67,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             const u64 b = descriptor(ring.activations());
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
-                multiply_add(acc, now[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2);
+                multiply_onto(acc, now[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2, true);
             }
             wgmma_commit();
             used = ring.empty();
@@ -127,11 +127,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             step(a[0], a[1], i + 1);
         }
         decoded = more;
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-            asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
-        }
+        products_done(acc);
         release(used, lane);
         float kept[kKept / 2];
         // Opaque, or what follows from them would be computed before the steps and kept on the stack.
@@ -160,17 +156,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
     Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};
-    if (thread == 0) {
-        ring.init();
-        prefetch_map(&weight_map);
-        prefetch_map(&x_map);
-    }
-    const float level = D::level(codebook, lane);
-    if (cluster_size() > 1) {
-        cluster_sync();  // no block sends sums or activations to one that has not begun
-    } else {
-        __syncthreads();
-    }
+    const float level = begin(ring, codebook, &weight_map, &x_map, thread, lane);
     const u32 scratch = ring.base + kScratchAt;
     if constexpr (kGrouped) {
         wait_for_previous();

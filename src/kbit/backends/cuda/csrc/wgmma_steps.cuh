@@ -4,6 +4,23 @@
 
 #include "wgmma.cuh"
 
+// A block begins, all threads: its ring, and, on its way meanwhile, what a lane contributes to the table.
+DEVICE float begin(const Ring& ring, const float* codebook, const TensorMap* weight_map,
+                   const TensorMap* x_map, int thread, int lane) {
+    if (thread == 0) {
+        ring.init();
+        prefetch_map(weight_map);
+        prefetch_map(x_map);
+    }
+    const float level = D::level(codebook, lane);
+    if (cluster_size() > 1) {
+        cluster_sync();  // no block sends or reads sums or activations of one that has not begun
+    } else {
+        __syncthreads();
+    }
+    return level;
+}
+
 // Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
 // (Eight copies of a tile instead of a box took 800 clocks a step.) `early`: the weights of the first steps
 // complete their own barriers.
@@ -113,5 +130,14 @@ DEVICE void release(u32 empty, int lane) {
     if (lane < kWarpArrivals) {
         barrier_arrive_there(empty, 0);
         barrier_arrive_there(empty, 1);
+    }
+}
+
+// All products in flight are done.
+DEVICE void products_done(float (&acc)[kTokens / 2]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+        asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
     }
 }
