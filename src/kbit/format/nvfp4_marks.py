@@ -20,10 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from kbit.format.codebook import E2M1_MAGNITUDES
-from kbit.format.layout import TILE_ROWS
+from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 BITS = 16
-_ROWS, _STEPS, _TILES = 64, 4, 4  # rows of a mark; blocks of 16 columns of a tile; tiles of 256 columns
+WIDE_COLUMNS = 256
+_ROWS, _STEPS = 64, 4  # rows of a mark; blocks of 16 columns of a tile
+_TILES = WIDE_COLUMNS // TILE_COLUMNS
 _MOST_OCTAVES, _NO_BOUND = 8, 63
 _NO_FIELD = 99
 _ROUNDED = 1 + 2.0**-12  # for sums that were

@@ -35,7 +35,7 @@ MOST_STAGES = 12
 _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 _STAGING_BYTES = 256  # for a token of y: two buffers of a warpgroup of 128 bytes each
-BARRIER_BYTES = 32
+_BARRIER_BYTES = 32
 SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
 
 
@@ -177,10 +177,15 @@ def _fixed_bytes(config: Config) -> int:
     return operands.TABLE_BYTES + outside + staging + (SCRATCH_BYTES if config.grouped else 0)
 
 
+def stage_bytes(tokens: int, rows: int, columns: int, tile_words: int) -> int:
+    """Shared memory of a step in flight: activations and weights of so many columns, barriers."""
+    tile = tokens * TILE_COLUMNS * 2 + rows // TILE_ROWS * 4 * tile_words
+    return columns // TILE_COLUMNS * tile + _BARRIER_BYTES
+
+
 def _stage_bytes(config: Config) -> int:
-    weights = config.rows // TILE_ROWS * 4 * operands.tile_words(config.bits, config.nvfp4)
-    tile = config.tokens * TILE_COLUMNS * 2 + weights
-    return config.columns // TILE_COLUMNS * tile + BARRIER_BYTES
+    words = operands.tile_words(config.bits, config.nvfp4)
+    return stage_bytes(config.tokens, config.rows, config.columns, words)
 
 
 @functools.cache

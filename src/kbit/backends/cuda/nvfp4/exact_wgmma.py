@@ -17,12 +17,12 @@ from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
-from kbit.format import nvfp4_layout
+from kbit.format import nvfp4_layout, nvfp4_marks
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 TOKENS = (16, 32, 64)  # of a block
-ROWS = 128  # of a block
-WINDOW = 256  # columns whose products are chained
+ROWS = wgmma_config.ROWS  # of a block
+WINDOW = nvfp4_marks.WIDE_COLUMNS  # whose products are chained
 MOST_COLUMNS = 511 * TILE_COLUMNS  # more could overflow the kernel's sums
 OPERANDS = KernelSpec("nvfp4_exact_x.cu")
 _FORMAT = "QQQQQQQTTiiiiiiiiifi"
@@ -55,14 +55,14 @@ def refusal(columns: int, arch: str, experts: int = 0) -> str | None:
     return wgmma.arch_refusal(arch)
 
 
-def _step_tiles(tokens: int) -> int:
-    """Tiles of a step: two where decoding has more latency than products hide; more lack registers."""
-    return 2 if tokens < TOKENS[-1] else 1
+def _step_columns(tokens: int) -> int:
+    """Columns of a step: two tiles, where decoding has more latency than products hide, or one."""
+    return (2 if tokens < TOKENS[-1] else 1) * TILE_COLUMNS
 
 
 def _stage_bytes(tokens: int) -> int:
-    tile = tokens * TILE_COLUMNS * 2 + ROWS // TILE_ROWS * nvfp4_layout.TILE_BYTES
-    return _step_tiles(tokens) * tile + wgmma_config.BARRIER_BYTES
+    words = operands.tile_words(nvfp4_layout.BITS, nvfp4=True)
+    return wgmma_config.stage_bytes(tokens, ROWS, _step_columns(tokens), words)
 
 
 def _fixed_bytes(tokens: int) -> int:
@@ -92,7 +92,7 @@ def spec(tokens: int, grouped: bool = False) -> KernelSpec:
         rows=ROWS,
         multicast=False,
         teams=1,
-        columns=_step_tiles(tokens) * TILE_COLUMNS,
+        columns=_step_columns(tokens),
         stages=_stages(tokens),
         round=2 * tokens,  # staging holds sums
         sums=0,
