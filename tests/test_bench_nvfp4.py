@@ -37,9 +37,17 @@ def test_quantize_and_gemm_rows() -> None:
     rows = list(nvfp4.gemm_rows(LayerShape("tiny", "none", 128, 48, 1, "test"), [2], 7, call_each))
     by_contract = ["tc", "tc, layout nv", "seq16", "exact", "exact, layout nv"]
     assert [row.arm for row in rows][:7] == [nvfp4.CUBLAS, nvfp4.DEQUANTIZE, *by_contract]
+    assert [row.arm for row in rows][7:] == [nvfp4.OUTLIERS, nvfp4.WEIGHT_ONLY, "quantize + tc"]
     items = json.loads(json.dumps(nvfp4.as_json(rows)))
     assert items[0]["vs_bf16"] == 1.0
     assert items[1]["vs_bf16"] == 0.5
+
+
+def test_outliers_are_some_channels_of_all_tokens() -> None:
+    x = torch.ones(3, 2 * nvfp4.OUTLIER_EVERY)
+    changed = nvfp4._with_outliers(x) != x
+    assert changed.sum(1).tolist() == [2, 2, 2]
+    assert torch.equal(changed.all(0), changed.any(0))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

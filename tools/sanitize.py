@@ -218,12 +218,19 @@ def _multiply_exactly_on_tensor_cores() -> None:
 
 
 def _multiply_tiled_experts(x, experts, ids) -> None:
-    """By nvfp4_exact.cu, and by nvfp4_exact_wgmma.cu, which has few rows of an expert and many."""
+    """W4A16 by wgmma.cu; W4A4 by nvfp4_exact.cu and nvfp4_exact_wgmma.cu, few rows of an expert and many."""
     from unittest import mock
+
+    import torch
 
     from kbit import nvfp4
     from kbit.backends.cuda.nvfp4 import moe
+    from kbit.nvfp4.expert_products import expert_linear
+    from kbit.nvfp4.moe import route
 
+    for repeats in (1, 40):
+        rows, routing = x.repeat(2 * repeats, 1), route(ids.repeat(repeats, 1), experts.shape[0])
+        assert torch.isfinite(expert_linear(rows, routing, experts)).all()
     nvfp4.moe_gemm_nvfp4(x, experts, ids, dedup="indirect")
     with mock.patch.object(moe, "FEW_ROWS", 0):
         for repeats in (1, 5, 10):
