@@ -4,6 +4,7 @@ from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
     caches,
     gated_delta,
     heads,
+    latent,
     moe,
     norm,
     ops,

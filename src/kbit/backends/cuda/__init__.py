@@ -16,6 +16,7 @@ from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.gated_delta import gated_delta_step
 from kbit.backends.cuda.heads import append_heads
+from kbit.backends.cuda.latent import latent_attention_step
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
 from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
@@ -41,6 +42,7 @@ __all__ = [
     "from_tiled",
     "gated_delta_step",
     "grouped_linear_tiled",
+    "latent_attention_step",
     "linear",
     "linear_tiled",
     "moe_align",

@@ -12,6 +12,7 @@ from kbit import quantizers
 from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.gated_delta import gated_delta_step
 from kbit.backends.reference.heads import append_heads
+from kbit.backends.reference.latent import latent_attention_step
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
 from kbit.backends.reference.position import rotary
@@ -39,6 +40,7 @@ __all__ = [
     "grouped_grad_input",
     "grouped_linear",
     "grouped_linear_tiled",
+    "latent_attention_step",
     "linear",
     "linear_tiled",
     "moe_align",

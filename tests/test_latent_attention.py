@@ -1,0 +1,214 @@
+"""`kbit::latent_attention_step`: the op against attention with expanded keys and values, and its kernels."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kbit.backends.cuda import latent as kernels
+
+ops = torch.ops.kbit
+gpu = pytest.mark.gpu
+NAMES = ("query", "absorbed", "latent", "norm", "cos", "sin", "mask", "latents", "keys", "length")
+EPS = 1e-6
+HOW = (0.1, EPS, False, True, True)  # scaling, eps, plus_one, round_first, interleaved
+ROOM = 70
+
+
+def operands(batch, heads, columns, turned, dtype=torch.float32, device="cpu", length=3, mask=True, room=ROOM):
+    """The op's tensors by name; what the cache does not hold yet is NaN."""
+
+    def normal(*shape):
+        return torch.randn(shape).to(device, dtype)
+
+    product = normal(batch, heads, columns + turned + 8)
+    latents, keys = normal(batch, room, columns), normal(batch, room, turned)
+    for cache in (latents, keys):
+        cache[:, length:] = math.nan
+    masks = normal(batch, room) if mask else None
+    if masks is not None and length > 1:
+        masks[-1, : length // 2] = -math.inf
+    given = (product[..., columns + 8 :], product[..., :columns], normal(batch, columns + turned))
+    angles = torch.randn(2, 1, turned // 2).repeat(1, 1, 2).to(device, dtype)
+    at = torch.tensor(length, device=device)
+    return dict(zip(NAMES, (*given, normal(columns), *angles, masks, latents, keys, at), strict=True))
+
+
+def step(tensors, how=HOW):
+    """The op's result, with caches of its own, and these."""
+    tensors = tensors | {name: tensors[name].clone() for name in ("latents", "keys")}
+    return ops.latent_attention_step(*tensors.values(), *how), tensors["latents"], tensors["keys"]
+
+
+def turned(x, cos, sin, interleaved):
+    """As transformers turns, in float64: [..., R]."""
+    if interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def expected(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length, how):
+    """In float64, and a bound of what rounding to the dtype may change: of weights, of new rows, of results."""
+    scaling, eps, plus_one, _, interleaved = how
+    eps_of_dtype = torch.finfo(query.dtype).eps
+    given = (query, absorbed, latent, norm, cos, sin, latents, keys)
+    q, a, new, weight, cos, sin, latents, keys = (x.double().cpu() for x in given)
+    columns, room, count = a.shape[2], latents.shape[1], int(length)
+    c = new[:, :columns]
+    c = c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + eps) * (weight + 1 if plus_one else weight)
+    if count < room:
+        latents[:, count], keys[:, count] = c, turned(new[:, columns:], cos, sin, interleaved)
+    latents, keys = latents[:, : count + 1], keys[:, : count + 1]
+    q = turned(q, cos[:, None], sin[:, None], interleaved)
+    products = [(a, latents), (q, keys)]
+    scores = sum(x @ y.mT for x, y in products) * scaling
+    size = sum(x.abs() @ y.abs().mT for x, y in products) * scaling
+    if mask is not None:
+        scores = scores + mask.double().cpu()[:, None, : count + 1]
+        size = size + mask.double().cpu()[:, None, : count + 1].abs().nan_to_num(posinf=0.0)
+    p = scores.softmax(-1).nan_to_num(0.0)
+    y = p @ latents
+    wrong = (4 * eps_of_dtype + (columns + keys.shape[2]) * 2.0**-23) * size.amax(-1, keepdim=True)
+    bound = (p @ latents.abs()) * (2 * (wrong.expm1() + 2 * eps_of_dtype)) + y.abs() * eps_of_dtype
+    return y, bound, latents, keys
+
+
+def require_attention(tensors, how=HOW):
+    y, latents, keys = step(tensors, how)
+    want, bound, its_latents, its_keys = expected(**tensors, how=how)
+    assert y.shape == tensors["absorbed"].shape
+    assert y.is_contiguous()
+    assert bool(((y.double().cpu() - want).abs() <= bound).all())
+    count = its_latents.shape[1]
+    tolerance = {"rtol": 4 * torch.finfo(y.dtype).eps, "atol": 4 * torch.finfo(y.dtype).eps}
+    torch.testing.assert_close(latents[:, :count].double().cpu(), its_latents, **tolerance)
+    torch.testing.assert_close(keys[:, :count].double().cpu(), its_keys, **tolerance)
+    for cache, name in ((latents, "latents"), (keys, "keys")):
+        behind = slice(count, None)
+        assert torch.equal(cache[:, behind].isnan(), tensors[name][:, behind].isnan())
+        before = slice(0, min(int(tensors["length"]), count))
+        assert torch.equal(cache[:, before], tensors[name][:, before])
+
+
+# -- the op --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([(8, 4), (33, 2), (64, 16)]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.integers(0, ROOM + 3),
+    st.booleans(),
+    st.sampled_from([HOW, (0.3, 1e-5, True, False, False)]),
+)
+def test_it_is_attention(batch, heads, sizes, dtype, length, mask, how):
+    torch.manual_seed(batch * 100 + length)
+    require_attention(operands(batch, heads, *sizes, dtype, length=length, mask=mask), how)
+
+
+def test_it_is_attention_with_expanded_keys_and_values():
+    """What transformers computes: keys and values of all heads, expanded from latents by one weight."""
+    batch, heads, columns, rotary, own, of_values = 2, 3, 16, 4, 6, 5
+    tensors = operands(batch, heads, columns, rotary, length=7)
+    weight = torch.randn(heads, own + of_values, columns)
+    query = torch.randn(batch, heads, own)
+    tensors["absorbed"] = (query.transpose(0, 1) @ weight[:, :own]).transpose(0, 1)
+    y, latents, keys = step(tensors)
+    expanded = torch.einsum("hvc,blc->bhlv", weight, latents[:, :8])
+    turned_keys = keys[:, None, :8].expand(-1, heads, -1, -1)
+    q = turned(tensors["query"], tensors["cos"][:, None], tensors["sin"][:, None], True)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        torch.cat((query, q), -1)[:, :, None],
+        torch.cat((expanded[..., :own], turned_keys), -1),
+        expanded[..., own:],
+        attn_mask=tensors["mask"][:, None, None, :8],
+        scale=HOW[0],
+    )[:, :, 0]
+    have = torch.einsum("bhc,hvc->bhv", y, weight[:, own:])
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_but_masked_tokens_gives_zero():
+    tensors = operands(1, 2, 8, 4)
+    tensors["mask"] = torch.full((1, ROOM), -math.inf)
+    assert not step(tensors)[0].any()
+
+
+GIVEN = operands(2, 3, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"query": GIVEN["query"].long()}, TypeError, "query"),
+        ({"query": GIVEN["query"][..., :2]}, ValueError, r"query must be \[2, 3, 4\]"),
+        ({"absorbed": GIVEN["absorbed"][0]}, ValueError, "3, 3 and 2 dimensions"),
+        ({"latent": GIVEN["latent"][:, :8]}, ValueError, r"latent must be \[2, 12\]"),
+        ({"norm": GIVEN["norm"].half()}, TypeError, "norm must be torch.float32"),
+        ({"cos": GIVEN["cos"][:, :3]}, ValueError, "even number of columns"),
+        ({"sin": GIVEN["sin"].to("meta")}, ValueError, "sin is on meta"),
+        ({"mask": GIVEN["mask"].bool()}, TypeError, "mask must be torch.float32"),
+        ({"mask": GIVEN["mask"][:, :5]}, ValueError, r"mask must be \[2, 70\]"),
+        ({"keys": GIVEN["keys"][:, :5]}, ValueError, r"keys must be \[2, 70, 4\]"),
+        ({"latents": GIVEN["latents"].mT.contiguous().mT}, ValueError, "must be contiguous"),
+        ({"length": torch.zeros(2).long()}, TypeError, "length must be one int64"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_what_does_not_belong_together_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        ops.latent_attention_step(*(GIVEN | change).values(), *HOW)
+
+
+def test_opcheck():
+    tensors = operands(2, 3, 8, 4, length=ROOM)  # no NaN, which opcheck takes for unequal
+    torch.library.opcheck(ops.latent_attention_step.default, (*tensors.values(), *HOW))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        ((1, 20, 192, 132), (24, 1, 6)),
+        ((1, 20, 32768, 132), (24, 1, 64)),
+        ((32, 20, 4096, 132), (24, 1, 9)),
+        ((1, 128, 4096, 132), (32, 4, 64)),
+        ((300, 3, 10, 108), (16, 1, 1)),
+    ],
+)
+def test_plans(sizes, plan):
+    assert kernels.plan(*sizes) == plan
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "room", "lengths"),
+    [
+        (1, 20, ROOM, (0, 1, 31, 32, 33, 63, 64, 69, 70, 73)),
+        (3, 5, ROOM, (5, 40)),
+        (2, 16, 1, (0, 1)),
+        (1, 40, ROOM, (17,)),
+        (1, 128, 300, (299,)),
+        (33, 20, 200, (150,)),
+        (1, 20, 8192, (3000, 8191)),
+    ],
+)
+def test_the_kernels_compute_attention(batch, heads, room, lengths, dtype):
+    for length in lengths:
+        for mask in (True, False):
+            tensors = operands(batch, heads, 512, 64, dtype, "cuda", length, mask, room)
+            require_attention(tensors, (0.07, *HOW[1:]))
+            require_attention(tensors, (0.07, 1e-5, True, False, False))
+    have = step(tensors)
+    for _ in range(200):
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(step(tensors), have, strict=True))
