@@ -10,7 +10,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kbit.integrations.transformers import attention_heads, static_caches
+from kbit.integrations.transformers import attention_heads, attention_steps, static_caches
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
@@ -114,7 +114,7 @@ def on_cpu(monkeypatch):
     def appends(layer, key, value):
         return layer.is_initialized and key.dtype == layer.keys.dtype
 
-    for module in (static_caches, attention_heads):
+    for module in (static_caches, attention_steps):
         monkeypatch.setattr(module, "appends", appends)
     for name in ("append_heads", "cache_append"):
         own = getattr(ops, name)

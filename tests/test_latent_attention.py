@@ -8,8 +8,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from transformers import AutoModelForCausalLM, StaticCache
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention
 
+import kbit
 from kbit.backends.cuda import latent as kernels
+from kbit.integrations.transformers import attention_steps, latent_attention, static_caches
+from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.step_kernels import step_kernels
+from kbit.nn.norm import fuse_norms
+from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
 gpu = pytest.mark.gpu
@@ -19,7 +27,9 @@ HOW = (0.1, EPS, False, True, True)  # scaling, eps, plus_one, round_first, inte
 ROOM = 70
 
 
-def operands(batch, heads, columns, turned, dtype=torch.float32, device="cpu", length=3, mask=True, room=ROOM):
+def operands(
+    batch, heads, columns, turned, dtype=torch.float32, device="cpu", length=3, mask=True, room=ROOM
+):
     """The op's tensors by name; what the cache does not hold yet is NaN."""
 
     def normal(*shape):
@@ -186,6 +196,146 @@ def test_plans(sizes, plan):
     assert kernels.plan(*sizes) == plan
 
 
+# -- layers of transformers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Caches on a CPU count as those of a GPU, and latents of any size as the kernels'; the ops called."""
+    calls = []
+
+    def appends(layer, key, value):
+        return layer.is_initialized and key.dtype == layer.keys.dtype
+
+    for module in (static_caches, attention_steps):
+        monkeypatch.setattr(module, "appends", appends)
+    monkeypatch.setattr(latent_attention, "takes", lambda latent, turned: True)
+    own = ops.latent_attention_step
+    monkeypatch.setattr(ops, "latent_attention_step", lambda *given: calls.append(1) or own(*given))
+    return calls
+
+
+def model_of(dtype=torch.float32, bits=None, **more):
+    """A tiny GLM-4.7-Flash with two layers."""
+    config = ARCHITECTURES["glm4_moe_lite"]()
+    for name, value in more.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
+    if bits is None:
+        fuse_norms(model)
+        return model
+    return kbit.quantize_model(model, kbit.QuantizationPolicy(bits=bits))
+
+
+@torch.no_grad()
+def steps(model, run, batch=2):
+    """Logits of three tokens behind a prompt, with a cache that is there already, and its length then."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    device = model.device
+    ids = torch.arange(2, 2 + 5 * batch, device=device).view(batch, 5)
+    there = torch.ones(batch, 5, dtype=torch.long, device=device)
+    there[-1, :2] = 0
+    model(ids, attention_mask=there, past_key_values=cache)
+    token, logits = torch.arange(7, 7 + batch, device=device).view(batch, 1), []
+    for _ in range(3):
+        there = torch.cat((there, there.new_ones(batch, 1)), 1)
+        with run(model):
+            logits.append(model(token, attention_mask=there, past_key_values=cache).logits)
+        token = token + 3
+    return torch.stack(logits), int(cache.get_seq_length())
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
+    model = model_of(bits=bits)
+    model.config.rope_interleave = interleaved
+    own = steps(model, shared_heads)
+    assert not on_cpu
+    steps(model, step_kernels)  # tries what the class does
+    assert {*latent_attention._forms.values()} >= {interleaved}
+    on_cpu.clear()
+    fused = steps(model, step_kernels)
+    assert len(on_cpu) == 3 * 2
+    torch.testing.assert_close(fused[0], own[0], rtol=1e-4, atol=1e-4)
+    assert fused[1] == own[1] == 8
+
+
+def test_queries_without_a_latent_of_their_own(on_cpu):
+    model = model_of(q_lora_rank=None)
+    own = steps(model, shared_heads)
+    steps(model, step_kernels)
+    assert on_cpu
+    torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_is_decoded_anew_when_its_codes_change(on_cpu):
+    model = model_of(bits=4)
+    steps(model, step_kernels)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.weight_packed.bitwise_not_()
+    own = steps(model, shared_heads)
+    on_cpu.clear()
+    torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
+    assert on_cpu
+
+
+class Doubled(Glm4MoeLiteAttention):
+    """Whose values are twice as large."""
+
+    def expand_kv(self, kv_nope, k_rot):
+        keys, values = super().expand_kv(kv_nope, k_rot)
+        return keys, 2 * values
+
+
+def test_classes_that_do_something_else_keep_their_forward(on_cpu):
+    model = model_of()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Doubled
+    own, fused = steps(model, shared_heads), steps(model, step_kernels)
+    assert torch.equal(fused[0], own[0])
+
+
+def unlike(layer, named, how):
+    """A layer of which one thing is not what a step of latents needs."""
+    if how == "hook":
+        layer.kv_b_proj.register_forward_hook(lambda *given: None)
+    elif how == "bias":
+        layer.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(layer.kv_b_proj.out_features))
+    elif how == "subclass":
+        layer.kv_b_proj.__class__ = type("Other", (torch.nn.Linear,), {})
+    elif how == "dtype":
+        layer.kv_b_proj.weight.data = layer.kv_b_proj.weight.data.half()
+    elif how == "norm":
+        layer.kv_a_layernorm = torch.nn.Identity()
+    elif how == "attentions":
+        named["output_attentions"] = True
+    elif how == "boolean mask":
+        named["attention_mask"] = torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    elif how == "mask of heads":
+        named["attention_mask"] = torch.zeros(2, 2, 1, 8)
+
+
+HOWS = ["hook", "bias", "subclass", "dtype", "norm", "attentions", "boolean mask", "mask of heads", "tokens"]
+
+
+@pytest.mark.parametrize("how", ["", "gradients", *HOWS])
+def test_layers_that_run_by_their_own_forward(how, on_cpu):
+    model = model_of()
+    layer, cache = model.model.layers[0].self_attn, StaticCache(config=model.config, max_cache_len=8)
+    tokens = 2 if how == "tokens" else 1
+    x, angles = torch.randn(2, tokens, 48), torch.randn(2, 2, tokens, 8)
+    cache.layers[0].lazy_initialization(torch.empty(2, 1, 0, 16), torch.empty(2, 1, 0, 8))
+    with shared_heads(model), torch.set_grad_enabled(how == "gradients"):
+        named = {"past_key_values": cache, "position_embeddings": tuple(angles), "attention_mask": None}
+        unlike(layer, named, how)
+        form = latent_attention._form(layer, type(layer).forward, x, named)
+        weight = latent_attention._weight(layer.kv_b_proj, x)
+        assert (form is None or weight is None) == bool(how)
+
+
 # -- on a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -211,4 +361,22 @@ def test_the_kernels_compute_attention(batch, heads, room, lengths, dtype):
             require_attention(tensors, (0.07, 1e-5, True, False, False))
     have = step(tensors)
     for _ in range(200):
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(step(tensors), have, strict=True))
+        assert all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(step(tensors), have, strict=True)
+        )
+
+
+@gpu
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layers_of_transformers_on_a_gpu(batch, bits, monkeypatch):
+    more = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
+    model = model_of(torch.bfloat16, bits, **more).cuda()
+    calls, own = [], ops.latent_attention_step
+    monkeypatch.setattr(ops, "latent_attention_step", lambda *given: calls.append(1) or own(*given))
+    want = steps(model, shared_heads, batch)
+    assert not calls
+    have = steps(model, step_kernels, batch)
+    assert len(calls) == 3 * 2
+    assert have[1] == want[1]
+    torch.testing.assert_close(have[0], want[0], rtol=0.05, atol=0.05)

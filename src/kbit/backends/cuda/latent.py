@@ -122,7 +122,7 @@ def latent_attention_step(
     (batch, heads, columns), room, turned = absorbed.shape, latents.shape[1], keys.shape[2]
     strides = [operands.pieces(tensor) for tensor in (query, absorbed, latent, cos, sin)]
     whole = None not in (*strides, *(operands.pieces(tensor) for tensor in (norm, latents, keys)))
-    plain = query.dtype in operands.DTYPES and takes(columns, turned) and 0 < room and batch <= _MOST_BATCH
+    plain = query.dtype in operands.DTYPES and takes(columns, turned) and room > 0 and batch <= _MOST_BATCH
     if not (whole and plain and strides[3] == strides[4] and (mask is None or mask.stride(1) == 1)):
         given = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
         reference.latent_attention_step(*given, scaling, eps, plus_one, round_first, interleaved, out)

@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kbit.integrations.transformers.attention import NAME, attention
+from kbit.integrations.transformers.attention import attention
+from kbit.integrations.transformers.attention_steps import (
+    TRIED_BATCH,
+    TRIED_LENGTH,
+    TRIED_ROOM,
+    Given,
+    Kinds,
+    cached_layer,
+    is_plain_norm,
+    of_cache,
+)
 from kbit.integrations.transformers.standing_in import standing_in
-from kbit.integrations.transformers.static_caches import appends, grow, settle
-from kbit.nn.mixins import MixedIn, stand_in
-from kbit.nn.norm import FusedNorm
-from kbit.nn.support import has_own_forward
-from kbit.ops import grad_checks
+from kbit.integrations.transformers.static_caches import grow, settle
+from kbit.nn.mixins import stand_in
 
 _PROJECTIONS, _OUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
 _ATTRIBUTES = ("config", "head_dim", "layer_idx", "scaling")
-_TRIED_BATCH, _TRIED_ROOM, _TRIED_LENGTH = 2, 5, 2
-_classes: weakref.WeakKeyDictionary[Any, list[type[nn.Module]]] = weakref.WeakKeyDictionary()
+_kinds = Kinds((*_PROJECTIONS, _OUT), _ATTRIBUTES)
 # By layer, and by how many columns of its heads are turned: what its class does, None for something else.
 _forms: weakref.WeakKeyDictionary[Any, dict[int, bool | None]] = weakref.WeakKeyDictionary()
 
@@ -40,29 +46,11 @@ class Norms(NamedTuple):
     how: tuple[float, bool, bool]
 
 
-def attention_classes(model: Any) -> list[type[nn.Module]]:
-    """The classes of a model's attention layers, as far as they may be such ones."""
-    if model not in _classes:
-        kinds = {_with_forward(type(module)): None for module in model.modules() if _has_parts(module)}
-        _classes[model] = [kind for kind in kinds if kind is not None]
-    return _classes[model]
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return {*_PROJECTIONS, _OUT} <= module._modules.keys() and vars(module).keys() >= {*_ATTRIBUTES}
-
-
-def _with_forward(cls: type[Any]) -> type[nn.Module] | None:
-    """The class that a layer's forward is of, below those that it is mixed with."""
-    own: Any = (kind for kind in cls.__mro__ if "forward" in vars(kind) and not issubclass(kind, MixedIn))
-    return next((kind for kind in own if kind is not nn.Module), None)
-
-
 @contextlib.contextmanager
 def fused_heads(model: Any) -> Iterator[None]:
     """A model's attention layers run as here where that gives what they give."""
     with contextlib.ExitStack() as stack:
-        for kind in attention_classes(model):
+        for kind in _kinds.of(model):
             stack.enter_context(standing_in(kind, "forward", _fused))
         yield
 
@@ -121,25 +109,10 @@ def attend(
 
 def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
     """Whether a layer that a step can run so is gated; None where it has to run by its own forward."""
-    from transformers.cache_utils import Cache, StaticLayer
-
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+    norms = _norms(layer)
+    if norms is None or cached_layer(layer, x, named, (norms.query, norms.key)) is None:
         return None
-    cache, position = named.get("past_key_values"), named.get("position_embeddings")
-    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or cache.offloading:
-        return None
-    if layer.training or layer.config._attn_implementation != NAME or layer.layer_idx >= len(cache.layers):
-        return None
-    cached, norms = cache.layers[layer.layer_idx], _norms(layer)
-    if type(cached) is not StaticLayer or norms is None or "attention_mask" not in named:
-        return None
-    if not appends(cached, x, x) or x.dim() != 3 or grad_checks.in_transform():
-        return None
-    angles = position if isinstance(position, tuple) and len(position) == 2 else ()
-    others = [tensor for tensor in (*angles, norms.query, norms.key) if tensor is not None]
-    if not angles or any(one.dtype != x.dtype or one.device != x.device for one in others):
-        return None
-    turned = angles[0].shape[-1]
+    turned = named["position_embeddings"][0].shape[-1]
     forms = _forms.setdefault(layer, {})
     if turned not in forms:
         forms[turned] = next((gated for gated in (False, True) if _is(layer, own, turned, gated)), None)
@@ -151,28 +124,9 @@ def _norms(layer: Any) -> Norms | None:
     query, key = (layer._modules.get(name) for name in _NORMS)
     if query is None and key is None:
         return Norms(None, None, (0.0, False, True))
-    for norm in (query, key):
-        if not isinstance(norm, FusedNorm) or norm.weight.shape != (layer.head_dim,):
-            return None
-        if type(norm.weight) is not nn.Parameter:  # a DTensor, say
-            return None
-        if norm._forward_hooks or norm._forward_pre_hooks or has_own_forward(norm):
-            return None
+    if not all(is_plain_norm(norm, layer.head_dim) for norm in (query, key)):
+        return None
     return Norms(query.weight, key.weight, query.how) if query.how == key.how else None
-
-
-class _Given(nn.Module):
-    """Stands in for a projection: gives always the same, of the very input alone."""
-
-    def __init__(self, x: torch.Tensor, result: torch.Tensor) -> None:
-        super().__init__()
-        self.given = x, result
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The result."""
-        if x is not self.given[0]:
-            raise ValueError("a projection of something else")
-        return self.given[1]
 
 
 @torch.no_grad()
@@ -185,12 +139,11 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
 
     made = stand_in(layer)
     try:
-        x = normal(_TRIED_BATCH, 1, 8)
-        angles = normal(_TRIED_BATCH, 1, turned), normal(_TRIED_BATCH, 1, turned)
-        mask = normal(_TRIED_BATCH, 1, 1, _TRIED_ROOM)
+        x = normal(TRIED_BATCH, 1, 8)
+        angles = normal(TRIED_BATCH, 1, turned), normal(TRIED_BATCH, 1, turned)
+        mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
         projections = {
-            name: _Given(x, normal(_TRIED_BATCH, 1, layer._modules[name].out_features))
-            for name in _PROJECTIONS
+            name: Given(x, normal(TRIED_BATCH, 1, layer._modules[name].out_features)) for name in _PROJECTIONS
         }
         made._modules = {**layer._modules, **projections, _OUT: nn.Identity()}
         for name in _NORMS:
@@ -199,26 +152,15 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
                 made._modules[name]._parameters = {"weight": nn.Parameter(normal(layer.head_dim), False)}
         made.layer_idx = 0
         heads = made.k_proj.given[1].shape[-1] // layer.head_dim
-        before = [normal(_TRIED_BATCH, heads, _TRIED_LENGTH, layer.head_dim) for _ in range(2)]
+        before = [normal(TRIED_BATCH, heads, TRIED_LENGTH, layer.head_dim) for _ in range(2)]
         given: dict[str, Any] = {"position_embeddings": angles, "attention_mask": mask}
-        want, its_cache = _of_cache(
+        want, its_cache = of_cache(
             before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)
         )
-        have, cached = _of_cache(
+        have, cached = of_cache(
             before, lambda cache: attend(made, x, cached=cache.layers[0], gated=gated, **given)
         )
         same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
         return same and all(map(torch.equal, its_cache, cached))
     except Exception:  # a class that wants something else stays as it is
         return False
-
-
-def _of_cache(
-    before: list[torch.Tensor], compute: Callable[[Any], Any]
-) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
-    """What is computed with a cache that holds some tokens, and its keys and values afterwards."""
-    from transformers.cache_utils import Cache, StaticLayer
-
-    cached = StaticLayer(_TRIED_ROOM)
-    cached.update(*before)
-    return compute(Cache(layers=[cached])), (cached.keys, cached.values)

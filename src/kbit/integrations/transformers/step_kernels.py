@@ -9,6 +9,7 @@ from typing import Any
 
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.attention_heads import fused_heads
+from kbit.integrations.transformers.latent_attention import fused_latents
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 from kbit.integrations.transformers.static_caches import fused_updates
@@ -21,5 +22,8 @@ def step_kernels(model: Any) -> Iterator[None]:
     In the whole process meanwhile, and for other models as well, but attention.
     """
     rotary = fused_rotary(rotary_modules(model))
-    with shared_heads(model), rotary, fused_updates(), fused_heads(model), fused_linear_attention():
+    with contextlib.ExitStack() as stack:
+        for each in (shared_heads(model), rotary, fused_updates(), fused_heads(model), fused_latents(model)):
+            stack.enter_context(each)
+        stack.enter_context(fused_linear_attention())
         yield

@@ -5,9 +5,9 @@
 //              bytes, columns next to each other
 //   fresh      [batch, latent + turned]: the new token's latent and key, rows fresh_batch pieces apart
 //   norm       [latent], of the new latent; eps, plus_one, round_first: see rms_norm.cu
-//   cos, sin   [batch or 1, turned], angle_batch pieces apart; interleaved: pairs of neighbouring columns turn
-//   mask       [batch or 1, room], mask_batch elements apart, or null: is added to scores
-//   latents    [batch, room, latent], keys [batch, room, turned]; length, int64 [1], how many rows they have.
+//   cos, sin   [batch or 1, turned], angle_batch pieces apart; interleaved: pairs of neighbouring columns
+//   turn mask       [batch or 1, room], mask_batch elements apart, or null: is added to scores latents
+//   [batch, room, latent], keys [batch, room, turned]; length, int64 [1], how many rows they have.
 //              The new token's is written behind them if there is room
 //   sums       float32 [batch, splits, heads, latent], weights float2 [batch, splits, heads]
 //
@@ -21,8 +21,8 @@
 // the device alone, and a graph serves all of them.
 //
 // Softmax with the largest score so far; sums and weights are those of exp2(score - largest), weights.x, in
-// units of log2, and weights.y their sum, of weights rounded to 16 bits as they are multiplied. Order of sums:
-// k16 steps of a quarter, quarters, tokens by k16 steps, chunks ascending.
+// units of log2, and weights.y their sum, of weights rounded to 16 bits as they are multiplied. Order of
+// sums: k16 steps of a quarter, quarters, tokens by k16 steps, chunks ascending.
 //
 // Shared memory: stages of 32 rows, queries, scores of the four quarters, weights, factors; rows of 16-bit
 // matrices are 16 bytes longer than their columns, an odd number of pieces, for ldmatrix.
@@ -116,7 +116,8 @@ struct Cache {
                 continue;
             }
             const bool there = token < count;
-            copy_or_clear(stage + token * kPitch + piece * 16, row(there ? first + token : first, piece), there);
+            copy_or_clear(stage + token * kPitch + piece * 16, row(there ? first + token : first, piece),
+                          there);
         }
         copies_end();
     }
@@ -144,7 +145,8 @@ DEVICE void multiply_queries(u32 base, u32 stage, int warp, int lane) {
             H::mma(acc[n], a, b[0], b[1]);
         }
     }
-    const u32 to = base + kScoresAt + quarter * kQuarterBytes + ((tile * 16 + lane / 4) * kHeads + lane % 4 * 2) * 4;
+    const u32 to =
+        base + kScoresAt + quarter * kQuarterBytes + ((tile * 16 + lane / 4) * kHeads + lane % 4 * 2) * 4;
 #pragma unroll
     for (int n = 0; n < kHeadTiles; ++n) {
         store_shared2(to + n * 32, make_uint2(__float_as_uint(acc[n][0]), __float_as_uint(acc[n][1])));
@@ -268,8 +270,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         cache.ask(base + stage * kStageBytes, chunk * kTokens, count - chunk * kTokens, fresh_token, thread);
     };
     ask(split, 0);
-    const Token token{fresh + batch * fresh_batch * 8, norm, cos + batch * angle_batch * 8,
-                      sin + batch * angle_batch * 8,   eps,  plus_one, round_first, interleaved};
+    const Token token{fresh + batch * fresh_batch * 8,
+                      norm,
+                      cos + batch * angle_batch * 8,
+                      sin + batch * angle_batch * 8,
+                      eps,
+                      plus_one,
+                      round_first,
+                      interleaved};
     for (int i = thread; i < kHeads * kLatentPieces; i += kThreads) {
         const int own = i / kLatentPieces, piece = i - own * kLatentPieces, head = first_head + own;
         const u16* const from = absorbed + (batch * absorbed_batch + head * absorbed_head + piece) * 8;
@@ -278,7 +286,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                       head < heads ? *reinterpret_cast<const uint4*>(from) : zero);
     }
     for (int i = thread; i < kHeads * (kTurned / 2); i += kThreads) {
-        const int own = i / (kTurned / 2), at = i - own * (kTurned / 2), head = min(first_head + own, heads - 1);
+        const int own = i / (kTurned / 2), at = i - own * (kTurned / 2),
+                  head = min(first_head + own, heads - 1);
         const u16* const from = query + (batch * query_batch + head * query_head) * 8;
         turn(from, token.cos, token.sin, at, interleaved, base + kQueriesAt + own * kPitch + kLatent * 2);
     }
@@ -306,7 +315,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         multiply_queries(base, rows, warp, lane);
         __syncthreads();
         if (thread < kHeads * kLanes) {
-            softmax.weigh(base, thread / kLanes, thread % kLanes, first, count - 1, scaling * kLog2E, its_mask);
+            softmax.weigh(base, thread / kLanes, thread % kLanes, first, count - 1, scaling * kLog2E,
+                          its_mask);
         }
         __syncthreads();
         add_latents(mine, base, rows, warp, lane);

@@ -3,8 +3,8 @@
 
 #include "common.cuh"
 
-// Four 8 x 8 matrices, whose rows of 16 bytes lie where lanes 8 i .. 8 i + 7 say: of A's operand, rows 0 to 7,
-// 8 to 15, and both again of the next 8 columns.
+// Four 8 x 8 matrices, whose rows of 16 bytes lie where lanes 8 i .. 8 i + 7 say: of A's operand, rows 0 to
+// 7, 8 to 15, and both again of the next 8 columns.
 DEVICE void load_matrices(u32 (&v)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -1,0 +1,210 @@
+"""Multi-head latent attention in decoding steps, without keys and values of all heads.
+
+The cache holds a latent a token, and transformers expands all of it to keys and values at every step: a
+product with as many rows as the cache has, of which a step needs one. `kbit::latent_attention_step` attends to
+latents as they are. The weight that would expand keys multiplies the query instead, and that of values what
+comes back, by the same sums in another order (DeepSeek-AI 2024, arXiv:2405.04434, appendix C).
+
+It serves layers whose class does just that: its forward is tried first, with stand-ins for its projections,
+and stays where it gives something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.backends.cuda.latent import takes
+from kbit.integrations.transformers.attention import MORE
+from kbit.integrations.transformers.attention_steps import (
+    TRIED_BATCH,
+    TRIED_LENGTH,
+    TRIED_ROOM,
+    Given,
+    Kinds,
+    cached_layer,
+    is_plain_norm,
+    of_cache,
+)
+from kbit.integrations.transformers.standing_in import standing_in
+from kbit.integrations.transformers.static_caches import grow, settle
+from kbit.nn.linear import KbitLinear
+from kbit.nn.mixins import stand_in
+from kbit.nn.support import has_own_forward
+
+_LATENT, _NORM, _EXPAND, _OUT = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_kinds = Kinds((_LATENT, _NORM, _EXPAND, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
+_TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
+# By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
+_forms: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
+# By layer that expands: of which tensor and dtype its weight was decoded, and that.
+_decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def fused_latents(model: Any) -> Iterator[None]:
+    """A model's layers of latent attention run as here where that gives what they give."""
+    with contextlib.ExitStack() as stack:
+        for kind in _kinds.of(model):
+            stack.enter_context(standing_in(kind, "forward", _fused))
+        yield
+
+
+def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
+        interleaved = None if more else _form(layer, own, hidden_states, named)
+        weight = None if interleaved is None else _weight(layer._modules[_EXPAND], hidden_states)
+        if interleaved is None or weight is None:
+            return own(layer, hidden_states, *more, **named)
+        cached = named["past_key_values"].layers[layer.layer_idx]
+        settle(cached)
+        given = named["position_embeddings"], named["attention_mask"]
+        made = attend(layer, hidden_states, *given, cached, weight, interleaved)
+        grow(cached, 1)
+        return made, None
+
+    return forward
+
+
+def attend(
+    layer: Any,
+    x: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    cached: Any,
+    weight: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """A layer's forward for one token, but that its cache does not grow; [batch, 1, hidden size].
+
+    Args:
+        layer: of transformers.
+        x: [batch, 1, hidden size].
+        position_embeddings: cos and sin, [batch or 1, 1, columns that are turned].
+        attention_mask: [batch or 1, 1, 1, room], additive, or None.
+        cached: the cache's layer: latents are its keys, turned keys its values.
+        weight: that expands latents to keys and values, of x's dtype.
+        interleaved: see `kbit.ops.latent_schemas`.
+    """
+    columns, own = layer.kv_lora_rank, layer.qk_nope_head_dim
+    weight = weight.view(-1, own + layer.v_head_dim, columns)
+    batch, heads = len(x), len(weight)
+    query = _query(layer, x).view(batch, heads, -1)
+    latent, norm = layer._modules[_LATENT](x).squeeze(1), layer._modules[_NORM]
+    absorbed = torch.bmm(query[..., :own].transpose(0, 1), weight[:, :own]).transpose(0, 1)
+    mask = None if attention_mask is None else attention_mask[:, 0, 0]
+    y = torch.ops.kbit.latent_attention_step(
+        *(query[..., own:], absorbed, latent, norm.weight, *(angle[:, 0] for angle in position_embeddings)),
+        *(mask, cached.keys.squeeze(1), cached.values.squeeze(1), cached.cumulative_length, layer.scaling),
+        *(*norm.how, interleaved),
+    )
+    values = x.new_empty(batch, heads, layer.v_head_dim)
+    torch.bmm(y.transpose(0, 1), weight[:, own:].mT, out=values.transpose(0, 1))
+    return layer._modules[_OUT](values.view(batch, 1, -1))
+
+
+def _query(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if layer._modules.get("q_a_proj") is None:
+        return layer.q_proj(x)
+    return layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x)))
+
+
+def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
+    """Whether a layer that a step can run so is interleaved; None where it has to run by its own forward."""
+    columns, turned, norm = layer.kv_lora_rank, layer.qk_rope_head_dim, layer._modules[_NORM]
+    if not is_plain_norm(norm, columns) or not takes(columns, turned) or x.shape[1] != 1:
+        return None
+    mask = named.get("attention_mask")
+    cached = cached_layer(layer, x, named, (norm.weight, mask))
+    if cached is None or any(named.get(name) not in (None, False) for name in MORE):
+        return None
+    rows = (len(x), 1, cached.max_cache_len)
+    if cached.keys.shape != (*rows, columns) or cached.values.shape != (*rows, turned):
+        return None
+    if mask is not None and (mask.dim() != 4 or mask.shape[1:] != (1, 1, cached.max_cache_len)):
+        return None
+    if layer not in _forms:
+        _forms[layer] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
+    return _forms[layer]
+
+
+def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The weight of the layer that expands latents, in x's dtype; None if that computes something else.
+
+    That of a quantized one is decoded once, and kept as long as the layer has the same codes.
+    """
+    if type(expand) not in (nn.Linear, KbitLinear) or expand.bias is not None:
+        return None
+    if expand._forward_hooks or expand._forward_pre_hooks or has_own_forward(expand):
+        return None
+    weight = expand.weight
+    if type(weight) not in (nn.Parameter, torch.Tensor) or weight.device != x.device:
+        return None
+    if type(expand) is nn.Linear:
+        return weight if weight.dtype == x.dtype and weight.is_contiguous() else None
+    version = 0 if weight.is_inference() else weight._version
+    key = weight.data_ptr(), version, x.dtype
+    if expand not in _decoded or _decoded[expand][0] != key:
+        _decoded[expand] = key, expand.dequantize(x.dtype)
+    return _decoded[expand][1]
+
+
+@torch.no_grad()
+def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
+    """Whether a layer's own forward gives what `attend` gives, tried on a CPU in float32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    try:
+        columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
+        x = normal(TRIED_BATCH, 1, 8)
+        made = _on_other_parts(layer, x, normal)
+        angle = tuple(normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
+        mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
+        mask[..., TRIED_LENGTH + 1 :] = -torch.inf
+        before = [normal(TRIED_BATCH, 1, TRIED_LENGTH, size) for size in (columns, turned)]
+        given: dict[str, Any] = {"position_embeddings": angle, "attention_mask": mask}
+        want, its_cache = of_cache(
+            before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)[0]
+        )
+        weight = made.kv_b_proj.weight
+        have, cached = of_cache(
+            before, lambda cache: attend(made, x, angle, mask, cache.layers[0], weight, interleaved)
+        )
+        pairs = zip((want, *its_cache), (have, *cached), strict=True)
+        return all(bool(((a - b).abs() <= _TOLERANCE * a.abs().max()).all()) for a, b in pairs)
+    except Exception:  # a class that wants something else stays as it is
+        return False
+
+
+def _on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tensor]) -> Any:
+    """A layer of the same class whose projections of x, and other parts, are made by `normal`."""
+    columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
+    expand = nn.Linear(columns, layer._modules[_EXPAND].out_features, bias=False, device="meta")
+    expand.weight = nn.Parameter(normal(expand.out_features, columns) * columns**-0.5, False)
+    norm = stand_in(layer._modules[_NORM])
+    norm._parameters = {"weight": nn.Parameter(normal(columns), False)}
+    heads = expand.out_features // (layer.qk_nope_head_dim + layer.v_head_dim)
+    query = normal(TRIED_BATCH, 1, heads * (layer.qk_nope_head_dim + turned))
+    parts: dict[str, nn.Module | None] = dict.fromkeys(layer._modules)
+    parts |= {_LATENT: Given(x, normal(TRIED_BATCH, 1, columns + turned)), _NORM: norm}
+    parts |= {_EXPAND: expand, _OUT: nn.Identity()}
+    if layer._modules.get("q_a_proj") is None:
+        parts["q_proj"] = Given(x, query)
+    else:
+        middle, normed = normal(TRIED_BATCH, 1, 8), normal(TRIED_BATCH, 1, 8)
+        chain = {"q_a_proj": (x, middle), "q_a_layernorm": (middle, normed), "q_b_proj": (normed, query)}
+        parts |= {name: Given(*pair) for name, pair in chain.items()}
+    made = stand_in(layer)
+    made._modules, made.layer_idx = parts, 0
+    return made
