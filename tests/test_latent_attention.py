@@ -13,6 +13,7 @@ from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLite
 
 import kbit
 from kbit.backends.cuda import latent as kernels
+from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import attention_steps, latent_attention, static_caches
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
@@ -63,7 +64,7 @@ def turned(x, cos, sin, interleaved):
 
 
 def expected(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length, how):
-    """In float64, and a bound of what rounding to the dtype may change: of weights, of new rows, of results."""
+    """In float64, and a bound of what rounding to the dtype may change: weights, new rows, results."""
     scaling, eps, plus_one, _, interleaved = how
     eps_of_dtype = torch.finfo(query.dtype).eps
     given = (query, absorbed, latent, norm, cos, sin, latents, keys)
@@ -182,18 +183,24 @@ def test_opcheck():
     torch.library.opcheck(ops.latent_attention_step.default, (*tensors.values(), *HOW))
 
 
+H200, A100 = DeviceLimits(132, 232448, "90a"), DeviceLimits(108, 166912, "80")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "plan"),
+    ("sizes", "device", "plan"),
     [
-        ((1, 20, 192, 132), (24, 1, 6)),
-        ((1, 20, 32768, 132), (24, 1, 64)),
-        ((32, 20, 4096, 132), (24, 1, 9)),
-        ((1, 128, 4096, 132), (32, 4, 64)),
-        ((300, 3, 10, 108), (16, 1, 1)),
+        ((1, 20, 192), H200, (20, 1, 6)),
+        ((1, 20, 32768), H200, (20, 1, 128)),
+        ((32, 20, 4096), H200, (20, 1, 8)),  # two blocks on a multiprocessor
+        ((32, 20, 4096), A100, (20, 1, 3)),
+        ((1, 128, 8192), H200, (32, 4, 33)),
+        ((300, 3, 10), A100, (16, 1, 1)),
     ],
 )
-def test_plans(sizes, plan):
-    assert kernels.plan(*sizes) == plan
+def test_plans(sizes, device, plan):
+    batch, heads, room = sizes
+    found = kernels.plan(batch, heads, (512, 64), room, device)
+    assert (found.sizes.heads, *found[1:]) == plan
 
 
 # -- layers of transformers ----------------------------------------------------------------------------------
@@ -354,6 +361,7 @@ def test_layers_that_run_by_their_own_forward(how, on_cpu):
     ],
 )
 def test_the_kernels_compute_attention(batch, heads, room, lengths, dtype):
+    torch.manual_seed(heads)
     for length in lengths:
         for mask in (True, False):
             tensors = operands(batch, heads, 512, 64, dtype, "cuda", length, mask, room)
@@ -377,6 +385,6 @@ def test_layers_of_transformers_on_a_gpu(batch, bits, monkeypatch):
     want = steps(model, shared_heads, batch)
     assert not calls
     have = steps(model, step_kernels, batch)
-    assert len(calls) == 3 * 2
+    assert len(calls) >= 3 * 2
     assert have[1] == want[1]
     torch.testing.assert_close(have[0], want[0], rtol=0.05, atol=0.05)

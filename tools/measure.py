@@ -95,6 +95,12 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "glm",
+        "bench model glm-4.7-flash --profile --json {results}/{gpu}-glm-4.7-flash.json",
+        after=("tune",),
+    ),
+    Job("8b", "bench model llama-3-8b --json {results}/{gpu}-llama-3-8b.json", after=("tune",)),
+    Job(
         "30b-generate",
         "bench generate qwen3-30b-a3b --compile --json {results}/{gpu}-generate-qwen3-30b-a3b.json",
         after=("tune",),

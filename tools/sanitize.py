@@ -116,6 +116,13 @@ def run_around_products() -> None:
         keys, values = (torch.zeros(2, 2, 9, columns, device="cuda").half() for _ in range(2))
         given = (*new, *norms, *angles, keys, values, torch.tensor(8, device="cuda"))
         assert torch.isfinite(torch.ops.kbit.append_heads(*given, 1e-6)).all()
+    for heads, length in ((20, 31), (20, 40), (5, 69), (40, 70)):  # there is room for one more, and not
+        latents, keys = (torch.randn(2, 70, columns, device="cuda").half() for columns in (512, 64))
+        new = torch.randn(2, heads, 576, device="cuda").half().split([512, 64], 2)
+        more = (torch.randn(shape, device="cuda").half() for shape in ((2, 576), 512, (1, 64), (1, 64)))
+        mask, at = torch.zeros(1, 70, device="cuda").half(), torch.tensor(length, device="cuda")
+        given = (new[1], new[0], *more, mask, latents, keys, at, 0.1, 1e-6, False, True, True)
+        assert torch.isfinite(torch.ops.kbit.latent_attention_step(*given)).all()
     for k_heads, ratio in ((3, 1), (2, 2)):
         v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
         shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)

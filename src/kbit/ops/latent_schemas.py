@@ -13,8 +13,8 @@ latent, R that are turned by their positions' angles, and room for L tokens:
     query       [B, H, R]       of the new token, not turned
     absorbed    [B, H, C]
     latent      [B, C + R]      of the new token: its latent, not normed, and its key, not turned
-    norm        [C]             the weight of the latents' RMS norm; eps, plus_one, round_first: of that, as in
-                                `kbit.ops.norm_schemas`
+    norm        [C]             the weight of the latents' RMS norm; eps, plus_one, round_first: of that, as
+                                in `kbit.ops.norm_schemas`
     cos, sin    [B or 1, R]
     mask        [B or 1, L]     is added to scores; or None
     latents     [B, L, C], written
@@ -23,8 +23,8 @@ latent, R that are turned by their positions' angles, and room for L tokens:
     scaling     of the scores
     interleaved whether pairs of neighbouring columns are turned; else a column and the one R/2 behind it.
                 They lie R/2 apart afterwards either way
-    y           [B, H, C]       sums of latents by the softmax of (absorbed . latent + query . key) * scaling +
-                                mask over the cache and the new token; 0 where all of these are -inf
+    y           [B, H, C]       sums of latents by the softmax of (absorbed . latent + query . key) * scaling
+                                + mask over the cache and the new token; 0 where all of these are -inf
 
 Everything but `length` is of one dtype. Methods: DeepSeek-AI 2024 (arXiv:2405.04434), Milakov and
 Gimelshein 2018 (arXiv:1805.02867).

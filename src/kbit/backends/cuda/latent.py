@@ -15,9 +15,11 @@ from kbit.backends.reference import latent as reference
 _FORMAT = "Q" * 12 + "Q" * 7 + "iiffiii"
 _COMBINE_FORMAT = "QQQQiii"
 _COLUMNS = ((512, 64),)  # of latents and turned keys: DeepSeek's and GLM's
-_HEADS = (16, 24, 32)  # of a block
+_HEADS = (16, 20, 32)  # of a block
 _TOKENS, _WARPS, _QUARTERS = 32, 8, 4
-_SPLITS = 64  # more blocks read no faster, and their sums take longer to add up
+_COMBINED, _COMBINE_SPLITS, _COMBINE_WARPS = 128, 8, 16  # columns, splits of a warp, most warps of a block
+_SPLITS = 128  # sums of more take longer to add up than they save
+_RESERVED = 1024  # bytes of shared memory that a block has besides
 _MOST_BATCH = 65535  # blocks along z
 
 
@@ -33,38 +35,31 @@ class Sizes(NamedTuple):
     turned: int
     heads: int
 
-    @property
-    def _stage_bytes(self) -> int:
-        return _TOKENS * self._pitch
-
-    @property
-    def _pitch(self) -> int:
-        return 2 * (self.latent + self.turned) + 16
-
     def _bytes(self, stages: int) -> int:
-        scores = _QUARTERS * _TOKENS * self.heads * 4
-        weights = self.heads * (2 * _TOKENS + 16 + 4)
-        return stages * self._stage_bytes + self.heads * self._pitch + scores + weights
+        columns = -(-self.heads // 8) * 8  # of scores
+        scores = _QUARTERS * _TOKENS * columns * 4
+        weights = columns * (2 * _TOKENS + 16 + 4)
+        pitch = 2 * (self.latent + self.turned) + 16
+        return (stages * _TOKENS + self.heads + 1) * pitch + scores + weights
 
-    def layout(self, room: int) -> tuple[int, int]:
-        """Stages, and bytes of shared memory, for blocks that may have `room` bytes."""
+    def layout(self, room: int) -> dict[str, int]:
+        """Stages, blocks of a multiprocessor, and their shared memory, where one may have `room` bytes."""
         stages = 2 if self._bytes(2) <= room else 1
-        return stages, self._bytes(stages)
+        shared_bytes = self._bytes(stages)
+        blocks = 2 if 2 * (shared_bytes + _RESERVED) <= room + _RESERVED else 1
+        return {"stages": stages, "blocks": blocks, "shared_bytes": shared_bytes}
 
 
 def _spec(dtype: torch.dtype, sizes: Sizes, room: int) -> KernelSpec:
-    stages, shared_bytes = sizes.layout(room)
-    return KernelSpec.make(
-        "latent_attention.cu",
-        bf16=dtype == torch.bfloat16,
-        **sizes._asdict(),
-        stages=stages,
-        shared_bytes=shared_bytes,
-    )
+    bf16 = dtype == torch.bfloat16
+    return KernelSpec.make("latent_attention.cu", bf16=bf16, **sizes._asdict(), **sizes.layout(room))
 
 
 def _combine_spec(dtype: torch.dtype, latent: int) -> KernelSpec:
-    return KernelSpec.make("latent_combine.cu", bf16=dtype == torch.bfloat16, lanes=latent // 4)
+    bf16 = dtype == torch.bfloat16
+    return KernelSpec.make(
+        "latent_combine.cu", bf16=bf16, lanes=latent // 4, splits=_SPLITS, warps=_COMBINE_WARPS
+    )
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -82,13 +77,28 @@ def takes(latent: int, turned: int) -> bool:
     return (latent, turned) in _COLUMNS
 
 
+class Plan(NamedTuple):
+    """A launch.
+
+    Attributes:
+        sizes: of a block.
+        groups: blocks that share a sequence's heads.
+        splits: blocks that share its tokens.
+    """
+
+    sizes: Sizes
+    groups: int
+    splits: int
+
+
 @functools.lru_cache(maxsize=1024)
-def plan(batch: int, heads: int, room: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Heads of a block, blocks that share a sequence's heads, and blocks that share its tokens."""
+def plan(batch: int, heads: int, columns: tuple[int, int], room: int, device: driver.DeviceLimits) -> Plan:
+    """The launch for caches with room for so many tokens: no more blocks than run at once."""
     groups = -(-heads // _HEADS[-1])
-    each = next(count for count in _HEADS if count * groups >= heads)
-    splits = min(_SPLITS, -(-2 * multiprocessors // (batch * groups)), -(-room // _TOKENS))
-    return each, groups, max(1, splits)
+    sizes = Sizes(*columns, next(count for count in _HEADS if count * groups >= heads))
+    at_once = sizes.layout(device.shared_bytes)["blocks"] * device.multiprocessors
+    splits = min(_SPLITS, at_once // (batch * groups), -(-room // _TOKENS))
+    return Plan(sizes, groups, max(1, splits))
 
 
 def latent_attention_step(
@@ -122,19 +132,19 @@ def latent_attention_step(
     (batch, heads, columns), room, turned = absorbed.shape, latents.shape[1], keys.shape[2]
     strides = [operands.pieces(tensor) for tensor in (query, absorbed, latent, cos, sin)]
     whole = None not in (*strides, *(operands.pieces(tensor) for tensor in (norm, latents, keys)))
+    how = scaling, eps, plus_one, round_first, interleaved
     plain = query.dtype in operands.DTYPES and takes(columns, turned) and room > 0 and batch <= _MOST_BATCH
     if not (whole and plain and strides[3] == strides[4] and (mask is None or mask.stride(1) == 1)):
-        given = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
-        reference.latent_attention_step(*given, scaling, eps, plus_one, round_first, interleaved, out)
+        tensors = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
+        reference.latent_attention_step(*tensors, *how, out)
         return
     index = query.device.index
     device = driver.device_limits(index)
-    each, groups, splits = plan(batch, heads, room, device.multiprocessors)
-    sizes = Sizes(columns, turned, each)
+    sizes, groups, splits = plan(batch, heads, (columns, turned), room, device)
     sums = query.new_empty((batch, splits, heads, columns), dtype=torch.float32)
     weights = query.new_empty((batch, splits, heads, 2), dtype=torch.float32)
     kernel = launcher.load(_spec(query.dtype, sizes, device.shared_bytes), index, _FORMAT)
-    shared_bytes = sizes.layout(device.shared_bytes)[1]
+    shared_bytes = sizes.layout(device.shared_bytes)["shared_bytes"]
     grid = (splits, groups, batch)
     prepared = launcher.Prepared(index, kernel, grid, _WARPS * driver.WARP, shared_bytes)
     given = operands.addresses(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length)
@@ -144,9 +154,10 @@ def latent_attention_step(
         0 if len(cos) == 1 else by_angle[0],
         0 if mask is None or len(mask) == 1 else mask.stride(0),
     )
-    how = heads, room, scaling, eps, plus_one, round_first, interleaved
     places = operands.addresses(sums, weights)
-    prepared.launch((*given, *places, *by_query, *by_absorbed, *along, *how))
+    prepared.launch((*given, *places, *by_query, *by_absorbed, *along, heads, room, *how))
     combine = launcher.load(_combine_spec(query.dtype, columns), index, _COMBINE_FORMAT)
-    prepared = launcher.Prepared(index, combine, (heads, batch, 1), columns // 4)
+    warps = min(_COMBINE_WARPS, -(-splits // _COMBINE_SPLITS))
+    grid = (heads, batch, columns // _COMBINED)
+    prepared = launcher.Prepared(index, combine, grid, warps * driver.WARP)
     prepared.launch((*places, *operands.addresses(length, out), heads, splits, room))

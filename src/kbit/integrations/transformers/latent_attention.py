@@ -1,9 +1,9 @@
 """Multi-head latent attention in decoding steps, without keys and values of all heads.
 
 The cache holds a latent a token, and transformers expands all of it to keys and values at every step: a
-product with as many rows as the cache has, of which a step needs one. `kbit::latent_attention_step` attends to
-latents as they are. The weight that would expand keys multiplies the query instead, and that of values what
-comes back, by the same sums in another order (DeepSeek-AI 2024, arXiv:2405.04434, appendix C).
+product with as many rows as the cache has, of which a step needs one. `kbit::latent_attention_step` attends
+to latents as they are. The weight that would expand keys multiplies the query instead, and that of values
+what comes back: the same sums in another order (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 
 It serves layers whose class does just that: its forward is tried first, with stand-ins for its projections,
 and stays where it gives something else.
@@ -169,17 +169,17 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
         columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
         x = normal(TRIED_BATCH, 1, 8)
         made = _on_other_parts(layer, x, normal)
-        angle = tuple(normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
+        cos, sin = (normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
         mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
         mask[..., TRIED_LENGTH + 1 :] = -torch.inf
         before = [normal(TRIED_BATCH, 1, TRIED_LENGTH, size) for size in (columns, turned)]
-        given: dict[str, Any] = {"position_embeddings": angle, "attention_mask": mask}
+        given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": mask}
         want, its_cache = of_cache(
             before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)[0]
         )
         weight = made.kv_b_proj.weight
         have, cached = of_cache(
-            before, lambda cache: attend(made, x, angle, mask, cache.layers[0], weight, interleaved)
+            before, lambda cache: attend(made, x, (cos, sin), mask, cache.layers[0], weight, interleaved)
         )
         pairs = zip((want, *its_cache), (have, *cached), strict=True)
         return all(bool(((a - b).abs() <= _TOLERANCE * a.abs().max()).all()) for a, b in pairs)

@@ -6,43 +6,86 @@
 //            to splits in turn, so that the first ones have all
 //   out      16-bit [batch, heads, 4 * Config::lanes]
 //
-// Splits are added up ascending, sums and weights alike; 0 where no token had a score above -inf.
+// A warp has 128 columns of every so manieth split, added up ascending; then the warps' sums are, ascending.
+// 0 where no token had a score above -inf.
 //
-// grid: (heads, batch), Config::lanes threads, 4 columns each
+// grid: (heads, batch, columns / 128), Config::warps warps at most
 #include "config.h"
 #include "heads.cuh"
 
-constexpr int kTokens = 32;  // of a chunk
+constexpr int kTokens = 32, kLanes = Config::lanes, kMostWarps = Config::warps;
+constexpr int kMostSplits = Config::splits, kAtOnce = 8;  // loads of a lane that are on their way
 using H = Half<Config::bf16>;
 
-extern "C" __global__ void __launch_bounds__(Config::lanes)
+// total += v * factor
+DEVICE void add_scaled(float4& total, float4 v, float factor) {
+    total = {__fmaf_rn(v.x, factor, total.x), __fmaf_rn(v.y, factor, total.y),
+             __fmaf_rn(v.z, factor, total.z), __fmaf_rn(v.w, factor, total.w)};
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
     latent_combine(const float4* sums, const float2* weights, const i64* length, uint2* out, int heads,
                    int splits, int room) {
+    __shared__ float factors[kMostSplits];
+    __shared__ float4 parts[kMostWarps][32];
+    __shared__ float all;
     follow_previous(sums, weights, length);
     const int head = blockIdx.x, batch = blockIdx.y, thread = threadIdx.x;
+    const int warps = blockDim.x / 32, warp = thread / 32, lane = blockIdx.z * 32 + thread % 32;
     const i64 count = min(*length + 1, i64(room)), chunks = (count + kTokens - 1) / kTokens;
     const int active = int(min(i64(splits), chunks));
     const i64 first = i64(batch) * splits * heads + head;
-    const float none = __uint_as_float(0xff800000u);
-    float largest = none;
-    for (int split = 0; split < active; ++split) {
-        largest = fmaxf(largest, weights[first + i64(split) * heads].x);
+    if (thread < 32) {  // what the sums of a split count for, and all weights
+        const float none = __uint_as_float(0xff800000u);
+        constexpr int kOwn = kMostSplits / 32;
+        float2 its[kOwn];
+        float largest = none, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int split = i * 32 + thread;
+            its[i] = split < active ? weights[first + i64(split) * heads] : make_float2(none, 0.0f);
+            largest = fmaxf(largest, its[i].x);
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, step));
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const float factor = its[i].x == none ? 0.0f : exp2f(its[i].x - largest);
+            factors[i * 32 + thread] = factor;
+            sum = __fmaf_rn(its[i].y, factor, sum);
+        }
+        sum = warp_sum(sum);
+        if (thread == 0) {
+            all = sum;
+        }
     }
+    __syncthreads();
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float all = 0.0f;
-#pragma unroll 4
-    for (int split = 0; split < active; ++split) {
-        const i64 place = first + i64(split) * heads;
-        const float2 its = weights[place];
-        const float4 v = sums[place * Config::lanes + thread];
-        const float factor = its.x == none ? 0.0f : exp2f(its.x - largest);
-        total.x = __fmaf_rn(v.x, factor, total.x);
-        total.y = __fmaf_rn(v.y, factor, total.y);
-        total.z = __fmaf_rn(v.z, factor, total.z);
-        total.w = __fmaf_rn(v.w, factor, total.w);
-        all = __fmaf_rn(its.y, factor, all);
+    for (int begin = warp; begin < active; begin += kAtOnce * warps) {
+        float4 v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int split = min(begin + i * warps, active - 1);
+            v[i] = sums[(first + i64(split) * heads) * kLanes + lane];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int split = begin + i * warps;
+            if (split < active) {
+                add_scaled(total, v[i], factors[split]);
+            }
+        }
     }
-    const float one = all > 0.0f ? __fdiv_rn(1.0f, all) : 0.0f;
-    out[(i64(batch) * heads + head) * Config::lanes + thread] =
-        make_uint2(H::pack(total.x * one, total.y * one), H::pack(total.z * one, total.w * one));
+    parts[warp][thread % 32] = total;
+    __syncthreads();
+    if (warp == 0) {
+        for (int other = 1; other < warps; ++other) {
+            add_scaled(total, parts[other][thread], 1.0f);
+        }
+        const float one = all > 0.0f ? __fdiv_rn(1.0f, all) : 0.0f;
+        out[(i64(batch) * heads + head) * kLanes + lane] =
+            make_uint2(H::pack(total.x * one, total.y * one), H::pack(total.z * one, total.w * one));
+    }
 }
