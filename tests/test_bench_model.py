@@ -210,6 +210,27 @@ def test_the_command_on_a_cpu(config_file, tmp_path):
     assert ours["decode"][0]["vs_bf16"] > 0
 
 
+@pytest.mark.parametrize("config_file", MIXTURES[:1], indirect=True)
+def test_what_does_not_fit_in_memory_is_left_out(config_file, tmp_path, monkeypatch):
+    own, out = bench._decode, tmp_path / "result.json"
+
+    def decode(model, arm, batch, *more):
+        if batch == 4 and arm == "bf16 batched_mm":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return own(model, arm, batch, *more)
+
+    monkeypatch.setattr(bench, "_decode", decode)
+    sizes = ["--batch", "1,4", "--prompt", "4", "--steps", "2", "--prefill", "0", "--repeats", "1"]
+    result = CliRunner().invoke(
+        app, ["bench", "model", config_file, "--device", "cpu", *sizes, "--json", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "bf16 batched_mm, batch 4: left out" in result.output
+    ours, plain = json.loads(out.read_text())["arms"]
+    assert (ours["no_memory"], plain["no_memory"]) == ([], ["bf16 batched_mm, batch 4"])
+    assert ours["decode"][1]["vs_bf16"] > 0
+
+
 # -- on a GPU ------------------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,7 @@ class ArmResult:
             CPU.
         prefill_reason: why the prompt was read without a CUDA graph; None if it was read with one.
         absent: why the arm was left out; None if it was not.
+        no_memory: what of it did not fit in the GPU's memory, such as "bf16 batched_mm, batch 4".
     """
 
     name: str
@@ -92,6 +93,7 @@ class ArmResult:
     build_peak_bytes: int | None = None
     run_peak_bytes: int | None = None
     absent: str | None = None
+    no_memory: list[str] = field(default_factory=list)
     prefill_tokens: int = 0
     prefill_ms: float | None = None
     prefill_reason: str | None = None
@@ -167,7 +169,14 @@ def _run(
             progress(f"{arm}: {batch} sequences")
             if chosen is not None:
                 model.set_experts_implementation(chosen)
-            result.decode.append(_decode(model, arm, batch, plan, gpus))
+            try:
+                result.decode.append(_decode(model, arm, batch, plan, gpus))
+            except torch.OutOfMemoryError:
+                if gpus > 1:  # the other ranks wait for this one
+                    raise
+                result.no_memory.append(f"{arm}, batch {batch}")
+            if result.no_memory:
+                torch.cuda.empty_cache()
     if device.type == "cuda":
         result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
     return result

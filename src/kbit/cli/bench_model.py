@@ -159,5 +159,7 @@ def _linear_attention(config: Any) -> str | None:
 def _show(results: Sequence[ArmResult]) -> None:
     for table in (_sizes(results), _decode(results)):
         show(table)
+    for what in (what for result in results for what in result.no_memory):
+        console.print(f"{escape(what)}: left out, the GPU's memory is too small for it")
     for row in (row for result in results for row in result.decode if row.profile):
         show(_profile(row.arm, row.batch, row.profile or {}))

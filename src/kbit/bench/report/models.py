@@ -65,7 +65,8 @@ def _size_row(arm: Mapping[str, Any]) -> Row:
     sizes = [markup.number(None if count is None else count / 1e9, ".2f") for count in counts]
     speed = markup.number(arm["prefill_tokens_s"], ".0f")
     graph = captured(arm.get("prefill_reason")) if arm["prefill_tokens_s"] else ""
-    return Row([arm["name"], *sizes, speed, _heat(arm.get("prefill_vs_bf16")), graph, arm["absent"] or ""])
+    left_out = arm["absent"] or "; ".join(f"{one}: out of memory" for one in arm.get("no_memory", ()))
+    return Row([arm["name"], *sizes, speed, _heat(arm.get("prefill_vs_bf16")), graph, left_out])
 
 
 def _profiles(results: Sequence[Result]) -> str:
