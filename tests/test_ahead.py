@@ -204,6 +204,14 @@ def test_linear_attention(architecture, tiles_pay, on_h200):
     assert len(found) == (2 if architecture == "qwen3_next" else 0)  # of one dtype
 
 
+@pytest.mark.parametrize("architecture", ["glm4_moe_lite", "qwen3_moe"])
+def test_latent_attention(architecture, tiles_pay, on_h200):
+    kbit.compile_kernels(quantized(architecture), tokens=[1])
+    found = {spec.source for spec, _ in on_h200 if spec.source.startswith("latent")}
+    both = {"latent_attention.cu", "latent_combine.cu"}
+    assert found == (both if architecture == "glm4_moe_lite" else set())
+
+
 def test_scales_in_float16_are_no_activations(tiles_pay, on_h200):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
     policy = kbit.KbitConfig(bits=4, absmax_format="float16", overrides={"1": 0})

@@ -280,13 +280,17 @@ def test_queries_without_a_latent_of_their_own(on_cpu):
 def test_a_weight_is_decoded_anew_when_its_codes_change(on_cpu):
     model = model_of(bits=4)
     steps(model, step_kernels)
+    layers = [layer.self_attn.kv_b_proj for layer in model.model.layers]
+    before = [latent_attention._decoded[layer][1] for layer in layers]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.kv_b_proj.weight_packed.bitwise_not_()
+        for layer in layers:
+            layer.weight_packed.bitwise_not_()
     own = steps(model, shared_heads)
     on_cpu.clear()
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
     assert on_cpu
+    after = [latent_attention._decoded[layer][1] for layer in layers]
+    assert all(old is new for old, new in zip(before, after, strict=True))  # recorded steps read them
 
 
 class Doubled(Glm4MoeLiteAttention):

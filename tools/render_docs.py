@@ -37,8 +37,8 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILE = "h100-80gb-hbm3-kernels.json"
-SANITIZER_FILE, MOE_FILE = "h100-80gb-hbm3-sanitizer.json", "h200-moe.json"
-NVFP4_FILE = "h100-80gb-hbm3-nvfp4.json"
+SANITIZER_FILE, MOE_FILE = "h200-sanitizer.json", "h200-moe.json"
+NVFP4_FILE = "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")

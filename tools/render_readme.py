@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h200-peers.json"
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
-MODEL_FILES = "h200-qwen3-*.json"  # of kbit bench model
+MODEL_FILES = ("h200-qwen3-*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
 GENERATE_FILES = "h200-generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
@@ -219,7 +219,7 @@ def _first_losses(lost: list[dict[str, Any]]) -> str:
 
 def models() -> str:
     """Whole models on a GPU: weights, memory and tokens a second at 4 bits and in bfloat16."""
-    results = [load(path.name) for path in sorted(RESULTS.glob(MODEL_FILES))]
+    results = [load(path.name) for files in MODEL_FILES for path in sorted(RESULTS.glob(files))]
     if not results:
         return "Not measured yet: `kbit bench model` does."
     batches = sorted({row["batch"] for r in results for arm in r["arms"] for row in arm["decode"]})

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from kbit.backends.cuda import ahead, driver, operands, tables
+from kbit.backends.cuda import ahead, driver, gated_delta, latent, operands, tables
 from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
@@ -19,7 +19,7 @@ from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.tiling import TileableModule
-from kbit.ops import forms, gated_delta_schemas
+from kbit.ops import forms, gated_delta_schemas, latent_schemas
 
 
 @runtime_checkable
@@ -98,7 +98,6 @@ def _kernels(
             yield from layer.kernels_ahead(tokens, dtype, limits)
     if not any(_weights(model, device)):
         return
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     yield from ahead.kernels(
         products(model, device),
         tokens,
@@ -106,8 +105,22 @@ def _kernels(
         limits,
         tables.for_device(device.index),
         {layer.bits for layer, name in _weights(model, device) if layer._held(name) is None},
-        any(kind.__name__ == gated_delta_schemas.LAYER for kind in kinds),
+        _of_attention(model, limits),
     )
+
+
+def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelSpec]:
+    """Those that steps of linear or latent attention run, if the model has any."""
+    found = []
+    if any(kind.__name__ == gated_delta_schemas.LAYER for kind in _classes(model)):
+        found += gated_delta.specs(device.arch)
+    if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
+        found += latent.specs(device.shared_bytes)
+    return found
+
+
+def _classes(model: nn.Module) -> set[type]:
+    return {kind for module in model.modules() for kind in type(module).__mro__}
 
 
 def _gpus(model: nn.Module) -> list[torch.device]:

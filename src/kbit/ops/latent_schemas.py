@@ -38,6 +38,9 @@ from kbit.ops import checks, norm_schemas
 from kbit.ops.schemas import LIBRARY
 
 NAME = "latent_attention_step"
+# Of transformers' layers of such attention: what makes latents and keys, their norm, what expands them.
+LATENT, NORM, EXPAND = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+LAYERS = {LATENT, NORM, EXPAND}
 
 LIBRARY.define(
     f"{NAME}(Tensor query, Tensor absorbed, Tensor latent, Tensor norm, Tensor cos, Tensor sin, "

@@ -13,7 +13,6 @@ import torch
 from kbit.backends.cuda import (
     caches,
     driver,
-    gated_delta,
     grouped,
     grouped_preference,
     heads,
@@ -67,7 +66,7 @@ def kernels(
     device: driver.DeviceLimits,
     known: tuple[tables.Table, ...] = (),
     canonical: Iterable[int] = (),
-    linear_attention: bool = False,
+    others: Iterable[KernelSpec] = (),
 ) -> list[KernelSpec]:
     """The kernels of such products by so many tokens, and those that models run between them; each once.
 
@@ -78,7 +77,7 @@ def kernels(
         device: limits of the GPU.
         known: its tables of measurements.
         canonical: widths of weights in the canonical form, such as embeddings.
-        linear_attention: whether steps run `kbit::gated_delta_step`.
+        others: further ones that the model may run, of any dtype.
 
     Raises:
         ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.preference.decide`.
@@ -95,9 +94,7 @@ def kernels(
     between = [spec for module in BETWEEN for spec in module.specs()]
     if any(product.experts for product in kinds):
         between += routing.specs()
-    if linear_attention:
-        between += gated_delta.specs(device.arch)
-    return [*found, *(spec for spec in between if _is_of(spec, dtype))]
+    return [*found, *(spec for spec in (*between, *others) if _is_of(spec, dtype))]
 
 
 def _of_one(

@@ -37,14 +37,15 @@ from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
 from kbit.nn.support import has_own_forward
+from kbit.ops.latent_schemas import EXPAND, LATENT, LAYERS, NORM
 
-_LATENT, _NORM, _EXPAND, _OUT = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
+_OUT = "o_proj"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_kinds = Kinds((_LATENT, _NORM, _EXPAND, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
+_kinds = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
 _TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
 _forms: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
-# By layer that expands: of which tensor and dtype its weight was decoded, and that.
+# By layer that expands: from what its weight was decoded, and that.
 _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -61,7 +62,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
         interleaved = None if more else _form(layer, own, hidden_states, named)
-        weight = None if interleaved is None else _weight(layer._modules[_EXPAND], hidden_states)
+        weight = None if interleaved is None else _weight(layer._modules[EXPAND], hidden_states)
         if interleaved is None or weight is None:
             return own(layer, hidden_states, *more, **named)
         cached = named["past_key_values"].layers[layer.layer_idx]
@@ -98,7 +99,7 @@ def attend(
     weight = weight.view(-1, own + layer.v_head_dim, columns)
     batch, heads = len(x), len(weight)
     query = _query(layer, x).view(batch, heads, -1)
-    latent, norm = layer._modules[_LATENT](x).squeeze(1), layer._modules[_NORM]
+    latent, norm = layer._modules[LATENT](x).squeeze(1), layer._modules[NORM]
     absorbed = torch.bmm(query[..., :own].transpose(0, 1), weight[:, :own]).transpose(0, 1)
     mask = None if attention_mask is None else attention_mask[:, 0, 0]
     y = torch.ops.kbit.latent_attention_step(
@@ -119,7 +120,7 @@ def _query(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
     """Whether a layer that a step can run so is interleaved; None where it has to run by its own forward."""
-    columns, turned, norm = layer.kv_lora_rank, layer.qk_rope_head_dim, layer._modules[_NORM]
+    columns, turned, norm = layer.kv_lora_rank, layer.qk_rope_head_dim, layer._modules[NORM]
     if not is_plain_norm(norm, columns) or not takes(columns, turned) or x.shape[1] != 1:
         return None
     mask = named.get("attention_mask")
@@ -150,11 +151,16 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         return None
     if type(expand) is nn.Linear:
         return weight if weight.dtype == x.dtype and weight.is_contiguous() else None
-    version = 0 if weight.is_inference() else weight._version
-    key = weight.data_ptr(), version, x.dtype
-    if expand not in _decoded or _decoded[expand][0] != key:
-        _decoded[expand] = key, expand.dequantize(x.dtype)
-    return _decoded[expand][1]
+    parts = weight, expand.weight_scale, expand.codebook
+    versions = tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+    key, known = _decoded.get(expand, (None, None))
+    if key == (versions, x.dtype, x.device) and known is not None:
+        return known
+    decoded = expand.dequantize(x.dtype)
+    if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
+        decoded = known.copy_(decoded)  # where recorded steps read it
+    _decoded[expand] = (versions, x.dtype, x.device), decoded
+    return decoded
 
 
 @torch.no_grad()
@@ -190,15 +196,15 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
 def _on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tensor]) -> Any:
     """A layer of the same class whose projections of x, and other parts, are made by `normal`."""
     columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
-    expand = nn.Linear(columns, layer._modules[_EXPAND].out_features, bias=False, device="meta")
+    expand = nn.Linear(columns, layer._modules[EXPAND].out_features, bias=False, device="meta")
     expand.weight = nn.Parameter(normal(expand.out_features, columns) * columns**-0.5, False)
-    norm = stand_in(layer._modules[_NORM])
+    norm = stand_in(layer._modules[NORM])
     norm._parameters = {"weight": nn.Parameter(normal(columns), False)}
     heads = expand.out_features // (layer.qk_nope_head_dim + layer.v_head_dim)
     query = normal(TRIED_BATCH, 1, heads * (layer.qk_nope_head_dim + turned))
     parts: dict[str, nn.Module | None] = dict.fromkeys(layer._modules)
-    parts |= {_LATENT: Given(x, normal(TRIED_BATCH, 1, columns + turned)), _NORM: norm}
-    parts |= {_EXPAND: expand, _OUT: nn.Identity()}
+    parts |= {LATENT: Given(x, normal(TRIED_BATCH, 1, columns + turned)), NORM: norm}
+    parts |= {EXPAND: expand, _OUT: nn.Identity()}
     if layer._modules.get("q_a_proj") is None:
         parts["q_proj"] = Given(x, query)
     else:
