@@ -277,9 +277,11 @@ def test_queries_without_a_latent_of_their_own(on_cpu):
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_weight_is_decoded_anew_when_its_codes_change(on_cpu):
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
     model = model_of(bits=4)
-    steps(model, step_kernels)
+    with torch.inference_mode(inference):
+        steps(model, step_kernels)
     layers = [layer.self_attn.kv_b_proj for layer in model.model.layers]
     before = [latent_attention._decoded[layer][1] for layer in layers]
     with torch.no_grad():

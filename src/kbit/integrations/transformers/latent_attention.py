@@ -156,7 +156,8 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     key, known = _decoded.get(expand, (None, None))
     if key == (versions, x.dtype, x.device) and known is not None:
         return known
-    decoded = expand.dequantize(x.dtype)
+    with torch.inference_mode(False), torch.no_grad():  # a tensor that can be written again
+        decoded = expand.dequantize(x.dtype)
     if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
         decoded = known.copy_(decoded)  # where recorded steps read it
     _decoded[expand] = (versions, x.dtype, x.device), decoded
