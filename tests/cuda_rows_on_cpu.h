@@ -39,6 +39,16 @@ inline int __popc(u32 value) {
 
 // ---- arithmetic
 
+struct float2 {
+    float x, y;
+};
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) {
     return u32((u64(high) << 32 | low) >> (shift & 31));
 }
@@ -121,3 +131,37 @@ inline void store_squares(u32 to, const u32 (&a)[4]) {
     }
     __syncwarp();
 }
+
+// ---- matrices.cuh
+
+// ldmatrix: lane 8m + i says where row i of matrix m lies; lane l gets elements 2 (l % 4), + 1 of row l / 4,
+// or, turned over, of column l / 4.
+template <int COUNT>
+void load_matrices(u32 (&v)[COUNT], u32 row) {
+    for (int matrix = 0; matrix < COUNT; ++matrix) {
+        const u32 from = exchange(row, 8 * matrix + lane_id() / 4);
+        require_aligned(from, 16);
+        v[matrix] = load_shared(from + lane_id() % 4 * 4);
+    }
+    __syncwarp();
+}
+inline void load_transposed(u32 (&v)[4], u32 row) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        v[matrix] = 0;
+        for (int i = 0; i < 2; ++i) {
+            const u32 from = exchange(row, 8 * matrix + lane_id() % 4 * 2 + i);
+            require_aligned(from, 16);
+            v[matrix] |= shared_element<2>(from + lane_id() / 4 * 2) << (16 * i);
+        }
+    }
+    __syncwarp();
+}
+inline void put_shared16(u32 address, u16 value) {
+    put_shared_element<2>(address, value);
+}
+inline void copy_or_clear(u32 to, const void* from, bool there) {
+    stage16_if(to, from, there);
+}
+inline void copies_end() {}
+template <int N>
+void copies_wait() {}

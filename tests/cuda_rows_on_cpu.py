@@ -12,7 +12,7 @@ import cuda_on_cpu
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 
 # Headers that cuda_rows_on_cpu.h stands for, and where the part of rows.cuh begins that it stands for.
-KNOWN = ("common.cuh", "hopper.cuh", "stage16.cuh", "config.h")
+KNOWN = ("common.cuh", "hopper.cuh", "matrices.cuh", "stage16.cuh", "config.h")
 ACCESSES = "// ---- 16-byte global accesses"
 SHARED_STEP = 1 << 16  # bytes for each variable in shared memory
 

@@ -23,8 +23,8 @@ class Tape(TorchDispatchMode):
             raise RuntimeError(f"{REFUSED}\nand more")
         for described, value in zip(func._schema.arguments, args, strict=False):
             writes = described.alias_info is not None and described.alias_info.is_write
-            if writes and isinstance(value, torch.Tensor):
-                self.written.setdefault(id(value), (value, value.clone()))
+            for tensor in tree_leaves(value) if writes else ():
+                self.written.setdefault(id(tensor), (tensor, tensor.clone()))
         result = func(*args, **(kwargs or {}))
         self.operators.append((func, args, kwargs or {}, result))
         return result

@@ -7,10 +7,12 @@ import torch
 
 import cuda_on_cpu
 import cuda_rows_on_cpu
+import latent_steps
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import caches, heads, position
+from kbit.backends.cuda import caches, heads, latent, position
 from kbit.backends.cuda import norm as norms_of_rows
+from kbit.backends.cuda.driver import DeviceLimits
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -137,3 +139,35 @@ def test_heads_that_it_does_not_take_the_reference_has(monkeypatch):
         heads.append_heads(*new, None, None, *angle, *outs, at, 0.0, False, True, query)
         reference.append_heads(*new, None, None, *angle, *want, at, 0.0, False, True, torch.empty_like(query))
         assert all(map(torch.equal, outs, want))
+
+
+def one_multiprocessor(index):
+    """Whose blocks take all chunks, one behind the other, and have room for one."""
+    return DeviceLimits(multiprocessors=1, shared_bytes=99 * 1024, arch="89")
+
+
+DEVICES = (lambda index: cuda_on_cpu.H200, one_multiprocessor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "heads", "room", "lengths", "how"),
+    [
+        (2, 5, 70, (0, 31, 32, 69, 70, 75), latent_steps.HOW),
+        (1, 40, 40, (17, 39), (0.07, 1e-5, True, False, False)),
+        (1, 20, 100, (99,), latent_steps.HOW),
+    ],
+)
+def test_latent_attention(batch, heads, room, lengths, how, dtype, monkeypatch):
+    torch.manual_seed(heads)
+    for length in lengths:
+        for mask in (True, False):
+            tensors = latent_steps.operands(batch, heads, 512, 64, dtype, "cpu", length, mask, room)
+            given = {name: None if one is None else guarded(one.clone()) for name, one in tensors.items()}
+            given["length"] = tensors["length"]
+            out = guarded(torch.full((batch, heads, 512), float("nan"), dtype=dtype))
+            monkeypatch.setattr(latent.driver, "device_limits", DEVICES[mask])
+            latent.latent_attention_step(*given.values(), *how, out)
+            written = (out, given["latents"], given["keys"])
+            assert all(map(untouched, written))
+            latent_steps.require(*written, tensors, how)

@@ -8,45 +8,22 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention
 
 import kbit
+from graph_tape import Recorder
 from kbit.backends.cuda import latent as kernels
 from kbit.backends.cuda.driver import DeviceLimits
-from kbit.integrations.transformers import attention_steps, latent_attention, static_caches
+from kbit.integrations.transformers import attention_steps, cuda_graphs, latent_attention, static_caches
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
+from latent_steps import HOW, ROOM, operands, require, turned
 from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
 gpu = pytest.mark.gpu
-NAMES = ("query", "absorbed", "latent", "norm", "cos", "sin", "mask", "latents", "keys", "length")
-EPS = 1e-6
-HOW = (0.1, EPS, False, True, True)  # scaling, eps, plus_one, round_first, interleaved
-ROOM = 70
-
-
-def operands(
-    batch, heads, columns, turned, dtype=torch.float32, device="cpu", length=3, mask=True, room=ROOM
-):
-    """The op's tensors by name; what the cache does not hold yet is NaN."""
-
-    def normal(*shape):
-        return torch.randn(shape).to(device, dtype)
-
-    product = normal(batch, heads, columns + turned + 8)
-    latents, keys = normal(batch, room, columns), normal(batch, room, turned)
-    for cache in (latents, keys):
-        cache[:, length:] = math.nan
-    masks = normal(batch, room) if mask else None
-    if masks is not None and length > 1:
-        masks[-1, : length // 2] = -math.inf
-    given = (product[..., columns + 8 :], product[..., :columns], normal(batch, columns + turned))
-    angles = torch.randn(2, 1, turned // 2).repeat(1, 1, 2).to(device, dtype)
-    at = torch.tensor(length, device=device)
-    return dict(zip(NAMES, (*given, normal(columns), *angles, masks, latents, keys, at), strict=True))
 
 
 def step(tensors, how=HOW):
@@ -55,55 +32,8 @@ def step(tensors, how=HOW):
     return ops.latent_attention_step(*tensors.values(), *how), tensors["latents"], tensors["keys"]
 
 
-def turned(x, cos, sin, interleaved):
-    """As transformers turns, in float64: [..., R]."""
-    if interleaved:
-        x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
-
-
-def expected(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length, how):
-    """In float64, and a bound of what rounding to the dtype may change: weights, new rows, results."""
-    scaling, eps, plus_one, _, interleaved = how
-    eps_of_dtype = torch.finfo(query.dtype).eps
-    given = (query, absorbed, latent, norm, cos, sin, latents, keys)
-    q, a, new, weight, cos, sin, latents, keys = (x.double().cpu() for x in given)
-    columns, room, count = a.shape[2], latents.shape[1], int(length)
-    c = new[:, :columns]
-    c = c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + eps) * (weight + 1 if plus_one else weight)
-    if count < room:
-        latents[:, count], keys[:, count] = c, turned(new[:, columns:], cos, sin, interleaved)
-    latents, keys = latents[:, : count + 1], keys[:, : count + 1]
-    q = turned(q, cos[:, None], sin[:, None], interleaved)
-    products = [(a, latents), (q, keys)]
-    scores = sum(x @ y.mT for x, y in products) * scaling
-    size = sum(x.abs() @ y.abs().mT for x, y in products) * scaling
-    if mask is not None:
-        scores = scores + mask.double().cpu()[:, None, : count + 1]
-        size = size + mask.double().cpu()[:, None, : count + 1].abs().nan_to_num(posinf=0.0)
-    p = scores.softmax(-1).nan_to_num(0.0)
-    y = p @ latents
-    wrong = (4 * eps_of_dtype + (columns + keys.shape[2]) * 2.0**-23) * size.amax(-1, keepdim=True)
-    bound = (p @ latents.abs()) * (2 * (wrong.expm1() + 2 * eps_of_dtype)) + y.abs() * eps_of_dtype
-    return y, bound, latents, keys
-
-
 def require_attention(tensors, how=HOW):
-    y, latents, keys = step(tensors, how)
-    want, bound, its_latents, its_keys = expected(**tensors, how=how)
-    assert y.shape == tensors["absorbed"].shape
-    assert y.is_contiguous()
-    assert bool(((y.double().cpu() - want).abs() <= bound).all())
-    count = its_latents.shape[1]
-    tolerance = {"rtol": 4 * torch.finfo(y.dtype).eps, "atol": 4 * torch.finfo(y.dtype).eps}
-    torch.testing.assert_close(latents[:, :count].double().cpu(), its_latents, **tolerance)
-    torch.testing.assert_close(keys[:, :count].double().cpu(), its_keys, **tolerance)
-    for cache, name in ((latents, "latents"), (keys, "keys")):
-        behind = slice(count, None)
-        assert torch.equal(cache[:, behind].isnan(), tensors[name][:, behind].isnan())
-        before = slice(0, min(int(tensors["length"]), count))
-        assert torch.equal(cache[:, before], tensors[name][:, before])
+    require(*step(tensors, how), tensors, how)
 
 
 # -- the op --------------------------------------------------------------------------------------------------
@@ -208,7 +138,7 @@ def test_plans(sizes, device, plan):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Caches on a CPU count as those of a GPU, and latents of any size as the kernels'; the ops called."""
+    """Caches on a CPU count as those of a GPU, and latents of any size as the kernels'; steps so run."""
     calls = []
 
     def appends(layer, key, value):
@@ -217,8 +147,8 @@ def on_cpu(monkeypatch):
     for module in (static_caches, attention_steps):
         monkeypatch.setattr(module, "appends", appends)
     monkeypatch.setattr(latent_attention, "takes", lambda latent, turned: True)
-    own = ops.latent_attention_step
-    monkeypatch.setattr(ops, "latent_attention_step", lambda *given: calls.append(1) or own(*given))
+    own = latent_attention.attend
+    monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
     return calls
 
 
@@ -293,6 +223,23 @@ def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
     assert on_cpu
     after = [latent_attention._decoded[layer][1] for layer in layers]
     assert all(old is new for old, new in zip(before, after, strict=True))  # recorded steps read them
+
+
+def test_recorded_steps_attend_to_latents(on_cpu):
+    model = model_of(bits=4)
+    ids, anywhere = torch.arange(2, 12).view(2, 5), CompileConfig()
+    named = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    want = model.generate(ids, **named)
+    assert not on_cpu
+    recorder = Recorder()
+    made = cuda_graphs.Steps(model, record=recorder)
+    model.get_compiled_call = lambda config=None: made
+    anywhere._compile_all_devices = True
+    model.generation_config.compile_config = anywhere
+    have = model.generate(ids, cache_implementation="static", **named)
+    assert torch.equal(have, want)
+    assert (recorder.recorded, recorder.replayed) == (1, 8 - cuda_graphs.WARM_STEPS)
+    assert len(on_cpu) >= 2 * cuda_graphs.WARM_STEPS
 
 
 class Doubled(Glm4MoeLiteAttention):
@@ -386,11 +333,36 @@ def test_the_kernels_compute_attention(batch, heads, room, lengths, dtype):
 def test_layers_of_transformers_on_a_gpu(batch, bits, monkeypatch):
     more = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
     model = model_of(torch.bfloat16, bits, **more).cuda()
-    calls, own = [], ops.latent_attention_step
-    monkeypatch.setattr(ops, "latent_attention_step", lambda *given: calls.append(1) or own(*given))
+    calls, own = [], latent_attention.attend
+    monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
     want = steps(model, shared_heads, batch)
     assert not calls
     have = steps(model, step_kernels, batch)
     assert len(calls) >= 3 * 2
     assert have[1] == want[1]
     torch.testing.assert_close(have[0], want[0], rtol=0.05, atol=0.05)
+
+
+@gpu
+def test_recorded_steps_give_the_same_tokens(monkeypatch):
+    more = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
+    model = model_of(torch.bfloat16, 4, **more).cuda()
+    calls, own = [], latent_attention.attend
+    monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
+
+    def generate(record):
+        monkeypatch.setattr(cuda_graphs.Steps.__init__, "__defaults__", (False, record))
+        kbit.enable_cuda_graphs(model)
+        ids = torch.arange(2, 12, device="cuda").view(2, 5)
+        named = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
+        calls.clear()
+        return model.generate(ids, **named), len(calls)
+
+    def refuse(run, device):
+        raise RuntimeError("not recorded")
+
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="not recorded"):
+        want, eager_calls = generate(refuse)
+    have, recorded_calls = generate(cuda_graphs.record_cuda_graph)
+    assert torch.equal(have, want)
+    assert eager_calls > recorded_calls > 0

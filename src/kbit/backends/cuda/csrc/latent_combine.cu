@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
     latent_combine(const float4* sums, const float2* weights, const i64* length, uint2* out, int heads,
                    int splits, int room) {
     __shared__ float factors[kMostSplits];
-    __shared__ float4 parts[kMostWarps][32];
+    __shared__ float4 parts[kMostWarps * 32];
     __shared__ float all;
     follow_previous(sums, weights, length);
     const int head = blockIdx.x, batch = blockIdx.y, thread = threadIdx.x;
@@ -78,11 +78,11 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
             }
         }
     }
-    parts[warp][thread % 32] = total;
+    parts[thread] = total;
     __syncthreads();
     if (warp == 0) {
         for (int other = 1; other < warps; ++other) {
-            add_scaled(total, parts[other][thread], 1.0f);
+            add_scaled(total, parts[other * 32 + thread], 1.0f);
         }
         const float one = all > 0.0f ? __fdiv_rn(1.0f, all) : 0.0f;
         out[(i64(batch) * heads + head) * kLanes + lane] =
