@@ -98,7 +98,7 @@ def attend(
     columns, own = layer.kv_lora_rank, layer.qk_nope_head_dim
     weight = weight.view(-1, own + layer.v_head_dim, columns)
     batch, heads = len(x), len(weight)
-    query = _query(layer, x).view(batch, heads, -1)
+    query = _query(layer, x).reshape(batch, heads, -1)
     latent, norm = layer._modules[LATENT](x).squeeze(1), layer._modules[NORM]
     absorbed = torch.bmm(query[..., :own].transpose(0, 1), weight[:, :own]).transpose(0, 1)
     mask = None if attention_mask is None else attention_mask[:, 0, 0]
@@ -121,11 +121,13 @@ def _query(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
     """Whether a layer that a step can run so is interleaved; None where it has to run by its own forward."""
     columns, turned, norm = layer.kv_lora_rank, layer.qk_rope_head_dim, layer._modules[NORM]
-    if not is_plain_norm(norm, columns) or not takes(columns, turned) or x.shape[1] != 1:
+    if not is_plain_norm(norm, columns) or not takes(columns, turned):
         return None
     mask = named.get("attention_mask")
     cached = cached_layer(layer, x, named, (norm.weight, mask))
     if cached is None or any(named.get(name) not in (None, False) for name in MORE):
+        return None
+    if x.shape[1] != 1:
         return None
     rows = (len(x), 1, cached.max_cache_len)
     if cached.keys.shape != (*rows, columns) or cached.values.shape != (*rows, turned):

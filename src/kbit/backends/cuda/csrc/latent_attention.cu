@@ -5,9 +5,9 @@
 //              bytes, columns next to each other
 //   fresh      [batch, latent + turned]: the new token's latent and key, rows fresh_batch pieces apart
 //   norm       [latent], of the new latent; eps, plus_one, round_first: see rms_norm.cu
-//   cos, sin   [batch or 1, turned], angle_batch pieces apart; interleaved: pairs of neighbouring columns
-//   turn mask       [batch or 1, room], mask_batch elements apart, or null: is added to scores latents
-//   [batch, room, latent], keys [batch, room, turned]; length, int64 [1], how many rows they have.
+//   cos, sin   [batch or 1, turned], angle_batch pieces apart. interleaved: neighbouring columns are a pair
+//   mask       [batch or 1, room], mask_batch elements apart, or null: is added to scores
+//   latents    [batch, room, latent], keys [batch, room, turned]; length, int64 [1], how many rows they have.
 //              The new token's is written behind them if there is room
 //   sums       float32 [batch, splits, heads, latent], weights float2 [batch, splits, heads]
 //
@@ -20,13 +20,16 @@
 // without tokens ends at once, which latent_combine.cu knows by `length`. So the cache's length is known on
 // the device alone, and a graph serves all of them.
 //
-// Softmax with the largest score so far; sums and weights are those of exp2(score - largest), weights.x, in
-// units of log2, and weights.y their sum, of weights rounded to 16 bits as they are multiplied. Order of
+// The softmax goes by the largest score so far: weights are 2^(score - largest), rounded to 16 bits as they
+// are multiplied. A block leaves the largest in weights.x and the sum of its weights in weights.y. Order of
 // sums: k16 steps of a quarter, quarters, tokens by k16 steps, chunks ascending.
 //
 // Shared memory: stages of 32 rows, queries, the new token's row, scores of the four quarters, weights,
 // factors; rows of 16-bit matrices are 16 bytes longer than their columns, an odd number of pieces, for
-// ldmatrix. Method: DeepSeek-AI 2024 (arXiv:2405.04434), Milakov and Gimelshein 2018 (arXiv:1805.02867).
+// ldmatrix.
+//
+// grid: (splits, ceil(heads / Config::heads), batch)
+// Methods: DeepSeek-AI 2024 (arXiv:2405.04434), Milakov and Gimelshein 2018 (arXiv:1805.02867).
 #include "latent_attention.cuh"
 
 // Scores of a chunk, a quarter of the columns for each warp: to scores [quarter][token][head].
