@@ -91,6 +91,28 @@ def test_a_matrix_of_no_linear_layer_is_copied(tmp_path):
     )
 
 
+def test_folders_that_sentence_transformers_reads_come_along(source, tmp_path):
+    model = shutil.copytree(source, tmp_path / "in")
+    for name in ("1_Pooling/config.json", "2_Dense/model.safetensors", "original/consolidated.00.pth"):
+        (model / name).parent.mkdir()
+        (model / name).write_bytes(name.encode())
+    listed = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "../in/original", "missing", 7)]
+    (model / "modules.json").write_text(json.dumps([*listed, None]))
+    result = run(model, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert folders == {"additional_chat_templates", "1_Pooling", "2_Dense"}
+    assert (tmp_path / "out" / "2_Dense" / "model.safetensors").read_bytes() == b"2_Dense/model.safetensors"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1", "null"])
+def test_a_list_of_modules_that_is_none(source, tmp_path, text):
+    model = shutil.copytree(source, tmp_path / "in")
+    (model / "modules.json").write_text(text)
+    assert run(model, tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out" / "modules.json").read_text() == text
+
+
 def test_side_files_and_config(source, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["kbit.cli.quantize"], "_LARGE_BYTES", 1)
     result = run(source, tmp_path / "out", "--bits", 3)

@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as partial_of
 from pathlib import Path
@@ -38,6 +38,8 @@ __all__ = ["Codes", "Report", "quantize_checkpoint"]
 
 # Where transformers keeps named chat templates; the only folder inside a model folder that it reads.
 CHAT_TEMPLATES = "additional_chat_templates"
+# Where sentence-transformers lists what follows the model, each in a folder of its own: pooling, say.
+MODULES_NAME = "modules.json"
 CPU = torch.device("cpu")
 
 
@@ -241,6 +243,28 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())  # NaN, if there is any
 
 
+def _other_files(source: Path) -> Iterator[Path]:
+    """A model's files but its config and weights, and those of folders that are read beside it, whole."""
+    for path in source.iterdir():
+        weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != CONFIG_NAME:
+            yield path
+    for name in (CHAT_TEMPLATES, *_modules(source)):
+        yield from (path for path in (source / name).rglob("*") if path.is_file())
+
+
+def _modules(source: Path) -> list[str]:
+    """The folders that sentence-transformers reads, as far as they are in this one."""
+    try:
+        listed = json.loads((source / MODULES_NAME).read_bytes())
+    except (OSError, ValueError):
+        return []
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("path") for entry in entries if isinstance(entry, dict)]
+    inside = {path.name for path in source.iterdir() if path.is_dir() and not path.is_symlink()}
+    return [name for name in dict.fromkeys(names) if isinstance(name, str) and name in inside]
+
+
 def _write_rest(
     source: Path,
     partial: Path,
@@ -249,12 +273,10 @@ def _write_rest(
     shards: dict[str, list[Job]],
 ) -> None:
     """Config, index, and every other file of the model: tokenizer, chat template, generation config."""
-    for path in [*source.iterdir(), *source.glob(f"{CHAT_TEMPLATES}/*")]:
-        weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name != CONFIG_NAME:
-            copy = partial / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+    for path in _other_files(source):
+        copy = partial / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
     widths = {module_of(job.parts_name): job.bits for jobs in shards.values() for job in jobs if job.bits}
     config = config | {"quantization_config": policy.stating(widths).to_dict()}
     (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
