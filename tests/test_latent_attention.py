@@ -8,7 +8,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    StaticCache,
+)
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention
 
 import kbit
@@ -197,6 +203,20 @@ def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
     assert len(on_cpu) == 3 * 2
     torch.testing.assert_close(fused[0], own[0], rtol=1e-4, atol=1e-4)
     assert fused[1] == own[1] == 8
+
+
+def test_deepseek_attends_so(on_cpu):
+    sizes = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16}
+    sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2}
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, pad_token_id=0)).eval()
+    fuse_norms(model)
+    own = steps(model, shared_heads)
+    steps(model, step_kernels)
+    on_cpu.clear()
+    torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
+    assert len(on_cpu) == 3 * 2
 
 
 def test_queries_without_a_latent_of_their_own(on_cpu):
