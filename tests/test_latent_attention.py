@@ -243,6 +243,8 @@ def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
     assert on_cpu
     after = [latent_attention._decoded[layer][1] for layer in layers]
     assert all(old is new for old, new in zip(before, after, strict=True))  # recorded steps read them
+    kbit.disable_cuda_graphs(model)
+    assert not {*latent_attention._decoded} & {*layers}
 
 
 def test_recorded_steps_attend_to_latents(on_cpu):

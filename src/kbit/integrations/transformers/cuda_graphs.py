@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
+from kbit.integrations.transformers.latent_attention import forget_decoded
 from kbit.integrations.transformers.static_caches import (
     LONGEST,
     LastCaches,
@@ -88,13 +89,15 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
 
 def disable_cuda_graphs(model: Any) -> None:
-    """Undo `enable_cuda_graphs`, and free its graphs and cache.
+    """Undo `enable_cuda_graphs`, and free its graphs, its cache, and what its steps decoded.
 
     Args:
         model: any; nothing happens where it was not enabled.
     """
+    model = _generating(model)
     for name in (_StepsOfModels.name, LastCaches.name, MASKS, LONGEST):
-        vars(_generating(model)).pop(name, None)
+        vars(model).pop(name, None)
+    forget_decoded(model)
 
 
 def _generating(model: Any) -> Any:

@@ -58,6 +58,12 @@ def fused_latents(model: Any) -> Iterator[None]:
         yield
 
 
+def forget_decoded(model: Any) -> None:
+    """Free the weights that a model's steps decoded; recorded steps must not run any more."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        _decoded.pop(module, None)
+
+
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
