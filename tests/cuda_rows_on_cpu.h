@@ -156,12 +156,3 @@ inline void load_transposed(u32 (&v)[4], u32 row) {
     }
     __syncwarp();
 }
-inline void put_shared16(u32 address, u16 value) {
-    put_shared_element<2>(address, value);
-}
-inline void copy_or_clear(u32 to, const void* from, bool there) {
-    stage16_if(to, from, there);
-}
-inline void copies_end() {}
-template <int N>
-void copies_wait() {}

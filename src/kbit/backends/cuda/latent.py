@@ -17,10 +17,9 @@ _COMBINE_FORMAT = "QQQQiii"
 _COLUMNS = ((512, 64),)  # of latents and turned keys: DeepSeek's and GLM's
 _HEADS = (16, 20, 32)  # of a block
 _TOKENS, _WARPS, _QUARTERS = 32, 8, 4
-_COMBINED, _COMBINE_SPLITS, _COMBINE_WARPS = 128, 8, 16  # columns, splits of a warp, most warps of a block
+# Of latent_combine.cu: columns of a block, splits that a warp loads at once, most warps.
+_COMBINED, _COMBINE_SPLITS, _COMBINE_WARPS = 4 * driver.WARP, 8, 16
 _SPLITS = 128  # sums of more take longer to add up than they save
-_RESERVED = 1024  # bytes of shared memory that a block has besides
-_MOST_BATCH = 65535  # blocks along z
 
 
 class Sizes(NamedTuple):
@@ -46,20 +45,20 @@ class Sizes(NamedTuple):
         """Stages, blocks of a multiprocessor, and their shared memory, where one may have `room` bytes."""
         stages = 2 if self._bytes(2) <= room else 1
         shared_bytes = self._bytes(stages)
-        blocks = 2 if 2 * (shared_bytes + _RESERVED) <= room + _RESERVED else 1
+        reserved = driver.RESERVED_SHARED_BYTES
+        blocks = 2 if 2 * (shared_bytes + reserved) <= room + reserved else 1
         return {"stages": stages, "blocks": blocks, "shared_bytes": shared_bytes}
 
 
 def _spec(dtype: torch.dtype, sizes: Sizes, room: int) -> KernelSpec:
-    bf16 = dtype == torch.bfloat16
-    return KernelSpec.make("latent_attention.cu", bf16=bf16, **sizes._asdict(), **sizes.layout(room))
+    common = {"bf16": dtype == torch.bfloat16, "tokens": _TOKENS}
+    return KernelSpec.make("latent_attention.cu", **common, **sizes._asdict(), **sizes.layout(room))
 
 
 def _combine_spec(dtype: torch.dtype, latent: int) -> KernelSpec:
-    bf16 = dtype == torch.bfloat16
-    return KernelSpec.make(
-        "latent_combine.cu", bf16=bf16, lanes=latent // 4, splits=_SPLITS, warps=_COMBINE_WARPS
-    )
+    common = {"bf16": dtype == torch.bfloat16, "tokens": _TOKENS}
+    warps = {"warps": _COMBINE_WARPS, "at_once": _COMBINE_SPLITS}
+    return KernelSpec.make("latent_combine.cu", **common, lanes=latent // 4, splits=_SPLITS, **warps)
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -133,7 +132,9 @@ def latent_attention_step(
     strides = [operands.pieces(tensor) for tensor in (query, absorbed, latent, cos, sin)]
     whole = None not in (*strides, *(operands.pieces(tensor) for tensor in (norm, latents, keys)))
     how = scaling, eps, plus_one, round_first, interleaved
-    plain = query.dtype in operands.DTYPES and takes(columns, turned) and room > 0 and batch <= _MOST_BATCH
+    plain = (
+        query.dtype in operands.DTYPES and takes(columns, turned) and room > 0 and batch <= driver.MAX_GRID_Y
+    )
     if not (whole and plain and strides[3] == strides[4] and (mask is None or mask.stride(1) == 1)):
         tensors = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
         reference.latent_attention_step(*tensors, *how, out)

@@ -63,11 +63,6 @@ DEVICE float softplus(float value) {
 DEVICE float add_four(const float* of) {
     return ((of[0] + of[1]) + of[2]) + of[3];
 }
-// to += a * factor
-DEVICE void add_scaled(float4& to, float4 a, float factor) {
-    to = {__fmaf_rn(a.x, factor, to.x), __fmaf_rn(a.y, factor, to.y), __fmaf_rn(a.z, factor, to.z),
-          __fmaf_rn(a.w, factor, to.w)};
-}
 DEVICE float4 from_lane(float4 v, int distance) {
     return {__shfl_xor_sync(kAll, v.x, distance), __shfl_xor_sync(kAll, v.y, distance),
             __shfl_xor_sync(kAll, v.z, distance), __shfl_xor_sync(kAll, v.w, distance)};

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
 
     const i64 there = *length;
     const int fresh_token = there < room ? int(there) : -1;  // -1: there is no room
-    const int count = there < room ? int(there) + 1 : room, chunks = (count + kTokens - 1) / kTokens;
+    const int count = there < room ? int(there) + 1 : room, chunks = chunks_of(count);
     if (split >= chunks) {
         return;
     }
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         const int own = i / kLatentPieces, piece = i - own * kLatentPieces,
                   head = min(first_head + own, heads - 1);
         const u16* const from = absorbed + (batch * absorbed_batch + head * absorbed_head + piece) * 8;
-        copy_or_clear(base + kQueriesAt + own * kPitch + piece * 16, from, true);
+        stage16(base + kQueriesAt + own * kPitch + piece * 16, from);
     }
     ask(split, 0);
     const Token token{fresh + batch * fresh_batch * 8,
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
     int stage = 0;
     for (int chunk = split; chunk < chunks; chunk += splits, stage = (stage + 1) % kStages) {
         const u32 rows = base + stage * kStageBytes;
-        copies_wait<0>();
+        wait_for_stage<0>();
         const int first = chunk * kTokens;
         if (fresh_token >= first && fresh_token < first + kTokens) {
             const u32 to = rows + (fresh_token - first) * kPitch;

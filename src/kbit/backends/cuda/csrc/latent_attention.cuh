@@ -1,13 +1,12 @@
 // Parts of latent_attention.cu: sizes, the new token, the cache, the softmax.
 #pragma once
 
-#include "config.h"
-#include "heads.cuh"
+#include "latent.cuh"
 #include "matrices.cuh"
 
 constexpr int kLatent = Config::latent, kTurned = Config::turned, kColumns = kLatent + kTurned;
 constexpr int kHeads = Config::heads, kHeadTiles = (kHeads + 7) / 8, kStages = Config::stages;
-constexpr int kTokens = 32, kWarps = 8, kThreads = 32 * kWarps, kQuarters = 4;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kQuarters = 4;
 constexpr int kPieces = kColumns / 8, kLatentPieces = kLatent / 8, kHalf = kTurned / 2;
 constexpr u32 kPitch = kColumns * 2 + 16, kWeightPitch = kTokens * 2 + 16;  // bytes
 constexpr u32 kStageBytes = kTokens * kPitch, kScorePitch = kHeadTiles * 8 * 4;
@@ -23,16 +22,7 @@ constexpr int kTurns = (kHeads * kHalf + kThreads - 1) / kThreads;  // of a thre
 static_assert(kBytes == Config::shared_bytes && kLatent % (16 * kWarps) == 0 && kTurned % 16 == 0);
 static_assert(kColumns % (16 * kQuarters) == 0 && kPieces % 8 == 0);
 static_assert(kHeads * kLanes <= kThreads && kLatentPieces % 32 == 0);
-using H = Half<Config::bf16>;
 constexpr float kLog2E = 1.4426950408889634f;
-
-DEVICE float minus_infinity() {
-    return __uint_as_float(0xff800000u);
-}
-// 2^(score - largest), 0 if there is no score yet.
-DEVICE float weight_of(float score, float largest) {
-    return largest == minus_infinity() ? 0.0f : exp2f(score - largest);
-}
 
 // A pair of columns and their angles: column `at` and the one half a row behind it.
 struct Pair {
@@ -48,8 +38,8 @@ struct Pair {
         return H::narrow(__fadd_rn(product, D::round(__fmul_rn(other, sin[i]))));
     }
     DEVICE void store(u32 to) const {
-        put_shared16(to, turned(low, -high, 0));
-        put_shared16(to + 2 * kHalf, turned(high, low, 1));
+        put_shared_element<2>(to, turned(low, -high, 0));
+        put_shared_element<2>(to + 2 * kHalf, turned(high, low, 1));
     }
 };
 
@@ -110,11 +100,11 @@ struct Cache {
             for (int piece = 0; piece < kPieces; piece += 32) {
                 if (piece + 32 <= kPieces || piece + lane < kPieces) {
                     const u16* const from = row(there ? first + token : first, piece + lane);
-                    copy_or_clear(stage + token * kPitch + (piece + lane) * 16, from, there);
+                    stage16_if(stage + token * kPitch + (piece + lane) * 16, from, there);
                 }
             }
         }
-        copies_end();
+        end_stage();
     }
     // The row of a new token, from shared memory to a stage, and into the cache if that is this block's part.
     DEVICE void place(u32 from, u32 to, int token, bool mine, int thread) const {
@@ -170,7 +160,7 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) {
             const u16 weight = H::narrow(weight_of(score[i], largest));
-            put_shared16(base + kWeightsAt + head * kWeightPitch + (i * kLanes + lane) * 2, weight);
+            put_shared_element<2>(base + kWeightsAt + head * kWeightPitch + (i * kLanes + lane) * 2, weight);
             added += H::widen(weight);
         }
 #pragma unroll

@@ -2,26 +2,18 @@
 // up and divided by their weights.
 //
 //   sums     float32 [batch, splits, heads, 4 * Config::lanes], weights float2 [batch, splits, heads]
-//   length   int64 [1], tokens in the cache before this one; room: for so many. Chunks of 32 tokens have gone
-//            to splits in turn, so that the first ones have all
+//   length   int64 [1], tokens in the cache before this one; room: for so many. Chunks of Config::tokens have
+//            gone to splits in turn, so that the first ones have all
 //   out      16-bit [batch, heads, 4 * Config::lanes]
 //
 // A warp has 128 columns of every so manieth split, added up ascending; then the warps' sums are, ascending.
 // 0 where no token had a score above -inf.
 //
 // grid: (heads, batch, columns / 128), Config::warps warps at most
-#include "config.h"
-#include "heads.cuh"
+#include "latent.cuh"
 
-constexpr int kTokens = 32, kLanes = Config::lanes, kMostWarps = Config::warps;
-constexpr int kMostSplits = Config::splits, kAtOnce = 8;  // loads of a lane that are on their way
-using H = Half<Config::bf16>;
-
-// total += v * factor
-DEVICE void add_scaled(float4& total, float4 v, float factor) {
-    total = {__fmaf_rn(v.x, factor, total.x), __fmaf_rn(v.y, factor, total.y),
-             __fmaf_rn(v.z, factor, total.z), __fmaf_rn(v.w, factor, total.w)};
-}
+constexpr int kLanes = Config::lanes, kMostWarps = Config::warps;
+constexpr int kMostSplits = Config::splits, kAtOnce = Config::at_once;  // loads of a lane on their way
 
 extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
     latent_combine(const float4* sums, const float2* weights, const i64* length, uint2* out, int heads,
@@ -32,18 +24,17 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
     follow_previous(sums, weights, length);
     const int head = blockIdx.x, batch = blockIdx.y, thread = threadIdx.x;
     const int warps = blockDim.x / 32, warp = thread / 32, lane = blockIdx.z * 32 + thread % 32;
-    const i64 count = min(*length + 1, i64(room)), chunks = (count + kTokens - 1) / kTokens;
-    const int active = int(min(i64(splits), chunks));
+    const int active = min(splits, chunks_of(int(min(*length + 1, i64(room)))));
     const i64 first = i64(batch) * splits * heads + head;
     if (thread < 32) {  // what the sums of a split count for, and all weights
-        const float none = __uint_as_float(0xff800000u);
         constexpr int kOwn = kMostSplits / 32;
         float2 its[kOwn];
-        float largest = none, sum = 0.0f;
+        float largest = minus_infinity(), sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const int split = i * 32 + thread;
-            its[i] = split < active ? weights[first + i64(split) * heads] : make_float2(none, 0.0f);
+            its[i] =
+                split < active ? weights[first + i64(split) * heads] : make_float2(minus_infinity(), 0.0f);
             largest = fmaxf(largest, its[i].x);
         }
 #pragma unroll
@@ -52,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
         }
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const float factor = its[i].x == none ? 0.0f : exp2f(its[i].x - largest);
+            const float factor = weight_of(its[i].x, largest);
             factors[i * 32 + thread] = factor;
             sum = __fmaf_rn(its[i].y, factor, sum);
         }

@@ -113,6 +113,12 @@ DEVICE float warp_sum(float value) {
     return value;
 }
 
+// to += a * factor
+DEVICE void add_scaled(float4& to, float4 a, float factor) {
+    to = {__fmaf_rn(a.x, factor, to.x), __fmaf_rn(a.y, factor, to.y), __fmaf_rn(a.z, factor, to.z),
+          __fmaf_rn(a.w, factor, to.w)};
+}
+
 // ---- bit-planes <-> fields
 //
 // Fields are kField bits wide (2, 4, 4, 8 at 2, 3, 4, 5 bits): word q of them holds in field n the code of
