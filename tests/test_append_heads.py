@@ -10,10 +10,11 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kbit.integrations.transformers import attention_heads, attention_steps, static_caches
+from kbit.integrations.transformers import attention_heads
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
+from static_steps import steps, take_caches_of_a_cpu
 from tiny_models import build
 
 ops = torch.ops.kbit
@@ -110,30 +111,11 @@ def test_opcheck():
 def on_cpu(monkeypatch):
     """Caches on a CPU count as those of a GPU; the ops that were called."""
     calls = []
-
-    def appends(layer, key, value):
-        return layer.is_initialized and key.dtype == layer.keys.dtype
-
-    for module in (static_caches, attention_steps):
-        monkeypatch.setattr(module, "appends", appends)
+    take_caches_of_a_cpu(monkeypatch)
     for name in ("append_heads", "cache_append"):
         own = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *given, own=own, name=name: calls.append(name) or own(*given))
     return calls
-
-
-@torch.no_grad()
-def steps(model, run, batch=2):
-    """Logits of three tokens behind a prompt, with a cache that is there already, and its length then."""
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    device = model.device
-    model(torch.arange(2, 2 + 5 * batch, device=device).view(batch, 5), past_key_values=cache)
-    token, logits = torch.arange(7, 7 + batch, device=device).view(batch, 1), []
-    for _ in range(3):
-        with run(model):
-            logits.append(model(token, past_key_values=cache).logits)
-        token = token + 3
-    return torch.stack(logits), int(cache.get_seq_length())
 
 
 def quantized_norms(name, dtype=torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import hypothesis.strategies as st
@@ -18,14 +19,16 @@ from transformers import (
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention
 
 import kbit
+import static_steps
 from graph_tape import Recorder
 from kbit.backends.cuda import latent as kernels
 from kbit.backends.cuda.driver import DeviceLimits
-from kbit.integrations.transformers import attention_steps, cuda_graphs, latent_attention, static_caches
+from kbit.integrations.transformers import cuda_graphs, latent_attention
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
 from latent_steps import HOW, ROOM, operands, require, turned
+from static_steps import take_caches_of_a_cpu
 from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
@@ -146,12 +149,7 @@ def test_plans(sizes, device, plan):
 def on_cpu(monkeypatch):
     """Caches on a CPU count as those of a GPU, and latents of any size as the kernels'; steps so run."""
     calls = []
-
-    def appends(layer, key, value):
-        return layer.is_initialized and key.dtype == layer.keys.dtype
-
-    for module in (static_caches, attention_steps):
-        monkeypatch.setattr(module, "appends", appends)
+    take_caches_of_a_cpu(monkeypatch)
     monkeypatch.setattr(latent_attention, "takes", lambda latent, turned: True)
     own = latent_attention.attend
     monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
@@ -171,22 +169,7 @@ def model_of(dtype=torch.float32, bits=None, **more):
     return kbit.quantize_model(model, kbit.QuantizationPolicy(bits=bits))
 
 
-@torch.no_grad()
-def steps(model, run, batch=2):
-    """Logits of three tokens behind a prompt, with a cache that is there already, and its length then."""
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    device = model.device
-    ids = torch.arange(2, 2 + 5 * batch, device=device).view(batch, 5)
-    there = torch.ones(batch, 5, dtype=torch.long, device=device)
-    there[-1, :2] = 0
-    model(ids, attention_mask=there, past_key_values=cache)
-    token, logits = torch.arange(7, 7 + batch, device=device).view(batch, 1), []
-    for _ in range(3):
-        there = torch.cat((there, there.new_ones(batch, 1)), 1)
-        with run(model):
-            logits.append(model(token, attention_mask=there, past_key_values=cache).logits)
-        token = token + 3
-    return torch.stack(logits), int(cache.get_seq_length())
+steps = functools.partial(static_steps.steps, padding=2)
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -294,13 +277,16 @@ def unlike(layer, named, how):
         layer.kv_a_layernorm = torch.nn.Identity()
     elif how == "attentions":
         named["output_attentions"] = True
+    elif how == "position bias":
+        named["position_bias"] = torch.zeros(2, 2, 1, 8)
     elif how == "boolean mask":
         named["attention_mask"] = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     elif how == "mask of heads":
         named["attention_mask"] = torch.zeros(2, 2, 1, 8)
 
 
-HOWS = ["hook", "bias", "subclass", "dtype", "norm", "attentions", "boolean mask", "mask of heads", "tokens"]
+HOWS = ["hook", "bias", "subclass", "dtype", "norm", "attentions", "position bias", "boolean mask"]
+HOWS += ["mask of heads", "tokens"]
 
 
 @pytest.mark.parametrize("how", ["", "gradients", *HOWS])

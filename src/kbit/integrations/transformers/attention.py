@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 NAME = "kbit_sdpa"  # among transformers' ways of computing attention
 # What asks transformers' own function for more than this one does.
-MORE = ("position_bias", "softcap", "cache", "output_attentions")
+_MORE = ("position_bias", "softcap", "cache", "output_attentions")
 
 
 @contextlib.contextmanager
@@ -74,6 +74,12 @@ def _mask(*arguments: Any, dtype: torch.dtype = torch.float32, **named: Any) -> 
     return _additive(sdpa_mask(*arguments, dtype=dtype, **named), dtype)
 
 
+def asks_for_more(named: dict[str, Any]) -> bool:
+    """Whether arguments of transformers ask for what only its own functions do."""
+    asked = (named.get(name) for name in _MORE)
+    return any(one is not None and one is not False for one in asked)
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -101,8 +107,7 @@ def attention(
     if attention_mask is not None and attention_mask.dtype not in (torch.bool, query.dtype):
         attention_mask = attention_mask.to(query.dtype)
     shared = getattr(module, "num_key_value_groups", 1) > 1
-    asked = (named.get(name) for name in MORE)
-    more = dropout > 0 or any(one is not None and one is not False for one in asked)
+    more = dropout > 0 or asks_for_more(named)
     if attention_mask is None or not shared or more or not _cudnn_takes(query, key, value, attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

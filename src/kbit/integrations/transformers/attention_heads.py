@@ -25,9 +25,9 @@ from kbit.integrations.transformers.attention_steps import (
     Kinds,
     cached_layer,
     is_plain_norm,
+    normals,
     of_cache,
 )
-from kbit.integrations.transformers.standing_in import standing_in
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.mixins import stand_in
 
@@ -49,9 +49,7 @@ class Norms(NamedTuple):
 @contextlib.contextmanager
 def fused_heads(model: Any) -> Iterator[None]:
     """A model's attention layers run as here where that gives what they give."""
-    with contextlib.ExitStack() as stack:
-        for kind in _kinds.of(model):
-            stack.enter_context(standing_in(kind, "forward", _fused))
+    with _kinds.run(model, _fused):
         yield
 
 
@@ -132,11 +130,7 @@ def _norms(layer: Any) -> Norms | None:
 @torch.no_grad()
 def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").bfloat16()
-
+    normal = normals(torch.bfloat16)
     made = stand_in(layer)
     try:
         x = normal(TRIED_BATCH, 1, 8)

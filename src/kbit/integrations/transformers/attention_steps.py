@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from kbit.integrations.transformers.attention import NAME
+from kbit.integrations.transformers.standing_in import standing_in
 from kbit.integrations.transformers.static_caches import appends
 from kbit.nn.mixins import MixedIn
 from kbit.nn.norm import FusedNorm
@@ -31,7 +33,15 @@ class Kinds:
         self._modules, self._attributes = {*modules}, {*attributes}
         self._known: weakref.WeakKeyDictionary[Any, list[type[nn.Module]]] = weakref.WeakKeyDictionary()
 
-    def of(self, model: Any) -> list[type[nn.Module]]:
+    @contextlib.contextmanager
+    def run(self, model: Any, make: Callable[[Any], Any]) -> Iterator[None]:
+        """A model's layers of these classes run by what `make` makes of their class's forward."""
+        with contextlib.ExitStack() as stack:
+            for kind in self._of(model):
+                stack.enter_context(standing_in(kind, "forward", make))
+            yield
+
+    def _of(self, model: Any) -> list[type[nn.Module]]:
         """Those whose forward a model's layers run."""
         if model not in self._known:
             self._known[model] = list(dict.fromkeys(self._find(model)))
@@ -86,6 +96,12 @@ def is_plain_norm(norm: Any, columns: int) -> bool:
     if type(norm.weight) is not nn.Parameter:  # a DTensor, say
         return False
     return not (norm._forward_hooks or norm._forward_pre_hooks or has_own_forward(norm))
+
+
+def normals(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Makes tensors of a shape on a CPU, always the same ones in the same order."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
 
 class Given(nn.Module):

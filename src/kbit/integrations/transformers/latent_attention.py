@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from kbit.backends.cuda.latent import takes
-from kbit.integrations.transformers.attention import MORE
+from kbit.integrations.transformers.attention import asks_for_more
 from kbit.integrations.transformers.attention_steps import (
     TRIED_BATCH,
     TRIED_LENGTH,
@@ -30,9 +30,9 @@ from kbit.integrations.transformers.attention_steps import (
     Kinds,
     cached_layer,
     is_plain_norm,
+    normals,
     of_cache,
 )
-from kbit.integrations.transformers.standing_in import standing_in
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
@@ -52,9 +52,7 @@ _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.Wea
 @contextlib.contextmanager
 def fused_latents(model: Any) -> Iterator[None]:
     """A model's layers of latent attention run as here where that gives what they give."""
-    with contextlib.ExitStack() as stack:
-        for kind in _kinds.of(model):
-            stack.enter_context(standing_in(kind, "forward", _fused))
+    with _kinds.run(model, _fused):
         yield
 
 
@@ -131,9 +129,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     mask = named.get("attention_mask")
     cached = cached_layer(layer, x, named, (norm.weight, mask))
-    if cached is None or any(named.get(name) not in (None, False) for name in MORE):
-        return None
-    if x.shape[1] != 1:
+    if cached is None or asks_for_more(named) or x.shape[1] != 1:
         return None
     rows = (len(x), 1, cached.max_cache_len)
     if cached.keys.shape != (*rows, columns) or cached.values.shape != (*rows, turned):
@@ -175,11 +171,7 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in float32."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu")
-
+    normal = normals(torch.float32)
     try:
         columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
         x = normal(TRIED_BATCH, 1, 8)
