@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from kbit.ops import checks
+from kbit.ops import checks, operand_checks
 from kbit.ops.schemas import LIBRARY
 
 LAYER = "Qwen3NextGatedDeltaNet"  # transformers' class
@@ -79,18 +79,8 @@ def check(
         "bias": (bias, wide, (v_heads,)),
         "norm": (norm, dtype, (dim,)),
     }
-    for argument, (tensor, of, shape) in expected.items():
-        if tensor.dtype != of:
-            raise TypeError(f"{name}: {argument} must be {of}, got {tensor.dtype}. Cast it.")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: {argument} must be {list(shape)}, got {list(tensor.shape)}.")
-        if tensor.device != projected.device:
-            raise ValueError(
-                f"{name}: {argument} is on {tensor.device}, projected on {projected.device}. Move one."
-            )
-    for argument in ("window", "state"):
-        if not expected[argument][0].is_contiguous():
-            raise ValueError(f"{name}: {argument} is written in place and must be contiguous.")
+    operand_checks.operands(name, expected)
+    operand_checks.written_in_place(name, window=window, state=state)
 
 
 def output(projected: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

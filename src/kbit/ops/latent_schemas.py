@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import torch
 
-from kbit.ops import checks, norm_schemas
+from kbit.ops import checks, norm_schemas, operand_checks
 from kbit.ops.schemas import LIBRARY
 
 NAME = "latent_attention_step"
@@ -82,7 +82,7 @@ def check(
         raise TypeError(f"{NAME}: length must be one int64, got {length.numel()} of {length.dtype}.")
     shared = batch if len(cos) == batch else 1
     rows = batch if mask is None or len(mask) == batch else 1
-    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
+    shapes = {
         "query": (query, (batch, heads, turned)),
         "absorbed": (absorbed, (batch, heads, columns)),
         "latent": (latent, (batch, columns + turned)),
@@ -92,20 +92,10 @@ def check(
         "mask": (mask, (rows, room)),
         "latents": (latents, (batch, room, columns)),
         "keys": (keys, (batch, room, turned)),
-        "length": (length, tuple(length.shape)),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != query.dtype and name != "length":
-            raise TypeError(f"{NAME}: {name} must be {query.dtype} like query, got {tensor.dtype}. Cast it.")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{NAME}: {name} must be {list(shape)}, got {list(tensor.shape)}.")
-        if tensor.device != query.device:
-            raise ValueError(f"{NAME}: {name} is on {tensor.device}, query on {query.device}. Move one.")
-    for name, cache in (("latents", latents), ("keys", keys)):
-        if not cache.is_contiguous():
-            raise ValueError(f"{NAME}: {name} is written in place and must be contiguous.")
+    expected = {name: (tensor, query.dtype, shape) for name, (tensor, shape) in shapes.items()}
+    operand_checks.operands(NAME, expected | {"length": (length, torch.int64, tuple(length.shape))})
+    operand_checks.written_in_place(NAME, latents=latents, keys=keys)
 
 
 def output(absorbed: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,41 @@
+"""Checks of ops that take many tensors, and write some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def operands(
+    op: str, expected: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Check tensors that are given, and on the device of the first.
+
+    Args:
+        op: name for messages.
+        expected: by their names: tensor or None, dtype, shape.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device.
+    """
+    first, (leading, _, _) = next(iter(expected.items()))
+    for argument, (tensor, dtype, shape) in expected.items():
+        if tensor is None or leading is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{op}: {argument} must be {dtype}, got {tensor.dtype}. Cast it.")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{op}: {argument} must be {list(shape)}, got {list(tensor.shape)}.")
+        if tensor.device != leading.device:
+            raise ValueError(
+                f"{op}: {argument} is on {tensor.device}, {first} on {leading.device}. Move one."
+            )
+
+
+def written_in_place(op: str, **tensors: torch.Tensor) -> None:
+    """Raise ValueError unless tensors are contiguous."""
+    for argument, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{op}: {argument} is written in place and must be contiguous.")
