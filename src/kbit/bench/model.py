@@ -169,13 +169,11 @@ def _run(
             progress(f"{arm}: {batch} sequences")
             if chosen is not None:
                 model.set_experts_implementation(chosen)
-            try:
-                result.decode.append(_decode(model, arm, batch, plan, gpus))
-            except torch.OutOfMemoryError:
-                if gpus > 1:  # the other ranks wait for this one
-                    raise
+            row = _decode_if_it_fits(model, arm, batch, plan, gpus)
+            if row is not None:
+                result.decode.append(row)
+            else:
                 result.no_memory.append(f"{arm}, batch {batch}")
-            if result.no_memory:
                 torch.cuda.empty_cache()
     if device.type == "cuda":
         result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
@@ -187,6 +185,15 @@ def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, s
     if not any(is_experts(module) for module in model.modules()):
         return [(name, None)]
     return [(f"{name} {way}", way) for way in recordable(batch)]
+
+
+def _decode_if_it_fits(model: Any, arm: str, batch: int, plan: Plan, gpus: int) -> DecodeRow | None:
+    try:
+        return _decode(model, arm, batch, plan, gpus)
+    except torch.OutOfMemoryError:
+        if gpus > 1:  # the other ranks wait for this one
+            raise
+        return None
 
 
 def _decode(model: Any, arm: str, batch: int, plan: Plan, gpus: int = 1) -> DecodeRow:
