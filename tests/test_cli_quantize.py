@@ -105,7 +105,7 @@ def test_folders_that_sentence_transformers_reads_come_along(source, tmp_path):
     assert (tmp_path / "out" / "2_Dense" / "model.safetensors").read_bytes() == b"2_Dense/model.safetensors"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1", "null"])
+@pytest.mark.parametrize("text", ["", "{}", "[1", "null", pytest.param("[" * 100_000, id="deep")])
 def test_a_list_of_modules_that_is_none(source, tmp_path, text):
     model = shutil.copytree(source, tmp_path / "in")
     (model / "modules.json").write_text(text)

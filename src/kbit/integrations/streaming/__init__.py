@@ -29,6 +29,7 @@ from kbit.format.errors import NonFiniteWeightError
 from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
 from kbit.format.names import SCALE, module_of
 from kbit.format.safetensors_header import read_header
+from kbit.format.strict_json import parse_json
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
 from kbit.integrations.streaming.reader import read_tensor
@@ -256,7 +257,7 @@ def _other_files(source: Path) -> Iterator[Path]:
 def _modules(source: Path) -> list[str]:
     """The folders that sentence-transformers reads, as far as they are in this one."""
     try:
-        listed = json.loads((source / MODULES_NAME).read_bytes())
+        listed = parse_json((source / MODULES_NAME).read_bytes())
     except (OSError, ValueError):
         return []
     entries = listed if isinstance(listed, list) else []
