@@ -44,6 +44,17 @@ struct Half {
         }
         return product;
     }
+    // Products of a pair and the low half of `factors`, or their high half; takes no instruction more.
+    template <bool HIGH>
+    static DEVICE u32 multiply_by_half(u32 a, u32 factors) {
+        u32 both;
+        if constexpr (HIGH) {
+            asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(both) : "r"(factors));
+        } else {
+            asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(both) : "r"(factors));
+        }
+        return multiply(a, both);
+    }
     // d += a * b: a is 16 x 16 (rows n, columns k), b is 16 x 8 (k, tokens), d is float32.
     static DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         if constexpr (BF16) {

@@ -60,15 +60,9 @@ struct Decoder {
     static DEVICE u32 hole(u32 at) { return 2 * at - at % kHole + kHole; }
 
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
-    // SCALED: it will meet Scales::factor, and is in its unit.
+    // SCALED: Scales::scale will take it, and wants its unit.
     template <bool SCALED = true>
-    static DEVICE float level(const float* codebook, int lane) {
-        const float value = __ldg(codebook + lane % (1 << BITS));
-        if constexpr (kUe4m3 && SCALED) {
-            return value * (BF16 ? 0x1p120f : 256.0f);
-        }
-        return value;
-    }
+    static DEVICE float level(const float* codebook, int lane);
 
     // Thread `thread` of `threads`, whole warps, fills its part; a barrier must follow.
     static DEVICE void fill(u8* table, float level, u32 thread, u32 threads) {
@@ -210,6 +204,10 @@ struct Decoder {
 };
 
 // The scales of rows g and g + 8 of a tile, as lane 4g + t reads them from scales_at + kBytes * g.
+//
+// `scale` multiplies the A operand of k16 step STEP by them. A byte shifted into place is a 16-bit number, of its
+// value in a unit that is a power of 2. Levels, at most 1, are exact in the inverse unit, kLevelUnit: products
+// are rounded as those of levels and values are.
 template <bool UE4M3, bool BF16>
 struct Scales;
 
@@ -219,7 +217,7 @@ template <bool BF16>
 struct Scales<false, BF16> {
     static constexpr int kBytes = 4;
     static constexpr int kSteps = 2;  // k16 steps of a block
-    static constexpr float kUnit = 16.0f;
+    static constexpr float kUnit = 16.0f, kLevelUnit = BF16 ? 0x1p116f : 16.0f;
     typedef u32 Words;
 
     static DEVICE Words load(u32 address) { return load_shared(address); }
@@ -234,28 +232,27 @@ struct Scales<false, BF16> {
     static DEVICE float value(Words words) {
         return LOWER ? high_half(halves<BLOCK>(words)) : low_half(halves<BLOCK>(words));
     }
-    // The scale of step STEP in row g + 8 * LOWER, in both halves, as 16-bit values. Both products are exact.
-    template <int STEP, int LOWER>
-    static DEVICE u32 factor(Words words) {
-        constexpr int kByte = 2 * LOWER + STEP / 2;
-        const u32 bytes = permute(words, 0, 0x4040 | kByte | kByte << 8);  // 00 b 00 b
-        if constexpr (BF16) {
-            return Half<true>::multiply(bytes << 3, 0x79807980u);  // a bfloat16 of 2^-116 times the value
-        } else {
-            return Half<false>::multiply(bytes << 6, 0x4c004c00u);  // times 16
+    template <int STEP>
+    static DEVICE void scale(u32 (&a)[4], Words words) {
+        const u32 rows = BF16 ? (STEP < 2 ? words << 3 : words >> 5) & 0x07f807f8u : halves<STEP / 2>(words);
+#pragma unroll
+        for (int h = 0; h < 4; h += 2) {
+            a[h] = Half<BF16>::template multiply_by_half<0>(a[h], rows);
+            a[h + 1] = Half<BF16>::template multiply_by_half<1>(a[h + 1], rows);
         }
     }
 };
 
 // ue4m3: the bytes of row g's four blocks, a k16 step each, then those of row g + 8. A byte without its top
 // bit, shifted left by 7, is a float16 of 2^-8 times its value, by 4 a bfloat16 of 2^-120 times it,
-// subnormals included. Levels are in the inverse unit, so that nothing else is to be multiplied: a product of
-// level and scale has 6 significant bits in 2^-10 .. 2688 and is exact in both.
+// subnormals included. A product of level and scale has 6 significant bits in 2^-10 .. 2688 and is exact in
+// both.
 template <bool BF16>
 struct Scales<true, BF16> {
     static constexpr int kBytes = 8;
     static constexpr int kSteps = 1;
     static constexpr float kUnit = 256.0f;  // of value()
+    static constexpr float kLevelUnit = BF16 ? 0x1p120f : 256.0f;
     typedef uint2 Words;
 
     static DEVICE Words load(u32 address) { return load_shared2(address); }
@@ -270,9 +267,13 @@ struct Scales<true, BF16> {
             return (STEP % 2 ? word >> 1 : word << 7) & 0x3f803f80u;
         }
     }
-    template <int STEP, int LOWER>
-    static DEVICE u32 factor(Words words) {
-        return permute(two<STEP, LOWER, BF16>(words), 0, STEP < 2 ? 0x1010 : 0x3232);
+    template <int STEP>
+    static DEVICE void scale(u32 (&a)[4], Words words) {
+        const u32 upper = two<STEP, 0, BF16>(words), lower = two<STEP, 1, BF16>(words);
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+            a[h] = Half<BF16>::template multiply_by_half<STEP / 2>(a[h], h % 2 ? lower : upper);
+        }
     }
     template <int BLOCK, int LOWER>
     static DEVICE float value(Words words) {
@@ -280,3 +281,10 @@ struct Scales<true, BF16> {
         return BLOCK < 2 ? low_half(both) : high_half(both);
     }
 };
+
+template <int BITS, bool BF16, int TABLE_BYTES>
+template <bool SCALED>
+DEVICE float Decoder<BITS, BF16, TABLE_BYTES>::level(const float* codebook, int lane) {
+    const float value = __ldg(codebook + lane % (1 << BITS));
+    return SCALED ? Half<BF16>::widen(Half<BF16>::narrow(value)) * Scales<kUe4m3, BF16>::kLevelUnit : value;
+}

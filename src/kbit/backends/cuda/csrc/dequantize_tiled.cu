@@ -93,22 +93,22 @@ DEVICE void put_squares(const u32 (&a)[4], u32 area, int lane) {
 template <bool UNIT>
 DEVICE void decode_half(const Table& table, const Tile& tile, float factor, u32 area, int lane) {
     using H = typename D::Bits;
+    using S = Scales<false, Config::dtype == 2>;
     static_for<4>([&](auto index) {
         constexpr int kStep = decltype(index)::value;
         u32 a[4];
         table.template step<kStep>(tile.w, a);
-        static_for<4>([&](auto square) {
-            constexpr int kSquare = decltype(square)::value, kLow = kSquare & 1;
-            u32& both = a[kSquare];
-            if constexpr (UNIT) {
-                using S = Scales<false, Config::dtype == 2>;
-                both = H::multiply(both, S::template factor<kStep, kLow>(tile.scales));
-            } else {
-                const float scale = tile.scale(2 * kLow + kStep / 2);
-                both = H::pack(__fmul_rn(__fmul_rn(H::widen(u16(both)), scale), factor),
-                               __fmul_rn(__fmul_rn(H::widen(u16(both >> 16)), scale), factor));
+        if constexpr (UNIT) {
+            S::template scale<kStep>(a, tile.scales);
+        } else {
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+                const float scale = tile.scale(2 * (h % 2) + kStep / 2) * (1.0f / S::kLevelUnit);
+                const float low = H::widen(u16(a[h])), high = H::widen(u16(a[h] >> 16));
+                a[h] = H::pack(__fmul_rn(__fmul_rn(low, scale), factor),
+                               __fmul_rn(__fmul_rn(high, scale), factor));
             }
-        });
+        }
         put_squares<kStep>(a, area, lane);
     });
 }

@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     extern __shared__ __align__(1024) u8 memory[];
     launch_early();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
-    const float level = D::level(codebook, lane);
+    const float level = D::level<kScaleWeights>(codebook, lane);
     const int team = warp / span, place = warp % span;
     const Problem p(n, k, gated != 0, span, kWarps / span);
 

@@ -62,11 +62,8 @@ DEVICE void multiply_block(float (&sums)[kColumns][4], u32 (&a)[2][4], S::Words 
                            const u32 (&b)[kColumns][8]) {
     float fresh[kColumns][4] = {};
     if constexpr (kScaleWeights) {
-        const u32 upper = S::factor<2 * BLOCK, 0>(scales), lower = S::factor<2 * BLOCK, 1>(scales);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
-        }
+        S::scale<2 * BLOCK>(a[0], scales);
+        S::scale<2 * BLOCK + 1>(a[1], scales);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

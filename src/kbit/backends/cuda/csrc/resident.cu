@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     extern __shared__ __align__(1024) u8 memory[];
     launch_early();
     const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), block = blockIdx.x;
-    const float level = D::level(codebook, lane);
+    const float level = D::level<kScaleWeights>(codebook, lane);
     const Problem p(n, k, gated != 0, 1 << span_log, kWarps >> span_log);
     const int team = warp >> span_log, place = warp & (p.span - 1);
     const int first_tile = p.k_tiles * place >> span_log,

@@ -51,11 +51,8 @@ DEVICE void multiply_block(float (&d)[kColumns][4], const D& decode, const u32 (
     decode.template step<2 * BLOCK, Config::bits == 2 && BLOCK == 0>(w, a[0]);
     decode.template step<2 * BLOCK + 1>(w, a[1]);
     if constexpr (kScaleWeights) {
-        const u32 upper = S::factor<2 * BLOCK, 0>(scales), lower = S::factor<2 * BLOCK, 1>(scales);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            a[i / 4][i % 4] = H::multiply(a[i / 4][i % 4], i % 2 ? lower : upper);
-        }
+        S::scale<2 * BLOCK>(a[0], scales);
+        S::scale<2 * BLOCK + 1>(a[1], scales);
     }
     const int block = 2 * q + BLOCK, set = block / kBeside;
     if (NEW) {

@@ -30,12 +30,7 @@ DEVICE u32 multiply_nvfp4(Sums& sums, const D& decode, Activations& x, u32 group
                 const u32(&b)[4] = x.v[0][0];
                 H::mma(kPair ? odd[0] : even[0], a, mine ? b[kPair] : 0, mine ? b[kPair + 1] : 0);
             } else {
-                const u32 factors[2] = {S::template factor<kStep, 0>(scales[q]),
-                                        S::template factor<kStep, 1>(scales[q])};
-#pragma unroll
-                for (int h = 0; h < 4; ++h) {
-                    a[h] = H::multiply(a[h], factors[h % 2]);
-                }
+                S::template scale<kStep>(a, scales[q]);
 #pragma unroll
                 for (int n = 0; n < kColumns; ++n) {
                     const u32(&b)[4] = x.v[n][2 * q + kHalf];

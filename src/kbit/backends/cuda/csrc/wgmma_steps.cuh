@@ -103,18 +103,10 @@ struct Packed {
     DEVICE void decode(u32 (&a)[4 * kTilesOfStep][4], const D& decode) const {
 #pragma unroll
         for (int t = 0; t < kTilesOfStep; ++t) {
-            u32 factors[4 / S::kSteps][2];
-            static_for<4 / S::kSteps>([&](auto block) {
-                factors[block.value][0] = S::template factor<block.value * S::kSteps, 0>(scales[t]);
-                factors[block.value][1] = S::template factor<block.value * S::kSteps, 1>(scales[t]);
-            });
             static_for<4>([&](auto j) {
                 u32(&to)[4] = a[4 * t + j.value];
                 decode.template step<j.value>(words[t], to);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    to[i] = H::multiply(to[i], factors[j.value / S::kSteps][i % 2]);
-                }
+                S::template scale<j.value>(to, scales[t]);
             });
         }
     }
