@@ -48,10 +48,10 @@
 DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, const Output& out, u32 staging,
                     int team, int thread) {
     const int slot = p.slot(uniform(thread / 32)), lane = thread % 32;
-    Ring ahead = ring;
     constexpr int kSteps = 4 * kTilesOfStep;
     u32 a[2][kSteps][4];
     bool first = true, decoded = false;
+    Place next;  // of the last step that is decoded
     u32 sums_phase = 0;
     for (; work.more(); work.next()) {
         float acc[kTokens / 2];
@@ -62,69 +62,71 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         const int steps = work.count() / kTeams;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
-        const auto multiply = [&](const u32(&now)[kSteps][4]) {
+        const auto multiply = [&](const u32(&operand)[kSteps][4], const Place& place) {
             wgmma_fence();
-            const u64 b = descriptor(ring.activations());
+            const u64 b = place.operand();
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
-                multiply_onto(acc, now[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2, true);
+                multiply_onto(acc, operand[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2, true);
             }
             wgmma_commit();
-            used = ring.empty();
-            ring.next(kTeams);
+            used = place.there + 8;
         };
         const auto load_next = [&](u32 there) {
-            const Packed packed(ahead, slot, lane, there);
-            ahead.next(kTeams);
+            const Packed packed(ring, slot, lane, there);
+            next = ring.place();
+            ring.next(kTeams);
             return packed;
         };
-        const auto step = [&](const u32(&now)[kSteps][4], u32(&then)[kSteps][4], int i) {
-            const auto multiply_now = [&] {
-                wgmma_wait<0>();  // the step before is done: its registers and its slot are free
-                release(used, lane);
-                multiply(now);
-            };
-            if (i + 1 == steps && !more) {
-                multiply_now();
-                return;
-            }
-            // The next tile's first step, too.
+        const auto multiply_next = [&](const u32(&operand)[kSteps][4], const Place& place) {
+            wgmma_wait<0>();  // the step before is done: its registers and its slot are free
+            release(used, lane);
+            multiply(operand, place);
+        };
+        const auto step = [&](const u32(&operand)[kSteps][4], u32(&then)[kSteps][4]) {
+            const Place place = next;
             if constexpr (kSpread) {
-                const Packed packed = load_next(ahead.there());
-                multiply_now();
+                const Packed packed = load_next(ring.there());
+                multiply_next(operand, place);
                 packed.decode(then, decode);
             } else {
-                multiply_now();
-                load_next(ahead.there()).decode(then, decode);
+                multiply_next(operand, place);
+                load_next(ring.there()).decode(then, decode);
             }
         };
         if (!decoded) {
-            load_next(first ? ahead.early() : ahead.there()).decode(a[0], decode);
+            load_next(first ? ring.early() : ring.there()).decode(a[0], decode);
         }
+        const Place begin = next;
         const bool two = first && steps > 1;
         if (two) {
-            load_next(ahead.early()).decode(a[1], decode);
+            load_next(ring.early()).decode(a[1], decode);
         }
         // The first activations come after it anyhow. Before it, biases could be those of another call: the
         // kernel in front may be what writes them.
         wait_for_previous();
         const Addends with(p, out, work.tile, thread / 32, lane / 4);
         if (first) {
-            barrier_wait(ring.there(), 0);
+            barrier_wait(begin.there, 0);
         }
-        multiply(a[0]);
+        multiply(a[0], begin);
         if (two) {
-            barrier_wait(ring.there(), 0);
+            barrier_wait(next.there, 0);
         } else if (steps > 1) {
-            load_next(ahead.there()).decode(a[1], decode);
+            load_next(ring.there()).decode(a[1], decode);
         }
         first = false;
-        for (int i = 1; i < steps; i += 2) {
-            step(a[1], a[0], i);
-            if (i + 1 == steps) {
-                break;
-            }
-            step(a[0], a[1], i + 1);
+        // Steps behind which another is decoded: also the next tile's first.
+        int left = steps - (more ? 1 : 2);
+        for (; left > 1; left -= 2) {
+            step(a[1], a[0]);
+            step(a[0], a[1]);
+        }
+        if (left == 1) {
+            step(a[1], a[0]);
+        }
+        if (!more && steps > 1) {
+            left == 1 ? multiply_next(a[0], next) : multiply_next(a[1], next);
         }
         decoded = more;
         products_done(acc);

@@ -131,6 +131,12 @@ DEVICE void find_experts(Problem& p, u8* memory, u32 scratch, const int* offsets
     p.find_alone();
 }
 
+// Of a step: its barrier, and the low half of its activations' descriptor.
+struct Place {
+    u32 there, low;
+    DEVICE u64 operand() const { return descriptor(0) >> 32 << 32 | low; }
+};
+
 struct Ring {
     u32 base;
     int slot = 0;
@@ -140,6 +146,9 @@ struct Ring {
     DEVICE u32 early() const { return there() + 16; }
     DEVICE u32 activations() const { return base + kActivationsAt + slot * kActivationBytes; }
     DEVICE u32 weights() const { return base + kWeightsAt + slot * kWeightBytes; }
+    DEVICE Place place() const {
+        return {there(), u32(descriptor(base + kActivationsAt)) + slot * (kActivationBytes / 16)};
+    }
     // By one thread.
     DEVICE void init() const {
         Ring each = *this;
