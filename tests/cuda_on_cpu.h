@@ -236,6 +236,11 @@ struct Half {
     static u32 multiply(u32 a, u32 b) {
         return pack(widen(u16(a)) * widen(u16(b)), widen(u16(a >> 16)) * widen(u16(b >> 16)));
     }
+    template <bool HIGH>
+    static u32 multiply_by_half(u32 a, u32 factors) {
+        const u32 half = HIGH ? factors >> 16 : factors & 0xffffu;
+        return multiply(a, half | half << 16);
+    }
     static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         Warp& w = warp();
         std::copy(a, a + 4, w.a[lane_id()]);

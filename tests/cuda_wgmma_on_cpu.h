@@ -71,13 +71,13 @@ inline u64 descriptor(u32 address) {
     return address >> 4;
 }
 // A warp's 16 rows of A, as mma has them, by all tokens in shared memory.
-template <bool BF16, int COUNT>
+template <bool BF16, int TOKENS, int COUNT>
 void multiply_onto(float (&d)[COUNT], const u32 (&a)[4], u64 b, bool adds) {
     Warp& w = warp();
     std::copy(a, a + 4, w.a[lane_id()]);
     __syncwarp();
     const u32 from = u32(b << 4), box = from & ~127u, first = from % 128;
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < TOKENS / 2; ++i) {
         const u32 row = lane_id() / 4 + i / 2 % 2 * 8, token = i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
         double sum = 0;
         for (u32 k = 0; k < 16; ++k) {

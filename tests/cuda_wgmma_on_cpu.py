@@ -13,7 +13,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 
 PATTERNS = (
     (r"const __grid_constant__ TensorMap (\w+)", r"const TensorMap& \1"),
-    (r"\bmultiply_onto\(", "multiply_onto<Config::bf16>("),
+    (r"\bmultiply_onto\(", "multiply_onto<Config::bf16, Config::tokens>("),
 )
 
 

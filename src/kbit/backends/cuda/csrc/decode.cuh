@@ -205,9 +205,9 @@ struct Decoder {
 
 // The scales of rows g and g + 8 of a tile, as lane 4g + t reads them from scales_at + kBytes * g.
 //
-// `scale` multiplies the A operand of k16 step STEP by them. A byte shifted into place is a 16-bit number, of its
-// value in a unit that is a power of 2. Levels, at most 1, are exact in the inverse unit, kLevelUnit: products
-// are rounded as those of levels and values are.
+// `scale` multiplies the A operand of k16 step STEP by them. A byte shifted into place is a 16-bit number, of
+// its value in a unit that is a power of 2. Levels, at most 1, are exact in the inverse unit, kLevelUnit:
+// products are rounded as those of levels and values are.
 template <bool UE4M3, bool BF16>
 struct Scales;
 

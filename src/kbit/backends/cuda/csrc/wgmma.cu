@@ -51,53 +51,53 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
     constexpr int kSteps = 4 * kTilesOfStep;
     u32 a[2][kSteps][4];
     bool first = true, decoded = false;
-    Place next;  // of the last step that is decoded
+    u32 next = 0;  // barrier of the last step that is decoded
     u32 sums_phase = 0;
     for (; work.more(); work.next()) {
-        float acc[kTokens / 2];
+        float acc[kSumTokens / 2];
 #pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
+        for (int i = 0; i < kSumTokens / 2; ++i) {
             acc[i] = 0.0f;
         }
         const int steps = work.count() / kTeams;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
-        const auto multiply = [&](const u32(&operand)[kSteps][4], const Place& place) {
+        const auto multiply = [&](const u32(&operand)[kSteps][4], u32 there) {
             wgmma_fence();
-            const u64 b = place.operand();
+            const u64 b = ring.operand(there);
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
                 multiply_onto(acc, operand[j], b + j / 4 * (kBoxBytes / 16) + j % 4 * 2, true);
             }
             wgmma_commit();
-            used = place.there + 8;
+            used = there + 8;
         };
         const auto load_next = [&](u32 there) {
             const Packed packed(ring, slot, lane, there);
-            next = ring.place();
+            next = ring.there();
             ring.next(kTeams);
             return packed;
         };
-        const auto multiply_next = [&](const u32(&operand)[kSteps][4], const Place& place) {
+        const auto multiply_next = [&](const u32(&operand)[kSteps][4], u32 there) {
             wgmma_wait<0>();  // the step before is done: its registers and its slot are free
             release(used, lane);
-            multiply(operand, place);
+            multiply(operand, there);
         };
         const auto step = [&](const u32(&operand)[kSteps][4], u32(&then)[kSteps][4]) {
-            const Place place = next;
+            const u32 there = next;
             if constexpr (kSpread) {
                 const Packed packed = load_next(ring.there());
-                multiply_next(operand, place);
+                multiply_next(operand, there);
                 packed.decode(then, decode);
             } else {
-                multiply_next(operand, place);
+                multiply_next(operand, there);
                 load_next(ring.there()).decode(then, decode);
             }
         };
         if (!decoded) {
             load_next(first ? ring.early() : ring.there()).decode(a[0], decode);
         }
-        const Place begin = next;
+        const u32 begin = next;
         const bool two = first && steps > 1;
         if (two) {
             load_next(ring.early()).decode(a[1], decode);
@@ -107,11 +107,11 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         wait_for_previous();
         const Addends with(p, out, work.tile, thread / 32, lane / 4);
         if (first) {
-            barrier_wait(begin.there, 0);
+            barrier_wait(begin, 0);
         }
         multiply(a[0], begin);
         if (two) {
-            barrier_wait(next.there, 0);
+            barrier_wait(next, 0);
         } else if (steps > 1) {
             load_next(ring.there()).decode(a[1], decode);
         }
@@ -134,8 +134,17 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         float kept[kKept / 2];
         // Opaque, or what follows from them would be computed before the steps and kept on the stack.
         asm volatile("" : "+r"(thread), "+r"(staging), "+r"(team));
-        add_up_teams(kept, acc, staging, team, thread);
-        if (kKept == kTokens && team) {  // team 0 has all
+        if constexpr (kTeams == 1) {
+#pragma unroll
+            for (int i = 0; i < kKept / 2; ++i) {
+                kept[i] = acc[i];
+            }
+        } else if (team) {
+            add_up_teams<1>(kept, acc, staging, thread / 128, thread % 128);
+        } else {
+            add_up_teams<0>(kept, acc, staging, thread / 128, thread % 128);
+        }
+        if (kKept == kSumTokens && team) {  // team 0 has all
             if (work.split) {
                 syncs_of_finish(work);
             }

@@ -33,7 +33,10 @@ constexpr int kActivationsAt = D::kTableBytes;
 constexpr int kTeams = Config::teams;
 constexpr int kTeamThreads = 128 * kGroups;
 constexpr int kConsumers = kTeams * kTeamThreads;
-constexpr int kKept = kTokens > 16 ? kTokens / kTeams : kTokens;
+// Sums go by units of 16 tokens; those beyond kTokens are none of the tile's.
+constexpr int kSumTokens =
+    kTokens > 16 ? (kTokens + 16 * kTeams - 1) / (16 * kTeams) * (16 * kTeams) : kTokens;
+constexpr int kKept = kTokens > 16 ? kSumTokens / kTeams : kTokens;
 static_assert(kStages % kTeams == 0);
 // Together those that all threads start with: 168 each, 128 with three consumer warpgroups, 96 with four.
 constexpr bool kThree = kConsumers == 384, kFour = kConsumers == 512;
@@ -72,8 +75,8 @@ constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
 constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
 static_assert(kEnd == Config::shared_bytes);
 
-// Of y: a block of rows of an expert's W, and rows of x from `token` on, of which the expert has those up to
-// `end`.
+// Of y: a block of rows of an expert's W, and rows of x from `token` on, of which those up to `end` are
+// stored.
 struct Tile {
     int expert, block, token, end;
 };
@@ -102,7 +105,8 @@ struct Problem {
             const int inside = i - first * row_blocks, width = min(near, token_blocks - first);
             const int block = Divider(width)(inside);
             const int token = (first + inside - block * width) * kTokens;
-            return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, m};
+            const int end = kSumTokens > kTokens ? min(m, token + kTokens) : m;
+            return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, end};
         }
         const int piece = Divider(row_blocks)(i);
         const Group g = find_group(list, experts, piece);
@@ -131,12 +135,6 @@ DEVICE void find_experts(Problem& p, u8* memory, u32 scratch, const int* offsets
     p.find_alone();
 }
 
-// Of a step: its barrier, and the low half of its activations' descriptor.
-struct Place {
-    u32 there, low;
-    DEVICE u64 operand() const { return descriptor(0) >> 32 << 32 | low; }
-};
-
 struct Ring {
     u32 base;
     int slot = 0;
@@ -146,8 +144,12 @@ struct Ring {
     DEVICE u32 early() const { return there() + 16; }
     DEVICE u32 activations() const { return base + kActivationsAt + slot * kActivationBytes; }
     DEVICE u32 weights() const { return base + kWeightsAt + slot * kWeightBytes; }
-    DEVICE Place place() const {
-        return {there(), u32(descriptor(base + kActivationsAt)) + slot * (kActivationBytes / 16)};
+    // The descriptor of a step's activations, found by its barrier.
+    DEVICE u64 operand(u32 there) const {
+        const u64 high = descriptor(0) >> 32 << 32;
+        static_assert(kActivationBytes % (16 * kBarrierBytes) == 0);
+        constexpr int kRatio = kActivationBytes / 16 / kBarrierBytes;
+        return high | (u32(descriptor(base + kActivationsAt)) + (there - base - kBarriersAt) * kRatio);
     }
     // By one thread.
     DEVICE void init() const {

@@ -118,37 +118,30 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
     }
 }
 
-// The sums of both teams for the tokens that this one keeps. Those that the other keeps go by its staging.
-DEVICE void add_up_teams(float (&kept)[kKept / 2], const float (&acc)[kTokens / 2], u32 staging, int team,
-                         int thread) {
-    constexpr bool kBoth = kKept < kTokens;  // keep some
-    constexpr int kOther = kBoth ? kKept / 2 : 0, kAtOnce = kRound < kKept ? kRound : kKept;
-    const int group = thread / 128, inside = thread % 128;
-    float handed[kKept / 2];
-#pragma unroll
-    for (int i = 0; i < kKept / 2; ++i) {
-        kept[i] = team ? acc[kOther + i] : acc[i];
-        handed[i] = team ? acc[i] : acc[kOther + i];
-    }
-    if (kTeams == 1) {
-        return;
-    }
-    const u32 mine = staging + inside * 16, other = mine + (team ? -kGroups : kGroups) * kStagingBytes;
+// The sums of both teams for the tokens that TEAM keeps, half of all; of 16 tokens or fewer team 0 keeps all.
+// Those that the other team keeps go by its staging, `staging` for this warpgroup.
+template <int TEAM>
+DEVICE void add_up_teams(float (&kept)[kKept / 2], const float (&acc)[kSumTokens / 2], u32 staging, int group,
+                         int inside) {
+    constexpr bool kBoth = kKept < kSumTokens, kHands = kBoth || TEAM == 1, kKeeps = kBoth || TEAM == 0;
+    constexpr int kMine = kBoth ? TEAM * kKept / 2 : 0, kOthers = kBoth ? kKept / 2 - kMine : 0;
+    constexpr int kAtOnce = kRound < kKept ? kRound : kKept;
+    const u32 mine = staging + inside * 16, other = mine + (TEAM ? -kGroups : kGroups) * kStagingBytes;
 #pragma unroll
     for (int first = 0; first < kKept; first += kAtOnce) {
         teams_sync(group);  // staging is free
 #pragma unroll
-        for (int i = first; i < first + kAtOnce && i < kKept; i += 8) {
-            if (kBoth || team) {
-                store_shared4(mine + (i - first) * 256, words_of(&handed[i / 2]));
-            }
+        for (int i = first; kHands && i < first + kAtOnce && i < kKept; i += 8) {
+            store_shared4(mine + (i - first) * 256, words_of(&acc[kOthers + i / 2]));
         }
         teams_sync(group);
 #pragma unroll
-        for (int i = first; i < first + kAtOnce && i < kKept; i += 8) {
-            if (kBoth || !team) {
-                add_shared(&kept[i / 2], other + (i - first) * 256);
+        for (int i = first; kKeeps && i < first + kAtOnce && i < kKept; i += 8) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                kept[i / 2 + e] = acc[kMine + i / 2 + e];
             }
+            add_shared(&kept[i / 2], other + (i - first) * 256);
         }
     }
     teams_sync(group);
@@ -201,9 +194,9 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
                               const Addends& with, const Work& work, u32 base, u32 staging, u32 phase,
                               int team, int thread) {
     const Tile& tile = with.tile;
-    constexpr int kFinishers = kTokens / kKept;  // teams
-    constexpr int kPairs = 2 * kGroups;          // of a team's warps
-    constexpr int kUnits = kTokens / 16 * kPairs;
+    constexpr int kFinishers = kSumTokens / kKept;  // teams
+    constexpr int kPairs = 2 * kGroups;             // of a team's warps
+    constexpr int kUnits = kSumTokens / 16 * kPairs;
     const int warp = uniform(thread / 32), lane = thread % 32, pair = warp / 4 * 2 + warp % 2;
     const int blocks = cluster_size(), rank = cluster_rank(), each = (kUnits + blocks - 1) / blocks;
     const int begin = rank * each, end = min(begin + each, kUnits);

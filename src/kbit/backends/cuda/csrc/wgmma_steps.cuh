@@ -126,10 +126,10 @@ DEVICE void release(u32 empty, int lane) {
 }
 
 // All products in flight are done.
-DEVICE void products_done(float (&acc)[kTokens / 2]) {
+DEVICE void products_done(float (&acc)[kSumTokens / 2]) {
     wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) {
+    for (int i = 0; i < kSumTokens / 2; ++i) {
         asm volatile("" : "+f"(acc[i])::"memory");  // not read before the wait
     }
 }
