@@ -14,7 +14,7 @@ from kbit.format.codebook import SUPPORTED_BITS
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 
 # Of a block, fixed at compile time. A step takes 3 clocks a token or more, and 140 to 200 beside. 88 are for
-# 256 tokens, 85 for each of three blocks: 5120 x 2048 by these takes 11.5 us on an H100, by blocks of 96 12.0.
+# 256 tokens, 85 for each of three blocks: 5120 x 2048 by these takes 11.5 us on an H100, by blocks of 96 12.
 TOKENS = (16, 32, 48, 64, 80, 88, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 GROUPED_TOKENS = (16, 32, 64, 128, 256)
 HALF_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)  # of blocks of 64 rows, two teams of one warpgroup each
