@@ -7,6 +7,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def behind(tiling: Tiling, m: int) -> float:
     return costs[wgmma.plan_of(tiling, m, WEIGHT)] / min(costs.values())
 
 
+def fitted(tiling: Tiling, m: int, measured: int, competed: Sequence[int]) -> Tiling:
+    """Fewest tokens for as many blocks of m, but none that lost for `measured` tokens."""
+    kind = (one.tiling for one in wgmma.candidates(m, WEIGHT))
+    found = [one for one in kind if one._replace(tokens=tiling.tokens) == tiling]
+    as_many = [one for one in found if -(-m // one.tokens) == -(-m // tiling.tokens)]
+    lost = [size for size in competed if -(-measured // size) == -(-measured // tiling.tokens)]
+    return min(one for one in as_many if one == tiling or one.tokens not in lost)
+
+
 @pytest.mark.parametrize("tiling", [Tiling(128, 1), Tiling(64, 1), Tiling(128, 2)], ids=str)
 def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) -> None:
     """Of what it was when it was measured: it may well have been the fastest, and not so by estimate."""
@@ -115,11 +125,29 @@ def test_for_fewer_tokens_a_launch_may_fall_behind_by_a_tenth(tiling: Tiling) ->
     kept = {}
     for m in range(128, 257):
         choice = preference.decide(m, torch.float16, WEIGHT, known)
-        kept[m] = behind(tiling, m) <= 1.1 * behind(tiling, 256)
-        assert choice.plan == (wgmma.plan_of(tiling, m, WEIGHT) if kept[m] else wgmma.plan(m, WEIGHT))
+        mine = fitted(tiling, m, 256, wgmma_config.TOKENS)
+        kept[m] = behind(mine, m) <= 1.1 * behind(tiling, 256)
+        assert choice.plan == (wgmma.plan_of(mine, m, WEIGHT) if kept[m] else wgmma.plan(m, WEIGHT))
         assert (choice.row is not None) == kept[m]  # its time is said only of its launch
     assert kept[256]
     assert not all(kept.values())
+
+
+def test_a_launch_takes_no_more_tokens_than_its_number_of_blocks_needs() -> None:
+    known = (table(item(96, tokens=96, cluster=1)),)
+    tokens = {m: preference.decide(m, torch.float16, WEIGHT, known).plan.tiling.tokens for m in range(65, 97)}
+    assert [m for m, size in tokens.items() if size == 80] == list(range(65, 81))
+    assert [m for m, size in tokens.items() if size == 88] == list(range(81, 89))
+    assert [m for m, size in tokens.items() if size == 96] == list(range(89, 97))
+
+
+@pytest.mark.parametrize(("competed", "tokens"), [([64, 96], 88), ([64, 88, 96], 96), (None, 96)])
+def test_what_competed_and_lost_is_not_taken(competed: list[int] | None, tokens: int) -> None:
+    """256 tokens are three blocks of 96, and of 88."""
+    text = content(item(256, tokens=96, cluster=1), tokens=competed)
+    choice = preference.decide(256, torch.float16, WEIGHT, (tables.parse(text, "nvidia-h200.json"),))
+    assert choice.row is not None
+    assert choice.plan.tiling == Tiling(tokens, 1)
 
 
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
@@ -242,6 +270,8 @@ DAMAGED = [
     (content(device=None), "device must be an object"),
     (content(device={"multiprocessors": "132"}), "multiprocessors must be a whole number"),
     (content(rows={}), "rows must be a list, got dict"),
+    (content(tokens=64), "tokens must be a list, got int"),
+    (content(tokens=[64, "96"]), "tokens must be a whole number"),
     (content(7), "row 0: it must be an object, got int"),
     (content(item(), item()), "row 1: there is one of"),
     (content(item(bits=6)), "row 0: bits must be one of 2, 3, 4, 5, got 6"),

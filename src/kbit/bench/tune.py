@@ -29,7 +29,7 @@ from kbit.bench.tune_sources import sources_digest
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 768, 1024, 2048, 4096, 8192)
 # The estimated best takes 1% longer than the best on average; 1.6 times leaves room for error.
 ESTIMATE_RANGE = 1.6
-MOST_PLANS = 5  # of each kind: estimates of different kinds are further off
+MOST_PLANS = 7  # of each kind: estimates of different kinds are further off
 # As many as the protocol wants at least: a whole table takes minutes.
 REPEATS = 7
 _CHECKED_ROWS = 16

@@ -11,6 +11,7 @@ from typing import Any
 from kbit.backends.cuda import tables
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.tables import Problem, Row, TableError
+from kbit.backends.cuda.wgmma_config import TOKENS
 from kbit.bench.result_files import replace_text
 
 ABOUT = (
@@ -93,6 +94,7 @@ class Record:
             "version": tables.VERSION,
             "device": self.device._asdict(),
             "provenance": self.provenance,
+            "tokens": TOKENS,
         }
         lines = ",\n  ".join(json.dumps(tables.write_row(*pair)) for pair in self.rows())
         text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}\n'

@@ -22,7 +22,7 @@ import torch
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.compiler import cubin_folder
 from kbit.backends.cuda.weight_shape import WeightShape
-from kbit.backends.cuda.wgmma_config import Tiling
+from kbit.backends.cuda.wgmma_config import TOKENS, Tiling
 from kbit.format.codebook import SUPPORTED_BITS
 from kbit.format.errors import KbitError
 
@@ -78,11 +78,12 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A file's rows, for each problem ascending in m."""
+    """A file's rows, for each problem ascending in m, and the tokens of wgmma's blocks that competed."""
 
     file: str
     device: driver.DeviceLimits
     rows: Mapping[Problem, tuple[Row, ...]]
+    tokens: tuple[int, ...] = TOKENS
 
     def row(self, m: int, problem: Problem) -> Row | None:
         """The row of the nearest measured number of tokens from m on; None if that is over twice m.
@@ -186,7 +187,7 @@ def parse(content: bytes, file: str) -> Table:
         if rows.setdefault(problem, {}).setdefault(row.m, row) is not row:
             raise TableError(f"row {number}: there is one of {problem}, m={row.m} already")
     ordered = {problem: tuple(found[m] for m in sorted(found)) for problem, found in rows.items()}
-    return Table(file, device, ordered)
+    return Table(file, device, ordered, _tokens(data.get("tokens")))
 
 
 def read_row(item: object) -> tuple[Problem, Row]:
@@ -232,6 +233,14 @@ def write_row(problem: Problem, row: Row) -> dict[str, Any]:
         "runner_up": row.runner_up,
         "runner_up_us": row.runner_up_us,
     }
+
+
+def _tokens(value: object) -> tuple[int, ...]:
+    if value is None:
+        return TOKENS
+    if not isinstance(value, list):
+        raise TableError(f"tokens must be a list, got {type(value).__name__}")
+    return tuple(_integer({"tokens": one}, "tokens") for one in value)
 
 
 def _tiling(plan: dict[str, Any]) -> Tiling:
