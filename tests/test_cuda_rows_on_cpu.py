@@ -137,3 +137,19 @@ def test_tiles_are_decoded(bits: int, dtype: torch.dtype) -> None:
             out = torch.full((3, end - begin, k), float("nan"), dtype=dtype)
             rows.dequantize_tiled(tiled, codebook, scale, bits, begin, out)
             assert torch.equal(out, want[:, begin:end]), (n, k, begin, end)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_levels_that_are_subnormal_meet_every_scale(bits: int, dtype: torch.dtype) -> None:
+    """Kernels multiply levels and scales in units that are powers of 2, which must not round."""
+    half = 2 ** (bits - 1)
+    upper = 2.0 ** -torch.linspace(0, 26, half).flip(0)  # float16's smallest is 2^-24
+    codebook = torch.cat([-upper.flip(0), upper])
+    codes = torch.arange(256 * 64, dtype=torch.uint8).view(256, 64) % 2**bits
+    absmax = torch.arange(256, dtype=torch.uint8).view(256, 1).expand(-1, 2).contiguous()
+    packed, scale = bitplanes.pack(codes, bits), torch.ones(1)
+    want = backend.dequantize(packed, absmax, codebook, scale, 64, torch.empty(256, 64, dtype=dtype))
+    out = torch.full((256, 64), float("nan"), dtype=dtype)
+    rows.dequantize_tiled(layout.to_tiled(packed, absmax, bits, 64), codebook, scale, bits, 0, out)
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
