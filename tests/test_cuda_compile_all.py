@@ -1,6 +1,6 @@
 """Every kernel that there is, compiled for every architecture that matters: no error, no register spill.
 
-Needs no GPU. What is in the cache already is not compiled again; from an empty one all of it takes about four
+Needs no GPU. What is in the cache already is not compiled again; from an empty one all of it takes about five
 minutes on two cores.
 """
 
@@ -14,8 +14,6 @@ from kbit.backends.cuda.compiler import CompiledKernel, compile_many
 from kbit.backends.cuda.variants import all_specs
 
 ARCHS = ("80", "89", "90a", "100a", "120a")
-# Three registers of wgmma by 96 tokens for two teams, while these add up their sums; none within its steps.
-MAY_SPILL = {("wgmma.cu", 96, 2): 24}
 
 if sys.platform == "darwin":
     pytest.skip("NVIDIA publishes no compiler for macOS", allow_module_level=True)
@@ -24,8 +22,7 @@ if sys.platform == "darwin":
 def complaint(arch: str, spec, outcome) -> str | None:
     if not isinstance(outcome, CompiledKernel):
         return str(outcome)
-    config = dict(spec.config)
-    if outcome.spill_bytes > MAY_SPILL.get((spec.source, config.get("tokens"), config.get("teams")), 0):
+    if outcome.spill_bytes:
         spilled = f"spills {outcome.spill_bytes} bytes at {outcome.registers} registers"
         return f"{spec.name} for sm_{arch} {spilled}; loosen its launch bounds or hold less."
     return (

@@ -33,9 +33,9 @@ from kbit.backends.cuda.preference import decide
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.dtype_codes import DTYPES
 
-# Tokens of a step at which kernels change: with every few of them, then with tiles of 16 to 256 tokens. They
-# miss kernels of some hundredth of the other numbers, such as 1025 to 1056.
-ROWS = (*range(1, 65), *range(80, 513, 16), *range(576, 2049, 64), *range(2560, 16385, 512))
+# Tokens of a step at which kernels change: with every few of them, then with tiles of 16 to 256 tokens, which
+# are multiples of 8. They miss kernels of some hundredth of the other numbers, such as 1025 to 1056.
+ROWS = (*range(1, 65), *range(72, 513, 8), *range(576, 2049, 64), *range(2560, 16385, 512))
 
 
 # Modules of kernels that steps of any model may run between its products.
