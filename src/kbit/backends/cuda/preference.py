@@ -89,7 +89,7 @@ def decided(
             continue
         if row.tiling is None:
             return Choice(row.kernel, None, row, table.file, bool(forced))
-        plan = _fitted(row, row.tiling, table.tokens, m, weight)
+        plan = _fitted(row.tiling, row.m, table.tokens, m, weight)
         if plan is None:
             continue
         if _behind(plan.tiling, m, weight) > _MOST_BEHIND * _behind(row.tiling, row.m, weight):
@@ -100,35 +100,27 @@ def decided(
 
 
 def _fitted(
-    row: tables.Row,
-    tiling: wgmma_config.Tiling,
-    competed: tuple[int, ...],
-    m: int,
-    weight: WeightShape,
+    tiling: wgmma_config.Tiling, measured: int, competed: tuple[int, ...], m: int, weight: WeightShape
 ) -> wgmma.Plan | None:
     """The launch of a row's kind with the fewest tokens that makes as many blocks of m tokens as the row's.
 
     72 tokens take a block of 80, where a row for 96 says 96. What competed and would have made as many blocks
-    of the row's tokens, too, is left out: it lost.
+    of the tokens that were measured, too, is left out: it lost.
 
     Returns:
         None if the row's own launch may not take the problem.
     """
 
-    def blocks(tokens: int, size: int) -> int:
-        return -(-tokens // size)
+    def as_many(tokens: int, size: int) -> bool:
+        return -(-tokens // size) == -(-tokens // tiling.tokens)
 
-    if wgmma.plan_of(tiling, m, weight) is None:
-        return None
-    most = tiling.tokens
-    lost = [size for size in competed if size < most and blocks(row.m, size) == blocks(row.m, most)]
-    kind = [plan for plan in wgmma.candidates(m, weight) if plan.tiling._replace(tokens=most) == tiling]
-    fitting = [
-        plan
-        for plan in kind
-        if (size := plan.tiling.tokens) <= most and blocks(m, size) == blocks(m, most) and size not in lost
-    ]
-    return min(fitting, key=lambda plan: plan.tiling.tokens)
+    plans = wgmma.candidates(m, weight)
+    kind = {
+        plan.tiling.tokens: plan for plan in plans if plan.tiling._replace(tokens=tiling.tokens) == tiling
+    }
+    lost = {size for size in competed if as_many(measured, size)} - {tiling.tokens}
+    fitting = [size for size in kind if as_many(m, size) and size not in lost]
+    return kind[min(fitting)] if tiling.tokens in kind else None
 
 
 def _behind(tiling: wgmma_config.Tiling, m: int, weight: WeightShape) -> float:

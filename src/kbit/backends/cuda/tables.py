@@ -83,7 +83,7 @@ class Table:
     file: str
     device: driver.DeviceLimits
     rows: Mapping[Problem, tuple[Row, ...]]
-    tokens: tuple[int, ...] = TOKENS
+    tokens: tuple[int, ...]
 
     def row(self, m: int, problem: Problem) -> Row | None:
         """The row of the nearest measured number of tokens from m on; None if that is over twice m.
