@@ -34,6 +34,9 @@ template <class CONFIG>
 struct Naming<CONFIG, decltype(void(CONFIG::ue4m3))> : CONFIG {};
 constexpr bool kUe4m3 = Naming<Config>::ue4m3;
 
+template <bool UE4M3, bool BF16>
+struct Scales;
+
 template <int BITS, bool BF16, int TABLE_BYTES>
 struct Decoder {
     static constexpr int kScalesAt = 128 * BITS;  // in a tile
@@ -62,7 +65,11 @@ struct Decoder {
     // The level that a lane contributes to `fill`; loaded early, since it takes longer than the filling.
     // SCALED: Scales::scale will take it, and wants its unit.
     template <bool SCALED = true>
-    static DEVICE float level(const float* codebook, int lane);
+    static DEVICE float level(const float* codebook, int lane) {
+        using H = Half<BF16>;
+        const float value = __ldg(codebook + lane % (1 << BITS));
+        return SCALED ? H::widen(H::narrow(value)) * Scales<kUe4m3, BF16>::kLevelUnit : value;
+    }
 
     // Thread `thread` of `threads`, whole warps, fills its part; a barrier must follow.
     static DEVICE void fill(u8* table, float level, u32 thread, u32 threads) {
@@ -208,8 +215,6 @@ struct Decoder {
 // `scale` multiplies the A operand of k16 step STEP by them. A byte shifted into place is a 16-bit number, of
 // its value in a unit that is a power of 2. Levels, at most 1, are exact in the inverse unit, kLevelUnit:
 // products are rounded as those of levels and values are.
-template <bool UE4M3, bool BF16>
-struct Scales;
 
 // E4M4: bytes (row g, block 0), (row g, block 1), (row g + 8, block 0), (row g + 8, block 1). A byte shifted
 // left by 6 is a float16 of 1/16 of its value, subnormals included.
@@ -281,10 +286,3 @@ struct Scales<true, BF16> {
         return BLOCK < 2 ? low_half(both) : high_half(both);
     }
 };
-
-template <int BITS, bool BF16, int TABLE_BYTES>
-template <bool SCALED>
-DEVICE float Decoder<BITS, BF16, TABLE_BYTES>::level(const float* codebook, int lane) {
-    const float value = __ldg(codebook + lane % (1 << BITS));
-    return SCALED ? Half<BF16>::widen(Half<BF16>::narrow(value)) * Scales<kUe4m3, BF16>::kLevelUnit : value;
-}
