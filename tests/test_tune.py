@@ -45,10 +45,10 @@ def item(
     kernel: str = "wgmma",
     tokens: int = 32,
     cluster: int = 2,
-    multicast: object = False,
+    flags: dict[str, object] | None = None,
     **changes: object,
 ) -> dict:
-    plan = {"tokens": tokens, "cluster": cluster, "multicast": multicast} if kernel == "wgmma" else {}
+    plan = {"tokens": tokens, "cluster": cluster, **(flags or {})} if kernel == "wgmma" else {}
     row = asdict(PROBLEM) | {"m": m, "kernel": kernel, "plan": plan, "us": 5.0}
     return row | {"runner_up": "cublas", "runner_up_us": 9.0} | changes
 
@@ -150,6 +150,15 @@ def test_what_competed_and_lost_is_not_taken(competed: list[int] | None, tokens:
     assert choice.plan.tiling == Tiling(tokens, 1)
 
 
+def test_a_row_tells_narrow_steps_from_others() -> None:
+    for narrow, columns in ((False, 128), (True, 64)):
+        row = item(64, tokens=64, cluster=1)
+        row["plan"] |= {"rows": 64, "narrow": narrow}
+        plan = preference.decide(64, torch.float16, WEIGHT, (table(row),)).plan
+        assert plan.tiling == Tiling(64, 1, 64, narrow=narrow)
+        assert wgmma_config.of_tiling(4, plan.tiling, plan.teams, False, False).columns == columns
+
+
 def test_a_launch_is_laid_out_for_the_tokens_at_hand() -> None:
     known = (table(item(512, tokens=128, cluster=1)),)
     few, many = (preference.decide(m, torch.float16, WEIGHT, known).plan for m in (500, 512))
@@ -186,7 +195,7 @@ def test_the_first_table_that_has_a_problem_counts() -> None:
         (item(128, kernel="stream"), 128, "wgmma"),  # stream takes 64 at most
         (item(64, tokens=56), 64, "wgmma"),  # no such launch
         (item(8192, tokens=256, cluster=9), 8192, "wgmma"),  # no such cluster
-        (item(8192, tokens=256, multicast=True), 8192, "wgmma"),  # pairs do not split K
+        (item(8192, tokens=256, flags={"multicast": True}), 8192, "wgmma"),  # pairs do not split K
     ],
 )
 def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
@@ -282,7 +291,8 @@ DAMAGED = [
     (content(item(m=0)), "m must be a whole number"),
     (content(item(m=2**80)), "m must be a whole number"),
     (content(item(tokens="64")), "tokens must be a whole number"),
-    (content(item(multicast=1)), "multicast must be true or false"),
+    (content(item(flags={"multicast": 1})), "multicast must be true or false"),
+    (content(item(flags={"narrow": None})), "narrow must be true or false"),
     (content(item(us=0)), "us must be a positive number"),
     (content(item(us=10.0)), "wgmma with 10.0 us is slower than its runner-up with 9.0"),
     (content(item(runner_up=3)), "runner_up must be a string"),
@@ -393,7 +403,7 @@ def test_a_record_says_what_it_was_measured_with(tmp_path: Path) -> None:
         Record(file, H200, PROVENANCE)
 
 
-def near_best(m: int, weight: WeightShape) -> set[tuple[int, bool]]:
+def near_best(m: int, weight: WeightShape) -> set[tuple[int, bool, bool]]:
     """The kinds of launch of which one is worth a measurement."""
     if weight.device.arch != wgmma.ARCH:
         return set()
@@ -401,7 +411,7 @@ def near_best(m: int, weight: WeightShape) -> set[tuple[int, bool]]:
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     fitting = {plan: cost for plan, cost in costs.items() if plan.tiling.tokens <= enough}
     most = tune.ESTIMATE_RANGE * min(fitting.values())
-    return {(plan.tiling.rows, plan.tiling.multicast) for plan, cost in fitting.items() if cost <= most}
+    return {plan.tiling.kind for plan, cost in fitting.items() if cost <= most}
 
 
 def test_estimates_are_near_what_was_measured() -> None:
@@ -438,7 +448,7 @@ def test_candidates_are_legal_and_hold_the_estimates_choice(device: DeviceLimits
             assert preference.decide(m, dtype, weight).kernel in kernels
             assert "cublas" in kernels
             plans = [choice.plan for choice in found.values() if choice.plan]
-            kinds = Counter((plan.tiling.rows, plan.tiling.multicast) for plan in plans)
+            kinds = Counter(plan.tiling.kind for plan in plans)
             assert all(count <= tune.MOST_PLANS for count in kinds.values())
             assert kinds.keys() == near_best(m, weight)
             assert [wgmma.plan_of(plan.tiling, m, weight) for plan in plans] == plans

@@ -279,18 +279,20 @@ def _multiply_many(weight, dtype) -> None:
     if driver.device_arch(torch.cuda.current_device()) != wgmma.ARCH:
         return
     bits, k, gated = bits_of(weight[1]), *weight[-2:]
-    few = ((20, 16, 1, 2), (40, 32, 2, 1), (40, 32, 2, 2), (70, 64, 3, 1), (70, 64, 1, 2))
-    launches = [(*one, 128, False) for one in (*few, (100, 256, 1, 1), (200, 96, 2, 1), (200, 96, 2, 2))]
-    launches += [(300, 176, 1, 1, 128, True)]
+    of_rows = ((16, 1, 2), (32, 2, 1), (32, 2, 2), (48, 2, 2), (64, 3, 1), (64, 1, 2), (88, 1, 2), (96, 2, 1))
+    found = [(wgmma_config.Tiling(tokens, cluster), teams) for tokens, cluster, teams in of_rows]
+    found += [(wgmma_config.Tiling(96, 2), 2), (wgmma_config.Tiling(256, 1), 1)]
+    found += [(wgmma_config.Tiling(176, 1, multicast=True), 1)]
     if not gated:
-        launches += [(40, 16, 1, 2, 64, False), (200, 64, 2, 2, 64, False), (200, 128, 1, 2, 64, False)]
-        launches += [(200, 96, 2, 1, 192, False), (200, 128, 1, 1, 192, False)]
-    for m, tokens, cluster, teams, rows, multicast in launches:
-        block = wgmma_config.Config(bits, tokens, teams, rows=rows)
-        if cluster == 1 or block.splits(k, cluster):
-            x, out = _operands(m, weight, dtype)
-            tiling = wgmma_config.Tiling(tokens, cluster, rows, multicast)
-            wgmma.linear(x, *weight, out, wgmma.Plan(tiling, 2 * cluster, teams))
+        half = [wgmma_config.Tiling(tokens, 1, rows=64) for tokens in (16, 64, 80, 112, 128)]
+        half += [half[1]._replace(narrow=True), half[1]._replace(cluster=2)]
+        wide = [wgmma_config.Tiling(tokens, cluster, rows=192) for tokens, cluster in ((96, 2), (128, 1))]
+        found += [*((tiling, 2) for tiling in half), *((tiling, 1) for tiling in wide)]
+    for tiling, teams in found:
+        block = wgmma_config.of_tiling(bits, tiling, teams, grouped=False, nvfp4=False)
+        if tiling.cluster == 1 or block.splits(k, tiling.cluster):
+            x, out = _operands(tiling.tokens + 30, weight, dtype)
+            wgmma.linear(x, *weight, out, wgmma.Plan(tiling, 2 * tiling.cluster * tiling.sharers, teams))
             assert torch.isfinite(out).all()
 
 

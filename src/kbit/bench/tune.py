@@ -75,10 +75,10 @@ def likely_plans(m: int, problem: Problem, device: driver.DeviceLimits) -> list[
     costs = wgmma.candidates(m, problem.weight_on(device))
     enough = next((tokens for tokens in wgmma_config.TOKENS if tokens >= m), wgmma_config.TOKENS[-1])
     plans = sorted((plan for plan in costs if plan.tiling.tokens <= enough), key=lambda plan: costs[plan])
-    kinds: dict[tuple[int, bool], list[wgmma.Plan]] = {}
+    kinds: dict[tuple[int, bool, bool], list[wgmma.Plan]] = {}
     for plan in plans:
         if costs[plan] <= ESTIMATE_RANGE * costs[plans[0]]:
-            kinds.setdefault((plan.tiling.rows, plan.tiling.multicast), []).append(plan)
+            kinds.setdefault(plan.tiling.kind, []).append(plan)
     return [plan for kind in kinds.values() for plan in kind[:MOST_PLANS]]
 
 

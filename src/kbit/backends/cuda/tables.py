@@ -245,10 +245,11 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 def _tiling(plan: dict[str, Any]) -> Tiling:
     plan = Tiling._field_defaults | plan
-    multicast = plan["multicast"]
-    if not isinstance(multicast, bool):
-        raise TableError(f"multicast must be true or false, got {multicast!r:.40}")
-    return Tiling(_integer(plan, "tokens"), _integer(plan, "cluster"), _integer(plan, "rows"), multicast)
+    sizes, flags = ("tokens", "cluster", "rows"), ("multicast", "narrow")
+    for name in flags:
+        if not isinstance(plan[name], bool):
+            raise TableError(f"{name} must be true or false, got {plan[name]!r:.40}")
+    return Tiling(*(_integer(plan, name) for name in sizes), *(plan[name] for name in flags))
 
 
 def _no_constant(name: str) -> None:

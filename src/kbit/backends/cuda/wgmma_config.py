@@ -21,6 +21,10 @@ HALF_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)  # of blocks of 64 rows, two te
 # The same for experts whose tiles of 128 rows leave half of the machine idle: 8 of 512 x 2048 by 64 rows each
 # take 7.1 us on an H200, by tiles of 128 rows 8.0.
 GROUPED_HALF_TOKENS = (32, 64)
+# Of blocks of 64 rows that may have steps of one tile where others have two, see Config.columns: where K and
+# the weight are small, the first step is there sooner. 512 x 2048 by 1024 tokens take 6.9 us on an H100, not
+# 7.3; 4096 x 2048 by 128 tokens 7.0, not 6.8.
+NARROW_TOKENS = (64,)
 # Of blocks of 192 rows, where tiles of 128 leave much of the last wave empty: 10240 x 2048 by 256 tokens
 # take 18.8 us on an H200, by tiles of 128 rows 22.1.
 WIDE_TOKENS = (96, 128, 192)
@@ -48,12 +52,19 @@ class Tiling(NamedTuple):
         tokens, rows: tokens, and rows of W, of a block.
         cluster: blocks that split K.
         multicast: whether two blocks have the same activations and copy them for each other.
+        narrow: whether a step has one tile of columns where two are usual.
     """
 
     tokens: int
     cluster: int
     rows: int = ROWS
     multicast: bool = False
+    narrow: bool = False
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What estimates tell apart less well than tokens and clusters."""
+        return self.rows, self.multicast, self.narrow
 
     @property
     def sharers(self) -> int:
@@ -62,7 +73,8 @@ class Tiling(NamedTuple):
 
     def __str__(self) -> str:
         of_rows = "" if self.rows == ROWS else f" of {self.rows} rows"
-        return f"{self.tokens}x{self.cluster}{of_rows}{' multicast' if self.multicast else ''}"
+        how = f"{' multicast' if self.multicast else ''}{' narrow' if self.narrow else ''}"
+        return f"{self.tokens}x{self.cluster}{of_rows}{how}"
 
 
 class Config(NamedTuple):
@@ -75,6 +87,7 @@ class Config(NamedTuple):
         grouped: whether it multiplies experts.
         nvfp4: whether tiles are those of NVFP4.
         multicast: whether two blocks copy activations for each other.
+        narrow: whether a step has one tile of columns in any case.
     """
 
     bits: int
@@ -84,10 +97,11 @@ class Config(NamedTuple):
     nvfp4: bool = False
     rows: int = ROWS
     multicast: bool = False
+    narrow: bool = False
 
     def tiling(self, cluster: int) -> Tiling:
         """The tiling of launches of this block in clusters of so many."""
-        return Tiling(self.tokens, cluster, self.rows, self.multicast)
+        return Tiling(self.tokens, cluster, self.rows, self.multicast, self.narrow)
 
     @property
     def warpgroups(self) -> int:
@@ -103,7 +117,7 @@ class Config(NamedTuple):
     def columns(self) -> int:
         """Columns of a step: those of two tiles, where decoding has more latency than products hide."""
         few = self.tokens <= (64 if self.warpgroups == 2 and (self.teams == 1 or self.bits < 5) else 32)
-        return 2 * TILE_COLUMNS if few else TILE_COLUMNS
+        return 2 * TILE_COLUMNS if few and not self.narrow else TILE_COLUMNS
 
     def steps_of(self, in_features: int) -> int:
         """Steps that K takes; the blocks of a cluster share them."""
@@ -127,7 +141,8 @@ def of_tiling(bits: int, tiling: Tiling, teams: int, grouped: bool, nvfp4: bool)
     of NVFP4, so those get one team.
     """
     most = 1 if nvfp4 and tiling.rows == ROWS and tiling.tokens == TEAM_TOKENS[-1] else 2
-    return Config(bits, tiling.tokens, min(teams, most), grouped, nvfp4, tiling.rows, tiling.multicast)
+    how = tiling.rows, tiling.multicast, tiling.narrow
+    return Config(bits, tiling.tokens, min(teams, most), grouped, nvfp4, *how)
 
 
 def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Config]:
@@ -138,7 +153,9 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
     """
     found = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
     if not gated:
-        found += [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
+        half = [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
+        wide = [block for block in half if block.tokens in NARROW_TOKENS and block.columns > TILE_COLUMNS]
+        found += half + [block._replace(narrow=True) for block in wide]
         found += [Config(bits, tokens, rows=WIDE_ROWS) for tokens in WIDE_TOKENS]
     if cluster == 1:
         found += [Config(bits, tokens, multicast=True) for tokens in MULTICAST_TOKENS]
