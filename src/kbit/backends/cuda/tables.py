@@ -197,7 +197,7 @@ def read_row(item: object) -> tuple[Problem, Row]:
         TableError: a field is missing, of another type, or out of range.
     """
     item = _object(item, "it")
-    bits, gated = _integer(item, "bits"), item.get("gated")
+    bits, gated = _integer(item, "bits"), _flag(item, "gated")
     dtype, kernel = _text(item, "dtype"), _text(item, "kernel")
     for name, value, known in (
         ("bits", bits, SUPPORTED_BITS),
@@ -206,8 +206,6 @@ def read_row(item: object) -> tuple[Problem, Row]:
     ):
         if value not in known:
             raise TableError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-    if not isinstance(gated, bool):
-        raise TableError(f"gated must be true or false, got {gated!r}")
     tiling = _tiling(_object(item.get("plan"), "plan")) if kernel == "wgmma" else None
     us, runner_up, runner_up_us = _microseconds(item, "us"), None, None
     if item.get("runner_up") is not None:
@@ -245,11 +243,13 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 def _tiling(plan: dict[str, Any]) -> Tiling:
     plan = Tiling._field_defaults | plan
-    sizes, flags = ("tokens", "cluster", "rows"), ("multicast", "narrow")
-    for name in flags:
-        if not isinstance(plan[name], bool):
-            raise TableError(f"{name} must be true or false, got {plan[name]!r:.40}")
-    return Tiling(*(_integer(plan, name) for name in sizes), *(plan[name] for name in flags))
+    return Tiling(
+        tokens=_integer(plan, "tokens"),
+        cluster=_integer(plan, "cluster"),
+        rows=_integer(plan, "rows"),
+        multicast=_flag(plan, "multicast"),
+        narrow=_flag(plan, "narrow"),
+    )
 
 
 def _no_constant(name: str) -> None:
@@ -266,6 +266,13 @@ def _integer(item: Mapping[str, Any], name: str) -> int:
     value = item.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         raise TableError(f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r:.40}")
+    return value
+
+
+def _flag(item: Mapping[str, Any], name: str) -> bool:
+    value = item.get(name)
+    if not isinstance(value, bool):
+        raise TableError(f"{name} must be true or false, got {value!r:.40}")
     return value
 
 
