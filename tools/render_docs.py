@@ -36,8 +36,8 @@ from kbit.cli import app
 from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-H100_FILE = "h100-80gb-hbm3-kernels.json"
-SANITIZER_FILE, MOE_FILE = "h200-sanitizer.json", "h200-moe.json"
+H100_FILES = {name: f"h100-80gb-hbm3-{name}.json" for name in ("kernels", "widths", "moe")}
+SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
 NVFP4_FILE = "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
@@ -63,9 +63,9 @@ def about(*results: dict[str, Any]) -> str:
     )
 
 
-def widths() -> str:
+def widths(file: str = WIDTHS_FILE) -> str:
     """Every width on a GPU, in one run: the product that kbit.linear chose."""
-    result = load_if_there(WIDTHS_FILE)
+    result = load_if_there(file)
     if not result:
         return ""
     cells = {
@@ -150,9 +150,9 @@ def ahead_of_peers() -> str:
     return "\n\n".join(tables)
 
 
-def experts() -> str:
+def experts(file: str = MOE_FILE) -> str:
     """Products with many experts, against the fastest 16-bit path."""
-    result = load_if_there(MOE_FILE)
+    result = load_if_there(file)
     ours = [row for row in result.get("rows", []) if row["kernel"] == "kbit" and row["vs_best_16_bit"]]
     if not ours:
         return "Not measured yet: `kbit bench moe` does."
@@ -324,10 +324,13 @@ def nvfp4() -> str:
 
 
 def sanitizer() -> str:
-    """What compute-sanitizer found."""
-    result = load_if_there(SANITIZER_FILE)
-    runs = [f"{run['tool']}: {'; '.join(run['summary'])}" for run in result.get("runs", [])]
-    return "\n".join([about(result), "", *(f"* {run}" for run in runs)]) if runs else ""
+    """What compute-sanitizer found, on every GPU where it ran."""
+    found = []
+    for file in sorted(RESULTS.glob(SANITIZER_FILES)):
+        result = load(file.name)
+        runs = [f"{run['tool']}: {'; '.join(run['summary'])}" for run in result["runs"]]
+        found.append("\n".join([about(result), "", *(f"* {run}" for run in runs)]))
+    return "\n\n".join(found)
 
 
 def provenance() -> str:
@@ -411,7 +414,9 @@ def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     **README_SECTIONS,
-    "gpu_h100": lambda: gpu(H100_FILE),
+    "gpu_h100": lambda: gpu(H100_FILES["kernels"]),
+    "widths_h100": lambda: widths(H100_FILES["widths"]),
+    "experts_h100": lambda: experts(H100_FILES["moe"]),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
