@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from pathlib import Path
 
@@ -234,6 +235,13 @@ def without(name: str) -> dict[str, torch.Tensor]:
 def test_config_and_tensors_disagree(tmp_path, tensors, policy, config, message):
     with pytest.raises(ValueError, match=message):
         validate_checkpoint(write(tmp_path, tensors, policy, **config))
+
+
+def test_a_config_may_hold_what_python_writes_of_infinity(tmp_path):
+    folder = write(tmp_path, good_tensors(), time_step_limit=[0.0, math.inf])
+    assert "Infinity" in (folder / "config.json").read_text()
+    validate_checkpoint(folder)
+    assert read_config(folder)["time_step_limit"] == [0.0, math.inf]
 
 
 def test_no_folder_and_no_weights(tmp_path):

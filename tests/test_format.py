@@ -16,6 +16,7 @@ from kbit.format.codebook import CODEBOOKS, get_codebook, midpoints, nearest_cod
 from kbit.format.scales import ABSMAX_FORMATS, absmax_format
 
 GOLDEN = Path(__file__).parent / "golden"
+NF4 = kbit.normal_float(4).tolist()
 ALL_BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
@@ -287,6 +288,8 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("codebook", {"x": [1]}, r"no levels for 4 bits, only for \['x'\]"),
         ("codebook", {"4": None}, "codebook must be a name of"),
         ("codebook", {4: "nf"}, "4 bits need 16 numbers, got 'nf'"),
+        ("codebook", {4: NF4, 9: "x"}, "a width of codebook must be one of"),
+        ("codebook", {4: NF4, 3: [0.1, 1.0]}, "codebook"),
     ],
 )
 def test_bad_fields_of_a_policy_are_named(field, value, message):
@@ -310,11 +313,22 @@ def test_bad_fields_of_a_policy_are_named(field, value, message):
         "a*" * 9,
         "a?" * 40,
         "(a|a)" * 40,
+        r"(?i)(.*)(.*)(.*)\1b",
+        "(?P<x>.*)(?P=x)b",
+        "(a)?(?(1)b|c)",
     ],
 )
 def test_an_override_that_could_be_searched_for_forever_is_refused(pattern):
-    with pytest.raises(ValueError, match="overrides: .* (repeats a group|has too many repeats)"):
+    with pytest.raises(ValueError, match="overrides: .* (repeats a|refers to a group|has too many repeats)"):
         kbit.QuantizationPolicy(overrides={pattern: 3}).bits_for("a" * 60 + "!")
+
+
+def test_overrides_share_the_time_that_a_name_may_take():
+    name = "a" * 100
+    slow = [f".*.*.*b{number}" for number in range(30)]
+    assert kbit.QuantizationPolicy(overrides=dict.fromkeys(slow[:10], 3)).bits_for(name) == 4
+    with pytest.raises(ValueError, match="there are too many with repeats or alternatives"):
+        kbit.QuantizationPolicy(overrides=dict.fromkeys(slow, 3)).bits_for(name)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Parts of quantized layers: other dtypes or strides than layers make, no rows; torch.export finds them."""
+"""Parts of quantized layers: other dtypes or strides than layers make, no rows; how torch calls and finds them."""
 
 import copy
 
@@ -178,3 +178,13 @@ def test_a_state_without_metadata_loads():
     other = KbitLinear.from_linear(nn.Linear(64, 8), bits=3)
     other.load_state_dict(dict(saved.state_dict()))
     assert torch.equal(other.dequantize(), saved.dequantize())
+
+
+def test_layers_are_called_by_the_names_that_torch_has():
+    x, ids = torch.randn(3, 64), torch.tensor([1, 2])
+    linear, table = nn.Linear(64, 96), nn.Embedding(10, 64)
+    settings = NVFP4Settings(activations="16bit")
+    layers = [KbitLinear.from_linear(linear), NVFP4Linear.from_linear(linear, settings)]
+    layers.append(KbitEmbedding.from_embedding(table))
+    for layer, given in zip(layers, (x, x, ids), strict=True):
+        assert torch.equal(layer(input=given), layer(given))

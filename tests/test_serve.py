@@ -28,7 +28,8 @@ from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
 
-TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+REFUSAL = "{% if m.role == 'nobody' %}{{ raise_exception('no') }}{% endif %}"
+TEMPLATE = f"{{% for m in messages %}}{REFUSAL}<s>{{{{ m['content'] }}}}{{% endfor %}}"
 # A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
 BATCHED = ["--continuous-batching", "--cb-block-size=16", "--cb-num-blocks=64"]
 PLAN = bench.Plan(clients=(1, 8), requests=2, prompt_words=8, new_tokens=4, timeout=60)
@@ -98,7 +99,20 @@ USER = {"role": "user", "content": "w1"}
         ("chat/completions", {"messages": [USER | {"content": 1}]}, "messages[0].content must be a string"),
         ("chat/completions", {"messages": [USER], "max_tokens": "many"}, "max_tokens must be a whole number"),
         ("chat/completions", {"messages": [USER], "temperature": "hot"}, "temperature must be a number"),
+        ("chat/completions", {"messages": [USER], "temperature": 1e-45}, "temperature must be a number, 0"),
+        ("chat/completions", {"messages": [USER], "temperature": -1}, "temperature must be a number, 0"),
+        ("chat/completions", {"messages": [USER], "top_p": -3}, "top_p must be a number, above 0"),
+        ("chat/completions", {"messages": [USER], "frequency_penalty": -1}, "frequency_penalty must be a"),
         ("chat/completions", {"messages": [USER], "seed": 1.5}, "seed must be a whole number"),
+        ("chat/completions", {"messages": [USER], "seed": 2**80}, "seed must be a whole number of 64 bits"),
+        ("chat/completions", {"messages": [USER], "tools": 5}, "tools must be a list of objects"),
+        (
+            "chat/completions",
+            {"messages": [USER | {"content": [5]}]},
+            "messages[0].content must have objects",
+        ),
+        ("completions", {"prompt": "w1", "generation_config": "{bad"}, "generation_config must be a string"),
+        ("completions", {"prompt": "w1", "generation_config": "5"}, "generation_config must be a string"),
         ("completions", {}, "prompt must be a string"),
         ("completions", {"prompt": ["w1"]}, "prompt must be a string"),
         ("completions", {"prompt": "w1", "max_tokens": 0}, "max_tokens must be a whole number"),
@@ -115,6 +129,28 @@ def test_malformed_requests_are_told_what_they_lack(path, body, told, served, fo
     error = json.loads(answer)["error"]
     assert error["message"].startswith(told)
     assert (error["type"], error["param"]) == ("invalid_request_error", told.partition("[")[0].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"temperature": 1e-45}, "temperature must be a number, 0"),
+        ({"pad_token_id": "x"}, "the request's settings are of no use"),
+    ],
+)
+def test_settings_in_a_string_are_checked_too(settings, told, served, folders):
+    body = {"model": str(folders["kbit"]), "prompt": "w1", "generation_config": json.dumps(settings)}
+    status, answer = bench._request(served[0], "POST", "/v1/completions", body, 60.0)
+    assert status == 400, answer
+    assert json.loads(answer)["error"]["message"].startswith(told)
+
+
+def test_what_the_template_refuses_is_told(served, folders):
+    message = {"role": "nobody", "content": "w1"}
+    body = {"model": str(folders["kbit"]), "messages": [message]}
+    status, answer = bench._request(served[0], "POST", "/v1/chat/completions", body, 60.0)
+    assert status == 400, answer
+    assert json.loads(answer)["error"]["message"] == "the model's chat template refuses this: no."
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -274,7 +274,7 @@ DAMAGED = [
     (b"\xff\xfe\x00", "it is not JSON"),
     (b"[" * 100_000, "it is not JSON"),
     (b"[]", "the file must be an object, got list"),
-    (content(item(us=float("nan"))), "NaN is no number"),
+    (content(item(us=float("nan"))), "NaN is not JSON"),
     (content(version=2), "version must be 1, got 2"),
     (content(device=None), "device must be an object"),
     (content(device={"multiprocessors": "132"}), "multiprocessors must be a whole number"),

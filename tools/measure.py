@@ -24,13 +24,14 @@ RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "measure"
 SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
 REPEATS = "--repeats 7"
 KERNEL_OPTIONS = f"{REPEATS} --rows 1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
+DOCUMENTED = "h200"
 POLL_SECONDS = 0.5
 NOT_RUN = -1  # in place of an exit code
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command; {gpu} in its words stands for the GPU's name, {results} for the folder of results.
+    """A command; {gpu} in its words stands for the GPU's name, {results} and the like for folders.
 
     Attributes:
         name: of the log, and in what `--only` names.
@@ -46,8 +47,14 @@ class Job:
 
     def command(self, gpu: str) -> list[str]:
         """What to run."""
-        words = self.words.format(gpu=gpu, results=RESULTS, tables=SHIPPED_TABLES).split()
+        folders = {"results": RESULTS, "tables": SHIPPED_TABLES, "plots": plots_of(gpu)}
+        words = self.words.format(gpu=gpu, **folders).split()
         return [sys.executable, *(words[1:] if words[0] == "python" else ["-m", "kbit", *words])]
+
+
+def plots_of(gpu: str) -> Path:
+    """Where pictures go: those of the documentation are of one GPU."""
+    return ROOT / "docs" / "plots" if gpu == DOCUMENTED else LOGS / "plots"
 
 
 # The most important first, and long before short; those that need several GPUs wait for all of them.
@@ -146,15 +153,15 @@ JOBS = (
     ),
     Job(
         "workload",
-        "bench workload {results}/{gpu}-widths.json --plot docs/plots/users-fp16.png "
+        "bench workload {results}/{gpu}-widths.json --plot {plots}/users-fp16.png "
         "--json {results}/{gpu}-workload.json",
         gpus=0,
         after=("widths",),
     ),
-    Job("plots", "bench plot {results}/{gpu}-kernels.json --out docs/plots", gpus=0, after=("kernels",)),
+    Job("plots", "bench plot {results}/{gpu}-kernels.json --out {plots}", gpus=0, after=("kernels",)),
     Job(
         "generate-plot",
-        "bench plot {results}/{gpu}-generate-qwen3-30b-a3b.json --out docs/plots",
+        "bench plot {results}/{gpu}-generate-qwen3-30b-a3b.json --out {plots}",
         gpus=0,
         after=("30b-generate",),
     ),
@@ -243,7 +250,9 @@ def chosen(names: Sequence[str], most_gpus: int) -> list[Job]:
 
 def gpu_name(full: str) -> str:
     """Such as "h200", in names of files."""
-    return full.lower().removeprefix("nvidia ").replace(" ", "-")
+    from kbit.backends.cuda.tables import slug
+
+    return slug(full).removeprefix("nvidia-")
 
 
 def main() -> int:
@@ -269,7 +278,8 @@ def main() -> int:
     if not count and (not given.only or len(jobs) < len(set(given.only))):
         parser.error("there is no GPU that torch can use")
     name = given.name or (gpu_name(torch.cuda.get_device_name()) if count else "none")
-    SHIPPED_TABLES.mkdir(exist_ok=True)
+    for folder in (SHIPPED_TABLES, plots_of(name)):
+        folder.mkdir(parents=True, exist_ok=True)
     done = run(jobs, gpus, name, LOGS)
     return int(any(code for code, _ in done.values()))
 

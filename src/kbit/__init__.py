@@ -21,7 +21,11 @@ from kbit.dispatch import explain
 from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
-from kbit.integrations.transformers.cuda_graphs import disable_cuda_graphs, enable_cuda_graphs
+from kbit.integrations.transformers.cuda_graphs import (
+    CUDAGraphWarning,
+    disable_cuda_graphs,
+    enable_cuda_graphs,
+)
 from kbit.nn import compile_kernels, dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from kbit.integrations.transformers import KbitConfig
 
 __all__ = [
+    "CUDAGraphWarning",
     "KbitConfig",
     "KbitError",
     "NVFP4Config",

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,8 +18,6 @@ from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from kbit.format import QuantizationPolicy
     from kbit.integrations.streaming import Codes
@@ -68,4 +67,6 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
                 quantize_model(model, policy, show, list(samples.to(place).split(1)))
         return stored_parts(model)
 
-    return Codes(hashlib.sha256(samples.numpy().tobytes()).hexdigest(), make)
+    # Sums of activations differ from device to device and from one version of torch to another.
+    key = [hashlib.sha256(samples.numpy().tobytes()).hexdigest(), place.type, torch.__version__]
+    return Codes(" ".join(key), make)

@@ -1,21 +1,36 @@
 """Requests that transformers' server would answer with status 500, or not survive, are told what they lack.
 
 Continuous batching computes all requests in one thread. An exception there, by a prompt without tokens or by
-a request that is larger than the whole cache, ends that thread: the server answers nothing from then on.
+a request that is larger than the whole cache, or by a temperature that leaves nothing to sample, ends that
+thread: the server answers nothing from then on.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from kbit.cli.generate import LEAST_TEMPERATURE
 
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
 
-_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_NUMBERS = ("temperature", "top_p", "frequency_penalty")
-
+_MOST = 1e6
+_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+# Which numbers a field may have, and the same in words.
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (
+        lambda value: value == 0 or LEAST_TEMPERATURE <= value <= _MOST,
+        f"0, which decodes greedily, or from {LEAST_TEMPERATURE:g} to {_MOST:g}",
+    ),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "top_k": (lambda value: 0 <= value <= _MOST and value == int(value), "a whole one of at least 0"),
+    "frequency_penalty": (lambda value: -1 < value <= _MOST, f"above -1 and at most {_MOST:g}"),
+    "repetition_penalty": (lambda value: 0 < value <= _MOST, f"above 0 and at most {_MOST:g}"),
+}
+_SEEDS = range(-(2**63), 2**64)  # that torch takes
 
 NO_TEMPLATE = (
     "tokenizer has no chat template, by which the server makes prompts of messages. Copy the "
@@ -41,6 +56,8 @@ def refuse_malformed() -> None:
     ChatCompletionHandler.handle_request = _checked(ChatCompletionHandler, "messages", wrong_messages)
     CompletionHandler.handle_request = _checked(CompletionHandler, "prompt", wrong_prompt)
     ResponseHandler.handle_request = _checked(ResponseHandler, "input", wrong_input)
+    for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
+        handler._build_generation_config = _settled(handler._build_generation_config)
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
             setattr(manager, method, _fitted(getattr(manager, method)))
@@ -53,8 +70,13 @@ def wrong_messages(messages: Any) -> str | None:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f'messages[{index}] must be an object with a role, "user" for one.'
-        if not isinstance(message.get("content"), str | list | None):
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
             return f"messages[{index}].content must be a string or a list of parts."
+        if isinstance(content, list) and not all(isinstance(part, Mapping) for part in content):
+            return (
+                f'messages[{index}].content must have objects as parts: {{"type": "text", "text": "Hello"}}.'
+            )
     return None
 
 
@@ -70,19 +92,36 @@ def wrong_input(value: Any) -> str | None:
     return None if isinstance(value, str | list) else "input must be a string or a list."
 
 
+def check_settings(body: Mapping[str, Any]) -> None:
+    """Raises RequestError where a field of a request is of the wrong kind, or a number out of range."""
+    check_numbers(body)
+    if (text := body.get("generation_config")) is not None:
+        try:
+            settings = json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            settings = None
+        if not isinstance(settings, dict):
+            wrong = "generation_config must be a string that holds a JSON object of settings."
+            raise RequestError(wrong, "generation_config")
+        check_numbers(settings)
+    tools = body.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
+        raise RequestError("tools must be a list of objects.", "tools")
+
+
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """Raises RequestError where a field that has to be a number is something else."""
+    """Raises RequestError where a field that has to be a number is something else, or out of range."""
     for field in _COUNTS:
         value = body.get(field)
         if value is not None and (type(value) is not int or value < 1):
-            raise RequestError(f"{field} must be a whole number of at least 1, got {value!r}.", field)
-    for field in _NUMBERS:
+            raise RequestError(f"{field} must be a whole number of at least 1, got {value!r:.40}.", field)
+    for field, (may_be, words) in _NUMBERS.items():
         value = body.get(field)
-        if value is not None and type(value) not in (int, float):
-            raise RequestError(f"{field} must be a number, got {value!r}.", field)
+        if value is not None and not (type(value) in (int, float) and may_be(value)):
+            raise RequestError(f"{field} must be a number, {words}, got {value!r:.40}.", field)
     seed = body.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise RequestError(f"seed must be a whole number, got {seed!r}.", "seed")
+    if seed is not None and not (type(seed) is int and seed in _SEEDS):
+        raise RequestError(f"seed must be a whole number of 64 bits, got {seed!r:.40}.", "seed")
 
 
 def fit(tokens: int, settings: Any, room: int | None) -> None:
@@ -137,19 +176,35 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     return fitted
 
 
+def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler's method to make a request's GenerationConfig, with RequestError for what it cannot be."""
+
+    @functools.wraps(build)
+    def settled(self: Any, body: dict, *args: Any, **kw: Any) -> Any:
+        try:
+            return build(self, body, *args, **kw)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise RequestError(f"the request's settings are of no use: {error}.", None) from None
+
+    return settled
+
+
 def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
     handle = handler.handle_request
 
     @functools.wraps(handle)
     async def handle_request(self: Any, body: dict, request_id: str) -> Any:
         from fastapi.responses import JSONResponse
+        from jinja2 import TemplateError
 
         try:
             if wrong := check(body.get(field)):
                 raise RequestError(wrong, field)
-            check_numbers(body)
+            check_settings(body)
             try:
                 return await handle(self, body, request_id)
+            except TemplateError as error:
+                raise RequestError(f"the model's chat template refuses this: {error}.", field) from None
             except ValueError as error:
                 if "chat_template is not set" not in str(error):
                     raise

@@ -41,16 +41,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     path = Path(folder) / CONFIG_NAME
-    return _read_object(path, remedy_for(path.parent))
+    return _read_object(path, remedy_for(path.parent), not_finite=True)
 
 
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+def _read_object(path: Path, remedy: str, not_finite: bool = False) -> dict[str, Any]:
     if path.parent.is_file():
         raise ValueError(f"{path.parent} is a file. {remedy}")
     if not path.is_file():
         raise ValueError(f"{path}: no such file. {remedy}")
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes(), not_finite)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}). Fetch the file again.") from None
     if not isinstance(content, dict):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import product
 
-# Ways to match that are worth trying, at about 10 ns each.
-MOST_WAYS = 20_000_000
+# Ways to match that are worth trying, at about 10 ns each: those of a pattern, and of all together.
+MOST_WAYS, MOST_WAYS_OF_ALL = 20_000_000, 100_000_000
 _TOKEN = re.compile(
     r"""(?P<nothing> \(\?\#[^)]*\) | \(\?[aiLmsu]+\) )
     | (?P<literal> \\. | \[\^?\]?(?:\\.|[^\]\\])*\] )
@@ -22,12 +24,16 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
+# Compared letter by letter, wherever it is tried.
+_REFERENCE = re.compile(r"\\[1-9]|\(\?P=|\(\?\(")
+
 
 def check(pattern: str) -> None:
     """Check that a pattern can be searched for.
 
     Raises:
-        ValueError: it is no regular expression, repeats what holds a choice, or uses the verbose syntax.
+        ValueError: it is no regular expression, repeats what holds a choice, refers to a group, or uses the
+            verbose syntax.
     """
     if not isinstance(pattern, str):
         raise ValueError(f"overrides: {pattern!r} is not a regular expression: it is no string.")
@@ -38,19 +44,45 @@ def check(pattern: str) -> None:
     _choices(pattern)
 
 
+def first_found(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+    """The first pattern that `re.search` finds in a name; all have passed `check`.
+
+    Raises:
+        ValueError: there may be too many ways to match names so long.
+    """
+    tried = 0
+    for pattern, name in product(patterns, names):
+        tried += _ways(pattern, name)
+        if tried > MOST_WAYS_OF_ALL:
+            raise ValueError(
+                f"overrides: there are too many with repeats or alternatives to look for them all in "
+                f"{name[:80]!r}. Write names out."
+            )
+        if re.search(pattern, name):
+            return pattern
+    return None
+
+
 def is_found(pattern: str, name: str) -> bool:
     """What `re.search` finds; `pattern` has passed `check`.
 
     Raises:
         ValueError: there may be too many ways to match a name so long.
     """
-    repeats, ways = _choices(pattern)
-    if math.comb(len(name) + repeats + 1, repeats + 1) * ways > MOST_WAYS:
+    _ways(pattern, name)
+    return re.search(pattern, name) is not None
+
+
+def _ways(pattern: str, name: str) -> int:
+    """How many ways to match a name the matcher may try; ValueError if these are too many."""
+    repeats, others = _choices(pattern)
+    ways = math.comb(len(name) + repeats + 1, repeats + 1) * others
+    if ways > MOST_WAYS:
         raise ValueError(
             f"overrides: {pattern[:80]!r} has too many repeats or alternatives to look for it in "
             f"{name[:80]!r}. Write names out, or make several overrides of it."
         )
-    return re.search(pattern, name) is not None
+    return ways
 
 
 @lru_cache(maxsize=512)
@@ -63,7 +95,7 @@ def _choices(pattern: str) -> tuple[int, int]:
     repeats, ways = 0, 1
     alternatives, chooses = [1], [False]  # of each open group, the whole pattern first
     closed = False  # just now, a group with a choice in it
-    grouped = False  # just now, a group or a reference to one
+    grouped = False  # just now, a group
     for token in _TOKEN.finditer(pattern):
         kind, text = token.lastgroup, token.group()
         if kind == "nothing":  # what follows repeats what is in front of it
@@ -73,11 +105,16 @@ def _choices(pattern: str) -> tuple[int, int]:
             raise ValueError(
                 f"overrides: {pattern[:80]!r} {what}; looking for it could take forever. Write it without."
             )
+        if _REFERENCE.match(pattern, token.start()):
+            raise ValueError(
+                f"overrides: {pattern[:80]!r} refers to a group; looking for it could take forever. Write it "
+                f"without."
+            )
         least = re.match(r"\{(\d+)", text) if grouped and kind == "quantifier" else None
         if least:
             ways *= max(1, int(least[1]))
         closed = kind == "close" and chooses[-1]
-        grouped = kind == "close" or re.match(r"\\[1-9]", text) is not None
+        grouped = kind == "close"
         if kind == "open":
             alternatives.append(1)
             chooses.append(False)

@@ -65,8 +65,9 @@ class QuantizationPolicy:
         if not isinstance(self.overrides, Mapping | None):
             raise TypeError(f"overrides must map regular expressions to bits, got {self.overrides!r}.")
         self.overrides = dict(self.overrides or {})
-        for width in self.widths():
-            get_codebook(self._codebook_entry(width), width)
+        stated = self.codebook if isinstance(self.codebook, Mapping) else ()
+        for width in (*self.widths(), *map(_integer, stated)):
+            get_codebook(self._codebook_entry(check_bits(width, "a width of codebook")), width)
         for pattern in self.overrides:
             patterns.check(pattern)
         absmax_format(str(self.absmax_format))  # a name, not the dtype
@@ -123,10 +124,8 @@ class QuantizationPolicy:
         for skipped in self.modules_to_not_convert or ():
             if any(is_inside(name, skipped) for name in names):
                 return f"modules_to_not_convert has {skipped!r}"
-        for pattern, bits in self.overrides.items():
-            if any(patterns.is_found(pattern, name) for name in names):
-                return bits or f"the override {pattern!r} is 0"
-        return None
+        found = patterns.first_found(self.overrides, names)
+        return None if found is None else self.overrides[found] or f"the override {found!r} is 0"
 
     def _decide(self, names: Sequence[str]) -> int | str:
         """The width of a module, or why it has none."""
@@ -234,6 +233,11 @@ class QuantizationPolicy:
             TypeError, ValueError: not a kbit config, a newer version, an unknown block size or field.
         """
         return cls(**policy_fields(config))
+
+
+def _integer(bits: Any) -> Any:
+    """The width that a key of a codebook names, also if JSON made it a string."""
+    return int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
 
 
 def names_to_skip(names: Iterable[str] | None) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""JSON that is not trusted: headers of checkpoints, their indexes, results."""
+"""JSON that is not trusted: headers of checkpoints, their indexes and configs, tables of measurements."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def parse_json(raw: bytes) -> Any:
-    """Parse JSON strictly: UTF-8, no repeated keys, no NaN, no half of a surrogate pair.
+def parse_json(raw: bytes, not_finite: bool = False) -> Any:
+    """Parse JSON strictly: UTF-8, no repeated keys, no half of a surrogate pair.
+
+    Args:
+        raw: the text.
+        not_finite: allow NaN and Infinity, which Python writes though JSON has neither; configs of
+            transformers may hold them.
 
     Raises:
         ValueError: it is not that.
     """
+    constant = None if not_finite else _reject_constant
     try:
         text = raw.decode("utf-8")
-        content = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+        content = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(content, ensure_ascii=False).encode("utf-8")  # raises where half of a pair is escaped
         return content

@@ -136,17 +136,20 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """[num_embeddings, embedding_dim] of `dtype`: the table decoded."""
         return api.dequantize(self.quantized(), dtype)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """int ids of any shape -> [*ids.shape, embedding_dim].
+
+        Args:
+            input: the ids, under the name that nn.Embedding has for them.
 
         Raises:
             IndexError: an id is out of range (on the CPU); this message, too, names the layer.
             TypeError, ValueError: ids are no integers, or elsewhere; the message names this layer.
         """
-        checks.embedding_ids(ids, self.weight_packed.device, self.layer_name)
+        checks.embedding_ids(input, self.weight_packed.device, self.layer_name)
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         try:
-            return torch.ops.kbit.embedding(ids, *parts, self.embedding_dim, self.dtype_probe.dtype)
+            return torch.ops.kbit.embedding(input, *parts, self.embedding_dim, self.dtype_probe.dtype)
         except IndexError as error:
             raise IndexError(f"{str(error).removesuffix('.')}{at(self.layer_name)}.") from None
 

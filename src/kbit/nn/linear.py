@@ -123,19 +123,22 @@ class KbitLinear(QuantizedModule, nn.Linear):
         """[out_features, in_features] of `dtype`: the weight decoded."""
         return api.dequantize(self.quantized(), dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features] of x's dtype, or of autocast's where that is on.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features] of x's dtype, or of autocast's where that is on.
+
+        Args:
+            input: x, under the name that nn.Linear has for it.
 
         Raises:
             NotImplementedError: x or the bias has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: x does not fit; the message names this layer.
         """
-        if not isinstance(x, torch.Tensor):
-            type_checks.tensor("linear", "x", x, self.layer_name)
+        if not isinstance(input, torch.Tensor):
+            type_checks.tensor("linear", "x", input, self.layer_name)
         call = self.merged_call
-        if call is not None and (merged := call.result_of(self, x)) is not None:
+        if call is not None and (merged := call.result_of(self, input)) is not None:
             return merged
-        return self.product(x, self.bias)
+        return self.product(input, self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`forward` of this layer alone, x [..., in_features], with a bias of the caller's [out_features].

@@ -8,7 +8,6 @@ fastest, not what is legal: `kbit.backends.cuda.preference.decide` asks that of 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 import warnings
@@ -25,6 +24,7 @@ from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.cuda.wgmma_config import TOKENS, Tiling
 from kbit.format.codebook import SUPPORTED_BITS
 from kbit.format.errors import KbitError
+from kbit.format.strict_json import parse_json
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "tables"
@@ -165,9 +165,9 @@ def parse(content: bytes, file: str) -> Table:
         TableError: it is none.
     """
     try:
-        data = json.loads(content, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise TableError(f"it is not JSON ({type(error).__name__}: {error})") from None
+        data = parse_json(content)
+    except ValueError as error:
+        raise TableError(f"it is not JSON ({error})") from None
     data = _object(data, "the file")
     if data.get("version") != VERSION:
         raise TableError(f"version must be {VERSION}, got {data.get('version')!r}")
@@ -250,10 +250,6 @@ def _tiling(plan: dict[str, Any]) -> Tiling:
         multicast=_flag(plan, "multicast"),
         narrow=_flag(plan, "narrow"),
     )
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
 
 
 def _object(value: object, name: str) -> dict[str, Any]:

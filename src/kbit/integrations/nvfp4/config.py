@@ -20,9 +20,18 @@ FORMAT_VERSION = 1
 
 @dataclass
 class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
-    """How NVFP4 layers compute (see `NVFP4Settings`), and which modules become such.
+    """How NVFP4 layers compute, and which modules become such.
 
     Attributes:
+        activations: "nvfp4" (W4A4), or "16bit" (W4A16; see `linear_nvfp4`).
+        accum: accumulation contract of W4A4 products, "exact", "seq16" or "tc".
+        search: try neighbouring block scales, of weights and activations.
+        ties: halfway magnitudes go toward "zero", or to the "even" code.
+        row_scale: give each row of activations a float32 factor; without it, activations below 0.1 lose
+            accuracy.
+        dedup: how activations are quantized for experts, "off", "gather", "scatter" or
+            "indirect"; changes no bit.
+        fold: quantize silu(gate) * up in the kernel that computes it; changes no bit, needs row_scale off.
         modules_to_not_convert: names, as in `QuantizationPolicy`; a module is skipped if one of them is its
             name or that of a parent. Routers and the output head are always skipped.
 

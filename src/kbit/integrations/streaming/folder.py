@@ -84,7 +84,13 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         )
     if target.is_symlink() and not target.exists():
         raise FileExistsError(f"{target} is a link to nothing, which no folder can replace. Remove it.")
+    in_the_way = FileExistsError(
+        f"{_replaced(target)} is in the way: an interrupted run with --force was to replace it, or it is "
+        f"yours. Remove or rename it."
+    )
     if not target.exists():
+        if os.path.lexists(_replaced(target)) and partial_of(target).exists():
+            raise in_the_way  # that run ended between its two renamings
         return
     empty = target.is_dir() and not any(target.iterdir())
     if not empty and not (target / CONFIG_NAME).is_file():
@@ -92,10 +98,7 @@ def check_target(source: Path, target: Path, force: bool) -> None:
     if not empty and not force:
         raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
     if os.path.lexists(_replaced(target)):
-        raise FileExistsError(
-            f"{_replaced(target)} is in the way: an interrupted run with --force was to replace it, or it is "
-            f"yours. Remove or rename it."
-        )
+        raise in_the_way
 
 
 def prepare(

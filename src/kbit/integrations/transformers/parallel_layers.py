@@ -148,9 +148,9 @@ class ParallelLinear(ParallelModule, KbitLinear):
     `in_features` and `out_features` are those of this rank.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Like KbitLinear's; by rows, the ranks' partial results are rounded to x's dtype, then summed."""
-        group = self.split.group
+        x, group = input, self.split.group
         if self.split.axis("weight_packed") == 0:
             y = super().forward(sum_gradients(x, group))
             columns = self.split.shapes["weight_packed"][0]
@@ -166,12 +166,12 @@ class ParallelLinear(ParallelModule, KbitLinear):
 class ParallelEmbedding(ParallelModule, KbitEmbedding):
     """A KbitEmbedding split by ids, or by columns; the rows come out whole on every rank."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Like KbitEmbedding's, bit for bit: each row is one rank's, the others add zeros."""
         if self.split.axis("weight_packed") == 1:
             columns = self.embedding_dim * self.split.mesh.size()
-            return gather_columns(super().forward(ids), columns, self.split.group)
-        local = ids - self.split.offset
+            return gather_columns(super().forward(input), columns, self.split.group)
+        local = input - self.split.offset
         mine = (local >= 0) & (local < self.num_embeddings)
         rows = super().forward(local.where(mine, 0))
         return sum_over_ranks(rows.masked_fill(~mine.unsqueeze(-1), 0), self.split.group)

@@ -73,14 +73,18 @@ class NVFP4Linear(NVFP4Module):
         """See `kbit.nn.ahead.KnowsKernels`."""
         return ahead.of_linear(self.out_features, self.in_features, self._arithmetic, tokens, dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features] of x's dtype.
+
+        Args:
+            input: x, under the name that nn.Linear has for it.
 
         Raises:
             NotImplementedError: W4A4 is to be differentiated in x: at once if forwards or by torch.func, else
                 by backward().
             TypeError, ValueError: x does not fit; the message names this layer.
         """
+        x = input
         checks.activation("linear", x, self.in_features, self._device_of("weight"), self.layer_name)
         weight = self.quantized("weight")
         bias: torch.Tensor | None = self.bias
