@@ -1,4 +1,4 @@
-"""Parts of quantized layers: other dtypes or strides than layers make, no rows; how torch calls and finds them."""
+"""Parts of quantized layers: other dtypes or strides than layers make, no rows; how torch calls them."""
 
 import copy
 

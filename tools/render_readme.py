@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,24 +222,29 @@ def models() -> str:
     results = [load(path.name) for files in MODEL_FILES for path in sorted(RESULTS.glob(files))]
     if not results:
         return "Not measured yet: `kbit bench model` does."
+    names = dict.fromkeys(result["model"] for result in results)
+    # As it is by default first, then with torch.compile.
+    results.sort(key=lambda result: (list(names).index(result["model"]), result["plan"]["compiled"]))
     batches = sorted({row["batch"] for r in results for arm in r["arms"] for row in arm["decode"]})
+    best = _best_16_bit(results)
     body = []
     for result in results:
         for arm in result["arms"]:
             if arm["absent"]:
                 continue
-            rows = [_fastest(arm, batch) for batch in batches]
-            decoded = [_speed(row["arm"], row["tokens_s"], row["vs_bf16"]) if row else "" for row in rows]
+            speeds = _speeds(arm, batches)
+            cells = [
+                f"{speed:.0f}{_times(speed, best.get((result['model'], what)), arm)}" if speed else ""
+                for what, speed in speeds.items()
+            ]
             sizes = [f"{arm[key] / 1e9:.1f}" for key in ("weight_bytes", "run_peak_bytes")]
-            read = arm["prefill_tokens_s"]
-            prefill = _speed(arm["name"], read, arm["prefill_vs_bf16"]) if read else ""
-            name = f"{_run_name(result)}, {arm['name'].removeprefix('kbit ')}"
-            body.append([name, *sizes, *decoded, prefill])
+            body.append([f"{_run_name(result)}, {arm['name'].removeprefix('kbit ')}", *sizes, *cells])
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
         "`kbit bench model`: tokens a second of greedy decoding and of a prefill of 2048 tokens, all layers, "
-        "random weights, CUDA graphs for both arms; in brackets times as fast as bfloat16, decoding by the "
-        f"faster of transformers' two ways with experts. NVIDIA {_gpu_name(results[0])}."
+        "random weights, CUDA graphs for both arms; in brackets times as fast as the fastest bfloat16 of "
+        "that model in this table, which decodes by the faster of transformers' two ways with experts. "
+        f"NVIDIA {_gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
@@ -298,8 +303,29 @@ def _fastest(arm: dict[str, Any], batch: int) -> dict[str, Any] | None:
     return max(rows, key=lambda row: row["tokens_s"]) if rows else None
 
 
-def _speed(arm: str, tokens_s: float, vs_bf16: float | None) -> str:
-    return f"{tokens_s:.0f}" + (f" ({vs_bf16:.2f})" if vs_bf16 and arm.startswith("kbit") else "")
+def _speeds(arm: dict[str, Any], batches: Sequence[int]) -> dict[int | str, float | None]:
+    """Tokens a second of an arm, by batch and in the prefill."""
+    rows = {batch: _fastest(arm, batch) for batch in batches}
+    decoded = {batch: row["tokens_s"] if row else None for batch, row in rows.items()}
+    return {**decoded, "prefill": arm["prefill_tokens_s"]}
+
+
+def _best_16_bit(results: list[dict[str, Any]]) -> dict[tuple[str, int | str], float]:
+    """Most tokens a second of any arm in bfloat16, by model and what it does."""
+    best: dict[tuple[str, int | str], float] = {}
+    for result in results:
+        for arm in result["arms"]:
+            batches = {row["batch"] for row in arm["decode"]}
+            if arm["absent"] or arm["name"].startswith("kbit"):
+                continue
+            for what, speed in _speeds(arm, sorted(batches)).items():
+                key = (result["model"], what)
+                best[key] = max(best.get(key, 0.0), speed or 0.0)
+    return best
+
+
+def _times(speed: float, best: float | None, arm: dict[str, Any]) -> str:
+    return f" ({speed / best:.2f})" if best and arm["name"].startswith("kbit") else ""
 
 
 def _gpu_name(result: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ console = Console()
 
 
 def workload(
-    table: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`, M up to 4096.")],
+    table: Annotated[Path, typer.Argument(help="A result of `bench kernels --json`, M up to --budget.")],
     distribution: Annotated[
         Path | None, typer.Option(help="Token distribution (.json) or log of requests (.jsonl).")
     ] = None,
