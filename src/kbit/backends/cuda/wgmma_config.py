@@ -42,7 +42,7 @@ _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 _STAGING_BYTES = 256  # for a token of y: two buffers of a warpgroup of 128 bytes each
 _BARRIER_BYTES = 32
-SCRATCH_BYTES, _LIST_BYTES = 256, 16 * operands.MOST_EXPERTS
+SCRATCH_BYTES, _LIST_BYTES = 256 + 16 * MOST_STAGES, 16 * operands.MOST_EXPERTS
 
 
 class Tiling(NamedTuple):

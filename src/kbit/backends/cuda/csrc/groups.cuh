@@ -146,7 +146,7 @@ struct Groups {
 };
 
 // An expert, in a list of all.
-struct Group {
+struct alignas(16) Group {
     int expert, first, end;  // its rows
     int before;              // pieces of the experts in front of it
 };
@@ -173,17 +173,16 @@ DEVICE void write_list(LIST list, const Groups<WARPS, EXPERTS>& groups, int expe
     __syncthreads();
 }
 
-// Whose piece `piece` is, which must exist: the last one's that has no more than so many in front.
+// Whose piece `piece` is, which must exist: the last one's that has no more than so many in front. All lanes
+// of a warp, which look at 32 experts at once: halving what is left, of 128 experts, took 1050 clocks on an
+// H100, a quarter of a tile of 128 rows, 512 columns and 16 tokens.
 template <class LIST>
-DEVICE const Group& find_group(LIST list, int experts, int piece) {
-    int low = 0, high = experts;  // the answer is in low .. high - 1
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (list[middle].before <= piece) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return list[low];
+DEVICE Group find_group(LIST list, int experts, int piece) {
+    const int lane = threadIdx.x & 31;
+    const auto last = [&](int first, int step) {  // of every `step`-th expert from `first` on
+        const int expert = first + lane * step;
+        const int reached = expert < experts && list[expert].before <= piece;
+        return first + (__reduce_add_sync(~0u, reached) - 1) * step;
+    };
+    return list[last(experts > 32 ? last(0, 32) : 0, 1)];
 }

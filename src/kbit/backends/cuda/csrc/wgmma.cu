@@ -105,11 +105,20 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         // The first activations come after it anyhow. Before it, biases could be those of another call: the
         // kernel in front may be what writes them.
         wait_for_previous();
-        const Addends with(p, out, work.tile, thread / 32, lane / 4);
-        if (first) {
-            barrier_wait(begin, 0);
+        const auto multiply_first = [&] {
+            if (first) {
+                barrier_wait(begin, 0);
+            }
+            multiply(a[0], begin);
+        };
+        if constexpr (kGrouped) {
+            multiply_first();
         }
-        multiply(a[0], begin);
+        const Tile tile = kGrouped ? ring.tile(begin) : p.tile(work.tile);
+        const Addends with(p, out, tile, thread / 32, lane / 4);
+        if constexpr (!kGrouped) {  // whose few steps at times take no longer than factor and biases come
+            multiply_first();
+        }
         if (two) {
             barrier_wait(next, 0);
         } else if (steps > 1) {

@@ -10,6 +10,12 @@
 using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
 using H = Half<Config::bf16>;
 
+// Of y: a block of rows of an expert's W, and rows of x from `token` on, of which those up to `end` are
+// stored.
+struct alignas(16) Tile {
+    int expert, block, token, end;
+};
+
 constexpr int kTokens = Config::tokens;
 constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
 static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
@@ -56,7 +62,9 @@ constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
 constexpr int kWeightsAt = kStagingAt + kTeams * kGroups * kStagingBytes;
 constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
-constexpr int kScratchBytes = 256;
+// Numbers of Groups::find, and the tile that each step in flight begins, if it does.
+constexpr int kFoundBytes = 256, kScratchBytes = kFoundBytes + 12 * sizeof(Tile);
+static_assert(kStages <= 12);
 constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
 // Sums and the list of experts lie in the table's holes as far as these reach.
 constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
@@ -74,12 +82,6 @@ using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::
 constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
 constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
 static_assert(kEnd == Config::shared_bytes);
-
-// Of y: a block of rows of an expert's W, and rows of x from `token` on, of which those up to `end` are
-// stored.
-struct Tile {
-    int expert, block, token, end;
-};
 
 struct Problem {
     int n, m;
@@ -99,6 +101,7 @@ struct Problem {
         alone = blocks > 1 && few ? whole : tiles();
     }
     DEVICE int tiles() const { return row_blocks * token_blocks; }
+    // All lanes of a warp.
     DEVICE Tile tile(int i) const {
         if constexpr (!kGrouped) {
             const int first = near < token_blocks ? Divider(near * row_blocks)(i) * near : 0;
@@ -144,6 +147,19 @@ struct Ring {
     DEVICE u32 early() const { return there() + 16; }
     DEVICE u32 activations() const { return base + kActivationsAt + slot * kActivationBytes; }
     DEVICE u32 weights() const { return base + kWeightsAt + slot * kWeightBytes; }
+    // Where the tile is that a step begins for its team, found by its barrier.
+    DEVICE u32 tile_at(u32 there) const {
+        const u32 step = (there - base - kBarriersAt) / kBarrierBytes;
+        return base + kScratchAt + kFoundBytes + step * sizeof(Tile);
+    }
+    DEVICE void put_tile(const Tile& of) const {
+        store_shared4(tile_at(there()), uint4{u32(of.expert), u32(of.block), u32(of.token), u32(of.end)});
+    }
+    // After the wait for that barrier.
+    DEVICE Tile tile(u32 there) const {
+        const uint4 v = load_shared4(tile_at(there));
+        return {int(v.x), int(v.y), int(v.z), int(v.w)};
+    }
     // The descriptor of a step's activations, found by its barrier.
     DEVICE u64 operand(u32 there) const {
         const u64 high = descriptor(0) >> 32 << 32;

@@ -34,7 +34,7 @@ struct Addends {
     Tile tile;
     float factor, bias[2];  // of the rows g and g + 8 of the warp's row tile
 
-    DEVICE Addends(const Problem& p, const Output& out, int number, int warp, int g) : tile(p.tile(number)) {
+    DEVICE Addends(const Problem& p, const Output& out, const Tile& tile_, int warp, int g) : tile(tile_) {
         factor = __ldg(out.scale + tile.expert);
         bias[0] = bias[1] = 0.0f;
         if (out.bias) {

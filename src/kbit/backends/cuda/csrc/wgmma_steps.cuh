@@ -23,18 +23,21 @@ DEVICE float begin(const Ring& ring, const float* codebook, const TensorMap* wei
 
 // Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
 // (Eight copies of a tile instead of a box took 800 clocks a step.) `early`: the weights of the first steps
-// complete their own barriers.
+// complete their own barriers. Grouped: the consumers read there what tile it is, since looking for its expert
+// takes 500 clocks.
 template <class WORK>
-DEVICE void produce_tile(const Problem& p, const WORK& work, Ring& ring, const TensorMap* map, bool weights,
-                         bool early) {
+DEVICE void produce_tile(const Problem& p, const WORK& work, const Tile& at, Ring& ring, const TensorMap* map,
+                         bool weights, bool early) {
     constexpr int kWords = D::kTileBytes / 4;
-    const Tile at = p.tile(work.tile);
     const int row_tile = at.expert * p.row_tiles + at.block * (p.gated ? kRowTiles / 2 : kRowTiles);
     const int first = work.first(), count = work.count();
     for (int i = 0; i < count; ++i) {
         const bool apart = early && weights && i < kEarlySteps;
         const u32 there = apart ? ring.early() : ring.there();
         barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (kGrouped && weights && i < kTeams) {
+            ring.put_tile(at);
+        }
         barrier_expect(there, weights ? kWeightBytes : kActivationBytes);
         if (apart) {
             barrier_arrive(ring.there());
@@ -72,8 +75,9 @@ DEVICE void produce(const Problem& p, WORK work, Ring ring, const TensorMap* wei
         launch_late();
     }
     for (bool first = true; work.more(); work.next(), first = false) {
+        const Tile at = p.tile(work.tile);
         if (busy) {
-            produce_tile(p, work, ring, weights ? weight_map : x_map, weights, first);
+            produce_tile(p, work, at, ring, weights ? weight_map : x_map, weights, first);
         }
         __syncwarp();
         if (work.split) {
