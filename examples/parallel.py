@@ -40,6 +40,8 @@ def distributed_config(experts: bool) -> DistributedConfig:
 def main() -> None:
     """Load, and generate twice."""
     args = arguments()
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("Start it by torchrun: torchrun --nproc-per-node 2 examples/parallel.py MODEL")
     dist.init_process_group()
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

@@ -45,6 +45,21 @@ def test_in_16_bits(tmp_path: Path, given: list[object]) -> None:
     require_near(found, exact, 0.02)
 
 
+def test_windows_longer_than_the_context_are_refused(tmp_path: Path, given: list[object]) -> None:
+    folder = Path(str(given[0]))
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 59}
+    (folder / "config.json").write_text(json.dumps(config))
+    run = CliRunner().invoke(app, ["eval", *map(str, given)])
+    assert "windows of 60 tokens are longer than the 59" in str(run.exception)
+
+
+def test_a_text_without_tokens_is_named(tmp_path: Path, given: list[object]) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    run = CliRunner().invoke(app, ["eval", *map(str, given), "--calibrate", str(empty)])
+    assert str(run.exception).startswith(f"--calibrate {empty} has 0 tokens; at least 2 are needed.")
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -202,6 +202,18 @@ def test_ctrl_c_in_a_command_cleans_up(tmp_path):
 
 
 @posix
+def test_ctrl_c_while_commands_are_put_together(tmp_path):
+    (tmp_path / "kbit").write_text(
+        "import os, signal\nimport kbit.cli, typer.main\n"
+        "typer.main.get_params_from_function = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        "kbit.cli.main()\n"
+    )
+    command = [sys.executable, str(tmp_path / "kbit"), "doctor"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+@posix
 def test_children_of_a_killed_process_end(tmp_path):
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(120)\n")
     (tmp_path / "parent.py").write_text(

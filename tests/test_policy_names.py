@@ -267,7 +267,8 @@ def test_unmatched_names_what_is_near_and_what_experts_are_called():
     assert text == (
         r"kbit found no module for override 'self_atn\.q_proj$' (nearest: model.layers.*.self_attn.q_proj, "
         "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj), "
-        "skip 'lm_haed' (nearest: lm_head). A skip is a whole name, with a layer's number for *. "
+        "skip 'lm_haed' (nearest: lm_head). A skip is a whole name, without *; an override to 0 bits is "
+        "a pattern: 'self_attn=0'. "
         "All experts of a layer are one module: model.layers.*.mlp.experts."
     )
     assert unmatched(QuantizationPolicy(overrides={"q_proj": 3}), layers, []) is None

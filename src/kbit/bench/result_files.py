@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from pathlib import Path
 from typing import Any
+
+from kbit.format.strict_json import parse_json
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -46,9 +47,10 @@ def read_result(path: Path, command: str) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: it holds no JSON object, or says what machine in no object.
     """
+    text = read_text(path, str(path), remedy(command))
     try:
-        result = json.loads(read_text(path, str(path), remedy(command)))
-    except json.JSONDecodeError as error:
+        result = parse_json(text.encode(), not_finite=True)  # whose field is named later
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). {remedy(command)}") from None
     if not isinstance(result, dict) or not isinstance(result.get("machine", {}), dict):
         raise no_result(path, command, "it or its machine is no object")

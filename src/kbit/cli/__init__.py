@@ -71,12 +71,15 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, _stop)
-    _startup.imported()
-    # As stderr does: what cannot be said in a locale, or a name that is no UTF-8, must not end a command.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _startup.imported()
+        # As stderr does: what cannot be said in a locale, or a name that is no UTF-8, must not end a command.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         app()
+    except KeyboardInterrupt:  # outside of a command, whose own typer catches
+        print(_startup.MESSAGE, file=sys.stderr)
+        sys.exit(_startup.EXIT_CODE)
     except SystemExit as end:
         if end.code == _startup.EXIT_CODE:  # typer's for Ctrl-C, which says nothing
             print(_startup.MESSAGE, file=sys.stderr)

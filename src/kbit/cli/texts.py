@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kbit.cli.model_folder import load_tokenizer
+from kbit.format.model_files import read_config
+from kbit.format.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +33,33 @@ def read_text(file: Path | None, option: str = "--text") -> str:
     return read(file, f"{option} {file}", f"Give a UTF-8 text file{leave_out}.")
 
 
-def encode_windows(folder: Path, text: str, size: int, max_tokens: int | None) -> torch.Tensor:
-    """Token ids of a text, int64 [n, size], by the tokenizer of a model folder."""
+def encode_windows(
+    folder: Path, text: str, size: int, max_tokens: int | None, what: str = "the text"
+) -> torch.Tensor:
+    """Token ids of a text, int64 [n, size], by the tokenizer of a model folder; `what` is the text's name.
+
+    Raises:
+        ValueError: it has fewer than two tokens, or windows are longer than the model's context.
+    """
     from kbit.bench.quality import windows
 
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    return windows(ids, size, max_tokens)
+    if ids.numel() < 2:
+        raise ValueError(
+            f"{what} has {counted(ids.numel(), 'token')}; at least 2 are needed. Give a longer one."
+        )
+    found = windows(ids, size, max_tokens)
+    config = read_config(folder)
+    most = config.get("text_config", config).get("max_position_embeddings")
+    if isinstance(most, int) and found.shape[1] > most:
+        raise ValueError(
+            f"windows of {found.shape[1]} tokens are longer than the {most} that the model knows positions "
+            f"for (max_position_embeddings). Give --window {most} or less."
+        )
+    return found
 
 
 def calibration_samples(folder: Path, file: Path, size: int) -> torch.Tensor:
     """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does."""
-    return encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED)
+    return encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED, f"--calibrate {file}")

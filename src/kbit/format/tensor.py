@@ -160,6 +160,14 @@ class QuantizedTensor:
         packed, absmax = (part.to(device) for part in self.canonical())
         return replace(self, packed=packed, absmax=absmax, codebook=codebook, scale=scale)
 
+    def cpu(self) -> QuantizedTensor:
+        """`to("cpu")`."""
+        return self.to("cpu")
+
+    def cuda(self) -> QuantizedTensor:
+        """`to("cuda")`: torch's current GPU."""
+        return self.to("cuda")
+
     @classmethod
     def stack(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedTensor:
         """One [E, N, K] weight from E quantized matrices.

@@ -42,7 +42,7 @@ def unmatched(
     for skipped in policy.modules_to_not_convert or ():
         if not any(is_inside(name, skipped) for name in everything):
             missed.append(f"skip '{skipped}'{_nearest(skipped, everything)}")
-            rule = " A skip is a whole name, with a layer's number for *."
+            rule = " A skip is a whole name, without *; an override to 0 bits is a pattern: 'self_attn=0'."
     if policy.embedding_bits is not None and not any(map(is_embedding, quantizable)):
         found = [name for name in others if is_embedding(name)]
         missed.append(f"embedding_bits={policy.embedding_bits}{_no_layer(found)}")

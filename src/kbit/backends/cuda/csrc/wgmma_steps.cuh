@@ -23,8 +23,8 @@ DEVICE float begin(const Ring& ring, const float* codebook, const TensorMap* wei
 
 // Warp 0 of the producers copies weights, warp 1 activations; one lane of each. A step beyond K is all zeros.
 // (Eight copies of a tile instead of a box took 800 clocks a step.) `early`: the weights of the first steps
-// complete their own barriers. Grouped: the consumers read there what tile it is, since looking for its expert
-// takes 500 clocks.
+// complete their own barriers. Grouped: the consumers read there what tile it is, since looking for its
+// expert takes 500 clocks.
 template <class WORK>
 DEVICE void produce_tile(const Problem& p, const WORK& work, const Tile& at, Ring& ring, const TensorMap* map,
                          bool weights, bool early) {
