@@ -92,6 +92,31 @@ def unmark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
         layer.__dict__.pop(name, None)
 
 
+def check_factors(model: nn.Module) -> None:
+    """Check the matrices' factors that were loaded; shapes and dtypes were checked before.
+
+    Raises:
+        ValueError: one is no power of two above zero, as in a damaged file; the message names its weight.
+    """
+    factors: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        for name in module.shapes if isinstance(module, QuantizedModule) else ():
+            factor = getattr(module, name + SCALE).detach()
+            factors.setdefault(factor.device, {})[f"{path}.{name}"] = factor.reshape(-1)
+    for device, here in factors.items():
+        if device.type == "meta":  # offloaded
+            continue
+        values = torch.cat(list(here.values()))
+        wrong = torch.frexp(values).mantissa != 0.5
+        if bool(wrong.any()):  # of each device once: it waits
+            owners = [name for name, factor in here.items() for _ in range(len(factor))]
+            first = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{owners[first]}{SCALE} must be a power of two above zero, got {float(values[first])}. "
+                f"Fetch the file again."
+            )
+
+
 def plan_ties(model: Any, plan: Plan, refuse: bool) -> Ties:
     """The tied pairs of which one end is quantized.
 

@@ -155,6 +155,7 @@ class KbitHfQuantizer(HfQuantizer):
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
+        placement.check_factors(model)
         run_together(model)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
