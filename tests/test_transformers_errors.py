@@ -66,14 +66,21 @@ def test_a_truncated_file(saved):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0, 3.0])
-@pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "mlp.experts.gate_up_proj"])
-def test_a_factor_that_is_no_power_of_two(name, value, saved):
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("self_attn.k_proj.weight", "self_attn.k_proj.weight"),
+        ("mlp.experts.1.down_proj.weight", "mlp.experts.down_proj"),
+    ],
+)
+def test_a_factor_that_is_no_power_of_two(name, owner, value, saved):
     def spoil(tensors):
-        experts = tensors[f"model.layers.1.{name}_packed"].shape[:-2]
-        tensors[f"model.layers.1.{name}_scale"] = torch.full(experts, value)
+        for expert in range(4):
+            tensors[f"model.layers.0.{name.replace('1', str(expert))}_scale"] = torch.ones(())
+        tensors[f"model.layers.0.{name}_scale"] = torch.tensor(value)
 
     edit_weights(saved, spoil)
-    message = rf"model\.layers\.1\.{name}_scale must be a power of two above zero, got {value}"
+    message = rf"model\.layers\.0\.{owner}_scale must be a power of two above zero, got {value}"
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(saved)
 
