@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def _check_sampling(temperature: float, top_p: float) -> None:
 
 def generate(
     folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
     chat: Annotated[bool, typer.Option(help="Use the chat template if there is one.")] = True,
@@ -120,6 +121,8 @@ def generate(
         raise ValueError(f"--compile is for GPUs, and the device is {device}. Add --device cuda.")
     if compiled:
         overlap_kernels()
+    if prompt == "-":
+        prompt = sys.stdin.read().removesuffix("\n")
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():

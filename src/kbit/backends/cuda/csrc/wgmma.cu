@@ -111,12 +111,12 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             }
             multiply(a[0], begin);
         };
-        if constexpr (kGrouped) {
+        if constexpr (kGrouped) {  // products first: what follows waits for shared memory
             multiply_first();
         }
         const Tile tile = kGrouped ? ring.tile(begin) : p.tile(work.tile);
         const Addends with(p, out, tile, thread / 32, lane / 4);
-        if constexpr (!kGrouped) {  // whose few steps at times take no longer than factor and biases come
+        if constexpr (!kGrouped) {  // behind loads of factor and biases, as long at times as all products
             multiply_first();
         }
         if (two) {
