@@ -233,3 +233,11 @@ def test_a_path_is_printed_as_it_is_written():
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "w:smile:/x" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("KBIT_BACKEND", 1), ("KBIT_KERNEL", 0)])
+def test_doctor_fails_where_a_setting_fails_every_command(name, code, monkeypatch):
+    monkeypatch.setenv(name, "foo")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == code
+    assert f"{name} may be" in result.output

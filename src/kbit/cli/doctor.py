@@ -233,14 +233,15 @@ def _settings() -> Finding:
     known["KBIT_CUDA_COMPILER"] = COMPILERS
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KBIT_")}
     found = {name: value for name, value in found.items() if not name.startswith("KBIT_TEST_")}
-    wrong = []
+    wrong, fatal = [], False
     for name, value in found.items():
         if name not in known:
             wrong.append(f"Nothing reads {name}; known: {', '.join(known)}.")
         elif value and (values := known[name]) is not None and value not in values:
             wrong.append(f"{name} may be {', '.join(values)}.")
+            fatal = fatal or name == "KBIT_BACKEND"  # every command asks for it
     shown = ", ".join(f"{name}={value}" for name, value in found.items())
-    return Finding("settings", shown or "none", " ".join(wrong))
+    return Finding("settings", shown or "none", " ".join(wrong), fatal)
 
 
 def _disk() -> Finding:
