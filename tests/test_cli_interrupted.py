@@ -187,30 +187,31 @@ def test_ctrl_c_while_torch_is_imported(way, tmp_path):
         assert (result.returncode, result.stderr) == (1, "went on\n")
 
 
-@posix
-def test_ctrl_c_in_a_command_cleans_up(tmp_path):
-    (tmp_path / "kbit").write_text(
-        "import os, signal\nimport kbit.cli\n"
-        "@kbit.cli.app.command()\ndef work():\n"
-        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    finally:\n        print('cleaned up')\n"
-        "kbit.cli.main()\n"
-    )
-    command = [sys.executable, str(tmp_path / "kbit"), "work"]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "cleaned up\n", "Interrupted.\n")
+INTERRUPTED_COMMAND = """
+@kbit.cli.app.command()
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print('cleaned up')
+"""
+INTERRUPTED_ASSEMBLY = """
+import typer.main
+typer.main.get_params_from_function = lambda _: os.kill(os.getpid(), signal.SIGINT)
+"""
 
 
 @posix
-def test_ctrl_c_while_commands_are_put_together(tmp_path):
-    (tmp_path / "kbit").write_text(
-        "import os, signal\nimport kbit.cli, typer.main\n"
-        "typer.main.get_params_from_function = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
-        "kbit.cli.main()\n"
-    )
-    command = [sys.executable, str(tmp_path / "kbit"), "doctor"]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+@pytest.mark.parametrize(
+    ("code", "command", "said"),
+    [(INTERRUPTED_COMMAND, "work", "cleaned up\n"), (INTERRUPTED_ASSEMBLY, "doctor", "")],
+    ids=["in a command, which cleans up", "while commands are put together"],
+)
+def test_ctrl_c(code, command, said, tmp_path):
+    (tmp_path / "kbit").write_text(f"import os, signal\nimport kbit.cli\n{code}kbit.cli.main()\n")
+    words = [sys.executable, str(tmp_path / "kbit"), command]
+    result = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, said, "Interrupted.\n")
 
 
 @posix

@@ -157,6 +157,8 @@ def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
     (tmp_path / "out.replaced").mkdir()
     assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
     assert not (tmp_path / "out.partial").exists()
+    (tmp_path / "out").rename(tmp_path / "out.partial")  # as a run leaves it that ends between renamings
+    assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
 
 
 def test_force_replaces_a_link_and_not_what_it_points_to(source, tmp_path):

@@ -187,7 +187,9 @@ def test_pages_show_the_results_and_the_command_line():
 def test_experts_show_their_file_once_there_is_one(render_docs, monkeypatch):
     monkeypatch.setattr(render_docs, "load_if_there", lambda name: {})
     assert "Not measured yet" in render_docs.experts()
-    assert render_docs.widths() == render_docs.peers() == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(render_docs, "RESULTS", Path("/nowhere"))
+        assert render_docs.widths() == render_docs.peers() == render_docs.sanitizer() == ""
     row = {"problem": "gu, 8 experts", "bits": 4, "kernel": "kbit", "us": 5.04, "vs_best_16_bit": 1.456}
     rows = [row | {"rows": 1}, row | {"rows": 8, "us": 7.0}, row | {"rows": 8, "kernel": "bmm"}]
     machine = {"gpu": "A GPU", "driver": "1", "cuda": "2", "torch": "3", "commit": "0123456789"}

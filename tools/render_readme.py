@@ -222,9 +222,9 @@ def models() -> str:
     results = [load(path.name) for files in MODEL_FILES for path in sorted(RESULTS.glob(files))]
     if not results:
         return "Not measured yet: `kbit bench model` does."
-    names = dict.fromkeys(result["model"] for result in results)
+    names = list(dict.fromkeys(result["model"] for result in results))
     # As it is by default first, then with torch.compile.
-    results.sort(key=lambda result: (list(names).index(result["model"]), result["plan"]["compiled"]))
+    results.sort(key=lambda result: (names.index(result["model"]), result["plan"]["compiled"]))
     batches = sorted({row["batch"] for r in results for arm in r["arms"] for row in arm["decode"]})
     best = _best_16_bit(results)
     body = []

@@ -24,15 +24,23 @@ class Quality:
     tokens: int
 
 
-def windows(ids: torch.Tensor, size: int = 512, max_tokens: int | None = None) -> torch.Tensor:
+def windows(
+    ids: torch.Tensor, size: int = 512, max_tokens: int | None = None, what: str = "the text"
+) -> torch.Tensor:
     """Cut token ids [T] into whole windows [n, size]; a text shorter than one gives a single short one.
+
+    Args:
+        ids: int64 [T].
+        size: tokens of a window.
+        max_tokens: leave out those behind so many.
+        what: the text's name, for the message.
 
     Raises:
         ValueError: fewer than two tokens, so nothing could be scored.
     """
     ids = ids[:max_tokens] if max_tokens else ids
     if ids.numel() < 2:
-        raise ValueError(f"the text has {ids.numel()} tokens, scoring needs at least 2. Give a longer text.")
+        raise ValueError(f"{what} has {ids.numel()} tokens; at least 2 are needed. Give a longer one.")
     size = min(size, ids.numel())
     count = ids.numel() // size
     return ids[: count * size].view(count, size)

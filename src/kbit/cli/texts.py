@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kbit.cli.model_folder import load_tokenizer
 from kbit.format.model_files import read_config
-from kbit.format.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +44,7 @@ def encode_windows(
 
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    if ids.numel() < 2:
-        raise ValueError(
-            f"{what} has {counted(ids.numel(), 'token')}; at least 2 are needed. Give a longer one."
-        )
-    found = windows(ids, size, max_tokens)
+    found = windows(ids, size, max_tokens, what)
     config = read_config(folder)
     most = config.get("text_config", config).get("max_position_embeddings")
     if isinstance(most, int) and found.shape[1] > most:

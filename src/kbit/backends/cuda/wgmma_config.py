@@ -238,6 +238,7 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         round=_round(config),
         sums=_SUMS_BYTES.get(config.tokens, 0),
         experts=operands.MOST_EXPERTS if config.grouped else 0,
+        scratch_bytes=SCRATCH_BYTES,
         shared_bytes=shared_bytes(config),
         table_bytes=operands.TABLE_BYTES,
         **operands.nvfp4_config(config.nvfp4),

@@ -63,8 +63,8 @@ constexpr int kWeightsAt = kStagingAt + kTeams * kGroups * kStagingBytes;
 constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
 // Numbers of Groups::find, and the tile that each step in flight begins, if it does.
-constexpr int kFoundBytes = 256, kScratchBytes = kFoundBytes + 12 * sizeof(Tile);
-static_assert(kStages <= 12);
+constexpr int kFoundBytes = 256, kScratchBytes = Config::scratch_bytes;
+static_assert(kFoundBytes + kStages * int(sizeof(Tile)) <= kScratchBytes);
 constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
 // Sums and the list of experts lie in the table's holes as far as these reach.
 constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;

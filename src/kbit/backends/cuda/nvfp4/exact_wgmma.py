@@ -97,6 +97,7 @@ def spec(tokens: int, grouped: bool = False) -> KernelSpec:
         round=2 * tokens,  # staging holds sums
         sums=0,
         experts=operands.MOST_EXPERTS if grouped else 0,
+        scratch_bytes=wgmma_config.SCRATCH_BYTES,
         shared_bytes=shared_bytes(tokens, grouped),
         table_bytes=operands.TABLE_BYTES,
         **operands.nvfp4_config(True),
