@@ -125,13 +125,17 @@ def test_experts(dealing: Sequence[int], gated: bool) -> None:
         cuda_on_cpu.require_product(y[mine], x[mine], w[expert], None, gated)
 
 
-@pytest.mark.parametrize("dealing", [(20, 0, 44), (70, 1)], ids=str)
-def test_experts_by_64_rows(dealing: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for tokens in wgmma_config.GROUPED_HALF_TOKENS:
-        block = wgmma_config.Config(4, tokens, 2, grouped=True, rows=wgmma_config.HALF_ROWS)
-        monkeypatch.setattr(wgmma_config, "grouped_blocks", lambda bits, gated, block=block: [block])
-        wgmma.grouped_plan.cache_clear()
-        test_experts(dealing, False)
+# Few tiles, which leave a team without any, and several for each.
+@pytest.mark.parametrize("dealing", [(3,), (20, 0, 44), (70, 1), (5,) * 10], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_by_two_teams(
+    dealing: Sequence[int], gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in wgmma_config.grouped_blocks(4, gated):
+        if block.teams > 1:
+            monkeypatch.setattr(wgmma_config, "grouped_blocks", lambda bits, gated, block=block: [block])
+            wgmma.grouped_plan.cache_clear()
+            test_experts(dealing, gated)
     wgmma.grouped_plan.cache_clear()
 
 

@@ -11,9 +11,6 @@ from kbit.backends.cuda import grouped, operands, resident, wgmma
 from kbit.backends.cuda.preference import forced_kernel
 from kbit.backends.cuda.weight_shape import WeightShape
 
-# Between 8 and 16 rows of an expert, wgmma loses where K is short and its tiles of so many weight rows fill
-# the machine: 128 experts with K = 512, N = 2048 by 16 rows take 34 us on an H100, by wgmma 37.
-_SHORT, _TILE_ROWS = 1024, 128
 # Rows of an expert, evenly dealt, and bytes of a block's weights up to which resident.cu is fastest. On an
 # H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.2 us,
 # by 16 rows 4.4 and 3.9, grouped 6.0 and 5.6; 16 of them (70 KB) by 16 rows 6.7 and 7.8, grouped 7.3 and 7.6;
@@ -35,12 +32,10 @@ def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str
     forced = forced_kernel(environment.kernel(), refusals)
     if forced:
         return forced
-    fills = experts * weight.out_features >= _TILE_ROWS * weight.device.multiprocessors
-    short = weight.in_features <= _SHORT and fills
     held = resident.plan(m, experts, weight) if refusals["resident"] is None else None
     if held is not None and m <= _RESIDENT_ROWS * experts and held.weight_bytes <= _RESIDENT_BYTES:
         return "resident"
-    few = m <= grouped.TOKENS[1 if short else 0] * experts
+    few = m <= grouped.TOKENS[0] * experts
     if refusals["grouped"] is None and (few or refusals["wgmma"] is not None):
         return "grouped"
     return "wgmma" if refusals["wgmma"] is None else "cublas"

@@ -29,9 +29,14 @@ NARROW_TOKENS = (64,)
 # take 18.8 us on an H200, by tiles of 128 rows 22.1.
 WIDE_TOKENS = (96, 128, 192)
 MULTICAST_TOKENS = (176, 256)  # of pairs of blocks that copy activations for each other
-# Of blocks of two teams of two warpgroups each. Not for experts: 128 of 1024 x 2048 by 16 rows each took
-# 33.3 us on an H200, with one team 32.0.
+# Of blocks of two teams of two warpgroups each, which take turns at the steps. Not for experts: 128 of
+# 1024 x 2048 by 16 rows each took 33.3 us on an H200, with one team 32.0.
 TEAM_TOKENS = (16, 32, 48, 64, 80, 88, 96)
+# By bits, of blocks for experts of which each team has tiles of its own: the end of one's hides behind the
+# other's steps, and no sums are added up. 128 experts of 2048 x 768 by 16 rows each take 47.3 us on an H100,
+# with one team 50.5; by 64 rows 64.4 and 69.9; at 2 bits 35.1 and 40, 58 and 69. Of 32 tokens at 4 bits six
+# steps in flight are too few: 64 us, with one team 53.
+APART_TOKENS = {2: (16, 32, 64), 3: (16, 32, 64), 4: (16, 64), 5: (16, 64)}
 ROWS, HALF_ROWS, WIDE_ROWS = 128, 64, 192  # rows of W of a block
 # Up to so many columns a block, two teams lose more by adding up at the end than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
@@ -83,7 +88,7 @@ class Config(NamedTuple):
     Attributes:
         bits: code width.
         tokens, rows: tokens, and rows of W, of a block.
-        teams: groups that take turns at the steps of K; each has a warpgroup for every 64 rows.
+        teams: groups with a warpgroup for every 64 rows, which share tiles or, see `apart`, do not.
         grouped: whether it multiplies experts.
         nvfp4: whether tiles are those of NVFP4.
         multicast: whether two blocks copy activations for each other.
@@ -102,6 +107,21 @@ class Config(NamedTuple):
     def tiling(self, cluster: int) -> Tiling:
         """The tiling of launches of this block in clusters of so many."""
         return Tiling(self.tokens, cluster, self.rows, self.multicast, self.narrow)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each team has tiles of its own, and does not take turns with the other at the steps."""
+        return self.grouped and self.teams > 1 and self.rows == ROWS
+
+    @property
+    def turns(self) -> int:
+        """Teams that take turns at the steps of a tile."""
+        return 1 if self.apart else self.teams
+
+    @property
+    def sums_bytes(self) -> int:
+        """Memory for a cluster's sums alone; without it they go where activations were."""
+        return 0 if self.apart else _SUMS_BYTES.get(self.tokens, 0)
 
     @property
     def warpgroups(self) -> int:
@@ -125,13 +145,13 @@ class Config(NamedTuple):
 
     def splits(self, in_features: int, cluster: int) -> bool:
         """Whether every block of a cluster has steps of its own, and room for the sums it is sent."""
-        if self.steps_of(in_features) < cluster * self.teams:
+        if self.apart or self.steps_of(in_features) < cluster * self.teams:
             return False
         teams = self.teams if self.tokens > 16 else 1
         groups = -(-self.tokens // (16 * teams)) * teams  # of 16 tokens, kSumTokens in csrc/wgmma.cuh
         units = -(-groups * (self.rows // 32) // cluster)
         activations = stages(self) * self.tokens * self.columns * 2
-        return cluster * units * _UNIT_BYTES <= _SUMS_BYTES.get(self.tokens, activations)
+        return cluster * units * _UNIT_BYTES <= (self.sums_bytes or activations)
 
 
 def of_tiling(bits: int, tiling: Tiling, teams: int, grouped: bool, nvfp4: bool) -> Config:
@@ -165,6 +185,7 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
 def grouped_blocks(bits: int, gated: bool) -> list[Config]:
     """The blocks that may be launched for experts; those of gated weights have 128 rows, see `blocks`."""
     found = [Config(bits, tokens, grouped=True) for tokens in GROUPED_TOKENS]
+    found += [Config(bits, tokens, 2, grouped=True) for tokens in APART_TOKENS[bits]]
     if not gated:
         found += [Config(bits, tokens, 2, grouped=True, rows=HALF_ROWS) for tokens in GROUPED_HALF_TOKENS]
     return found
@@ -186,12 +207,12 @@ def _has_teams(bits: int, tokens: int) -> bool:
 
 def _round(config: Config) -> int:
     """Tokens of y staged at a time; at 5 bits, fewer leave room for a fourth step in flight of 256 tokens."""
-    few = config.tokens // config.teams <= 16 or (config.bits == 5 and config.tokens == 256)
+    few = config.tokens // config.turns <= 16 or (config.bits == 5 and config.tokens == 256)
     return 16 if few else 32
 
 
 def _fixed_bytes(config: Config) -> int:
-    outside = _SUMS_BYTES.get(config.tokens, 0) + (_LIST_BYTES if config.grouped else 0)
+    outside = config.sums_bytes + (_LIST_BYTES if config.grouped else 0)
     if config.bits in operands.HOLES:
         outside = max(0, outside - operands.HOLE_BYTES)
     staging = config.warpgroups * _round(config) * _STAGING_BYTES
@@ -233,10 +254,11 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         rows=config.rows,
         multicast=config.multicast,
         teams=config.teams,
+        apart=config.apart,
         columns=config.columns,
         stages=stages(config),
         round=_round(config),
-        sums=_SUMS_BYTES.get(config.tokens, 0),
+        sums=config.sums_bytes,
         experts=operands.MOST_EXPERTS if config.grouped else 0,
         scratch_bytes=SCRATCH_BYTES,
         shared_bytes=shared_bytes(config),

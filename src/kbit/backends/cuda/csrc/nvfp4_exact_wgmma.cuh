@@ -17,7 +17,7 @@ constexpr u32 kMostNorms = 48;                        // of both bounds: 2^24 fo
 
 // A block's way through the tiles; Problem::steps are windows.
 struct Windows : Work {
-    DEVICE Windows(const Problem& p) : Work(p) {}
+    DEVICE Windows(const Problem& p) : Work(p, 0) {}
     DEVICE int first_window() const { return Work::first(); }
     DEVICE int windows() const { return split ? part(cluster_rank() + 1) - Work::first() : steps; }
     DEVICE int first() const { return kWindow * first_window(); }

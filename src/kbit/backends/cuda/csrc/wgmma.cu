@@ -27,7 +27,8 @@
 //
 // With few tokens the latencies of decoding are more than the products take. Two tiles a step hide a part,
 // 290 clocks a tile at 16 tokens, not 460; two teams of eight warps that take turns at the steps hide more.
-// They add up their sums in the end, which a block of few steps is better without.
+// They add up their sums in the end, which a block of few steps is better without. Of experts with few
+// tokens each team has tiles of its own, and producers of its own.
 //
 // Tiles of full waves are a block's own, one after the other. Where the rest is few, a cluster of blocks
 // splits the columns of each and adds up its sums in the blocks' order. The order of sums depends on shapes
@@ -59,7 +60,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         for (int i = 0; i < kSumTokens / 2; ++i) {
             acc[i] = 0.0f;
         }
-        const int steps = work.count() / kTeams;
+        const int steps = work.count() / kTurns;
         const bool more = work.flows();
         u32 used = 0;  // empty barrier of the step before
         const auto multiply = [&](const u32(&operand)[kSteps][4], u32 there) {
@@ -143,7 +144,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         float kept[kKept / 2];
         // Opaque, or what follows from them would be computed before the steps and kept on the stack.
         asm volatile("" : "+r"(thread), "+r"(staging), "+r"(team));
-        if constexpr (kTeams == 1) {
+        if constexpr (kTurns == 1) {
 #pragma unroll
             for (int i = 0; i < kKept / 2; ++i) {
                 kept[i] = acc[i];
@@ -153,11 +154,11 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
         } else {
             add_up_teams<0>(kept, acc, staging, thread / 128, thread % 128);
         }
-        if (kKept == kSumTokens && team) {  // team 0 has all
+        if (kTurns > 1 && kKept == kSumTokens && team) {  // team 0 has all
             if (work.split) {
                 syncs_of_finish(work);
             }
-        } else if (!kMulticast && work.split) {
+        } else if (kSplits && work.split) {
             finish_in_cluster(p, kept, out, with, work, ring.base, staging, sums_phase, team, thread);
             sums_phase ^= 1;
         } else {
@@ -184,7 +185,9 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     }
     if (warp < 4) {
         fewer_registers<kProducerRegisters>();
-        produce(p, Work(p), ring, &weight_map, &x_map, warp, lane, syncs_of_finish);
+        const int team = kApart ? warp / 2 : 0;
+        ring.slot = team;
+        produce(p, Work(p, team), ring, &weight_map, &x_map, warp - 2 * team, lane, syncs_of_finish);
     } else {
         more_registers<kConsumerRegisters>();
         D::fill(memory, level, thread - 128, kConsumers);
@@ -195,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         const Output out{scale, bias, row_scale, y, width, wide};
         const int group = uniform(warp / 4) - 1, team = group / kGroups;
         ring.slot = team;
-        consume(p, Work(p), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
+        consume(p, Work(p, team), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
                 (thread - 128) % kTeamThreads);
         if constexpr (kGrouped) {
             BlockGroups::owned(scratch).clear_others(y, m, p.width(), thread - 128, kConsumers);

@@ -34,16 +34,18 @@ constexpr int kTilesBytes = kRowTiles * D::kTileBytes;
 constexpr int kActivationBytes = kTilesOfStep * kBoxBytes;  // of a step
 constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
-// Teams of one or two consumer warpgroups take turns at the steps of a tile. In the end each has the sums of
-// kKept tokens, or team 0 of all.
-constexpr int kTeams = Config::teams;
+// Teams of one or two consumer warpgroups: so many take turns at the steps of a tile, and in the end each has
+// the sums of kKept tokens, or team 0 of all; or each has tiles of its own.
+constexpr int kTeams = Config::teams, kTurns = Config::apart ? 1 : kTeams;
+constexpr bool kApart = Config::apart;
 constexpr int kTeamThreads = 128 * kGroups;
 constexpr int kConsumers = kTeams * kTeamThreads;
 // Sums go by units of 16 tokens; those beyond kTokens are none of the tile's.
 constexpr int kSumTokens =
-    kTokens > 16 ? (kTokens + 16 * kTeams - 1) / (16 * kTeams) * (16 * kTeams) : kTokens;
-constexpr int kKept = kTokens > 16 ? kSumTokens / kTeams : kTokens;
+    kTokens > 16 ? (kTokens + 16 * kTurns - 1) / (16 * kTurns) * (16 * kTurns) : kTokens;
+constexpr int kKept = kTokens > 16 ? kSumTokens / kTurns : kTokens;
 static_assert(kStages % kTeams == 0);
+constexpr bool kSplits = !kMulticast && !kApart;  // a cluster may split a tile's steps
 // Together those that all threads start with: 168 each, 128 with three consumer warpgroups, 96 with four.
 constexpr bool kThree = kConsumers == 384, kFour = kConsumers == 512;
 constexpr int kProducerRegisters = kThree || kFour ? 32 : 40;
@@ -70,12 +72,12 @@ constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activa
 constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
 constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
 constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums - kHoleBytes : 0);
-// Of each step: all of it is there, it has been read, and its weights are there. The last is for a block's
-// first steps, two of each team, which are decoded while the kernel before still writes activations. Where
+// Of each step: all of it is there, it has been read, and its weights are there. The last is for the first
+// two steps of each team, which are decoded while the kernel before still writes activations. Where
 // there would be a fourth, beside the first step's: the sums of a cluster are there.
 constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
-constexpr int kEarlySteps = 2 * kTeams;
-static_assert(kStages >= kEarlySteps);  // each has a slot of the ring, in its first phase
+constexpr int kEarlySteps = 2 * kTurns;  // of a tile
+static_assert(kStages >= 2 * kTeams);  // each has a slot of the ring, in its first phase
 constexpr int kScratchAt = kBarriersAt + kBarrierBytes * kStages;
 using BlockGroups = Groups<(128 + kConsumers) / 32, Config::experts>;
 using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
@@ -193,9 +195,13 @@ struct Work {
     int tile, stride, tiles, alone, steps;
     bool split = false;
 
-    DEVICE Work(const Problem& p) : tiles(p.tiles()), alone(p.alone), steps(p.steps) {
+    DEVICE Work(const Problem& p, int team) : tiles(p.tiles()), alone(p.alone), steps(p.steps) {
         tile = blockIdx.x / kSharers;
         stride = gridDim.x / kSharers;
+        if constexpr (kApart) {
+            tile += team * stride;
+            stride *= kTeams;
+        }
         share();
     }
     // From a block's own tiles to those that are split.
@@ -216,12 +222,12 @@ struct Work {
     DEVICE int first() const { return split ? part(cluster_rank()) : 0; }
     // In steps of all teams, each of which has slots of the ring of its own.
     DEVICE int part(int i) const {
-        return Divider(cluster_size())((steps + kTeams - 1) / kTeams * i) * kTeams;
+        return Divider(cluster_size())((steps + kTurns - 1) / kTurns * i) * kTurns;
     }
     // Of full tiles an even number for each team, since registers of steps alternate, also from a tile to the
     // next; a step too many multiplies zeros.
     DEVICE int count() const {
-        constexpr int kEven = 2 * kTeams;
+        constexpr int kEven = 2 * kTurns;
         return split ? part(cluster_rank() + 1) - first() : (steps + kEven - 1) / kEven * kEven;
     }
     // Whether the ring goes on to another tile without a barrier of the cluster.

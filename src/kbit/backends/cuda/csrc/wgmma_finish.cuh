@@ -70,7 +70,7 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
     constexpr int kRounds = (kKept + kRound - 1) / kRound;
     const Tile& tile = with.tile;
     const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
-    const int begin = tile.token + team * kKept;
+    const int begin = tile.token + (kTurns > 1 ? team * kKept : 0);
     const int first_column = (tile.block * kGroups + group) * (p.gated ? 32 : 64);
     // 16-byte chunks of a token are turned by it, so that neither way meets a bank twice.
     const auto staged = [](int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); };
@@ -113,8 +113,8 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
             }
         }
     }
-    if (kRounds % 2 && kTeams == 1) {  // two teams wait for each other before they stage anything
-        warpgroup_sync(group);
+    if (kRounds % 2 && kTurns == 1) {  // two teams wait for each other before they stage anything
+        warpgroup_sync(kGroups * team + group);
     }
 }
 

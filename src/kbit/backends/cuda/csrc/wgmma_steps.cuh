@@ -35,7 +35,7 @@ DEVICE void produce_tile(const Problem& p, const WORK& work, const Tile& at, Rin
         const bool apart = early && weights && i < kEarlySteps;
         const u32 there = apart ? ring.early() : ring.there();
         barrier_wait(ring.empty(), ring.phase ^ 1);
-        if (kGrouped && weights && i < kTeams) {
+        if (kGrouped && weights && i < kTurns) {
             ring.put_tile(at);
         }
         barrier_expect(there, weights ? kWeightBytes : kActivationBytes);
@@ -61,11 +61,12 @@ DEVICE void produce_tile(const Problem& p, const WORK& work, const Tile& at, Rin
                 copy_box(to + kTilesBytes / 2, map, tile * kWords, row_tile + p.row_tiles / 2, there);
             }
         }
-        ring.next();
+        ring.next(kTeams / kTurns);
     }
 }
 
-// `syncs` does the cluster's barriers at the end of a tile whose steps are split.
+// Producer warp `warp` of those that `work` is for. `syncs` does the cluster's barriers at the end of a tile
+// whose steps are split.
 template <class WORK, class F>
 DEVICE void produce(const Problem& p, WORK work, Ring ring, const TensorMap* weight_map,
                     const TensorMap* x_map, int warp, int lane, F syncs) {

@@ -92,6 +92,7 @@ def spec(tokens: int, grouped: bool = False) -> KernelSpec:
         rows=ROWS,
         multicast=False,
         teams=1,
+        apart=False,
         columns=_step_columns(tokens),
         stages=_stages(tokens),
         round=2 * tokens,  # staging holds sums
