@@ -145,6 +145,9 @@ inline int uniform(int value) {
 inline u32 opaque(u32 value) {
     return value;
 }
+inline int __popc(u32 value) {
+    return __builtin_popcount(value);
+}
 inline int __ffs(u32 value) {
     return __builtin_ffs(int(value));
 }

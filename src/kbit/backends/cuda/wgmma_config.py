@@ -47,7 +47,7 @@ _SUMS_BYTES = {16: 16 * 1024, 32: 24 * 1024, 64: 36 * 1024}
 _UNIT_BYTES = 2048  # sums of 32 rows by 16 tokens
 _STAGING_BYTES = 256  # for a token of y: two buffers of a warpgroup of 128 bytes each
 _BARRIER_BYTES = 32
-SCRATCH_BYTES, _LIST_BYTES = 256 + 16 * MOST_STAGES, 16 * operands.MOST_EXPERTS
+SCRATCH_BYTES = 272 + 16 * MOST_STAGES
 
 
 class Tiling(NamedTuple):
@@ -212,11 +212,19 @@ def _round(config: Config) -> int:
 
 
 def _fixed_bytes(config: Config) -> int:
-    outside = config.sums_bytes + (_LIST_BYTES if config.grouped else 0)
+    outside = config.sums_bytes + list_bytes(config.bits, config.grouped)
     if config.bits in operands.HOLES:
         outside = max(0, outside - operands.HOLE_BYTES)
     staging = config.warpgroups * _round(config) * _STAGING_BYTES
     return operands.TABLE_BYTES + outside + staging + (SCRATCH_BYTES if config.grouped else 0)
+
+
+def list_bytes(bits: int, grouped: bool) -> int:
+    """Memory for the first rows of experts, and the row behind the last; in holes of the table, whole units."""
+    if not grouped:
+        return 0
+    unit = _UNIT_BYTES if bits in operands.HOLES else 16
+    return -(-4 * (operands.MOST_EXPERTS + 1) // unit) * unit
 
 
 def stage_bytes(tokens: int, rows: int, columns: int, tile_words: int) -> int:
@@ -260,6 +268,7 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         round=_round(config),
         sums=config.sums_bytes,
         experts=operands.MOST_EXPERTS if config.grouped else 0,
+        list_bytes=list_bytes(config.bits, config.grouped),
         scratch_bytes=SCRATCH_BYTES,
         shared_bytes=shared_bytes(config),
         table_bytes=operands.TABLE_BYTES,

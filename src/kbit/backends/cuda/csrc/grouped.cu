@@ -139,7 +139,7 @@ DEVICE int list_jobs(Job* jobs, int room, int& count, u32 scratch, const int* of
     }
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        const int pieces = groups.pieces_of(i, most_log), piece = groups.before[i];
+        const int pieces = pieces_of(groups.row[i], groups.end[i], most_log), piece = groups.before[i];
         for (int j = max(0, first_piece - piece); j < min(pieces, first_piece + count - piece); ++j) {
             const int row = groups.row[i] + (j << most_log), begin = max(first, (piece + j) * p.units);
             jobs[piece + j - first_piece] = {groups.expert(i), row, min(1 << most_log, groups.end[i] - row),

@@ -76,12 +76,19 @@ struct Owned {
 //
 // A block loads every offset once: all blocks want the same few cache lines at the same time, and with a
 // thread's neighbours, the first and the last one loaded by every thread they took 1000 clocks.
+// tokens: of a piece, a power of two, as its logarithm.
+DEVICE int pieces_of(int first, int end, int tokens) {
+    return end > first ? (end - first + (1 << tokens) - 1) >> tokens : 0;
+}
+
 template <int WARPS, int EXPERTS>
 struct Groups {
     static constexpr int kThreads = WARPS * 32;
     static constexpr int kShare = EXPERTS ? (EXPERTS + kThreads - 1) / kThreads : 1;  // 0: not used
-    // In scratch: pieces of chunks of 32 experts; the first row of an expert, and that behind the last.
-    static constexpr int kChunks = 32, kOwnedAt = kChunks * 4;
+    // In scratch: pieces of chunks of 32 experts; the first row of an expert, and that behind the last. After
+    // write_list: pieces in front of each chunk.
+    static constexpr int kChunks = 32, kOwnedAt = kChunks * 4, kBeforeAt = kOwnedAt + 16;
+    static constexpr int kScratchBytes = kBeforeAt + kChunks * 4;
     static_assert(EXPERTS <= 32 * kChunks);
 
     int row[kShare], end[kShare];  // of each expert
@@ -89,12 +96,7 @@ struct Groups {
     int all_pieces;
 
     static DEVICE int expert(int i) { return threadIdx.x + i * kThreads; }
-    // tokens: of a piece, a power of two, as its logarithm.
-    DEVICE int pieces_of(int i, int tokens) const {
-        return end[i] > row[i] ? (end[i] - row[i] + (1 << tokens) - 1) >> tokens : 0;
-    }
-
-    // scratch: shared address of kChunks + 2 numbers. Has one block barrier.
+    // scratch: a shared address. Has one block barrier.
     DEVICE void find(u32 scratch, const int* offsets, int experts, int rows, int tokens) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
@@ -112,7 +114,7 @@ struct Groups {
             if (i * kThreads < experts) {
                 const int next = __shfl_down_sync(~0u, row[i], 1);
                 end[i] = lane == 31 ? end[i] : next;
-                const int mine = pieces_of(i, tokens);
+                const int mine = pieces_of(row[i], end[i], tokens);
                 sum = mine;
 #pragma unroll
                 for (int step = 1; step < 32; step *= 2) {
@@ -145,19 +147,15 @@ struct Groups {
     }
 };
 
-// An expert, in a list of all.
-struct alignas(16) Group {
-    int expert, first, end;  // its rows
-    int before;              // pieces of the experts in front of it
-};
-
-// A list in shared memory, in rows of PER_ROW experts every ROW_BYTES.
+// The first rows of experts, and the row behind the last one's, in shared memory: PER_ROW of them every
+// ROW_BYTES. With each expert's pieces, too, it would take 8 KB more: a step in flight.
 template <int PER_ROW, int ROW_BYTES>
 struct GroupList {
-    u8* at;
+    u8* firsts;
+    u32 before;  // shared address: pieces in front of each 32 experts
 
-    DEVICE Group& operator[](int i) const {
-        return *reinterpret_cast<Group*>(at + i / PER_ROW * ROW_BYTES + i % PER_ROW * sizeof(Group));
+    DEVICE int& first(int expert) const {
+        return *reinterpret_cast<int*>(firsts + expert / PER_ROW * ROW_BYTES + expert % PER_ROW * 4);
     }
 };
 
@@ -166,23 +164,42 @@ template <class LIST, int WARPS, int EXPERTS>
 DEVICE void write_list(LIST list, const Groups<WARPS, EXPERTS>& groups, int experts) {
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        if (groups.expert(i) < experts) {
-            list[groups.expert(i)] = {groups.expert(i), groups.row[i], groups.end[i], groups.before[i]};
+        const int expert = groups.expert(i);
+        if (expert < experts) {
+            list.first(expert) = groups.row[i];
+            if (expert % 32 == 0) {
+                put_shared(list.before + expert / 32 * 4, groups.before[i]);
+            }
+            if (expert == experts - 1) {
+                list.first(experts) = groups.end[i];
+            }
         }
     }
     __syncthreads();
 }
 
-// Whose piece `piece` is, which must exist: the last one's that has no more than so many in front. All lanes
-// of a warp, which look at 32 experts at once: halving what is left, of 128 experts, took 1050 clocks on an
-// H100, a quarter of a tile of 128 rows, 512 columns and 16 tokens.
+struct Group {
+    int expert, first, end;  // its rows
+    int before;              // pieces of the experts in front of it
+};
+
+// Whose piece `piece` is, which must exist. All lanes of a warp, which look at 32 experts at once: halving a
+// list of pieces, of 128 experts, took 1050 clocks on an H100, a quarter of a tile of 128 rows, 512 columns
+// and 16 tokens.
 template <class LIST>
-DEVICE Group find_group(LIST list, int experts, int piece) {
-    const int lane = threadIdx.x & 31;
-    const auto last = [&](int first, int step) {  // of every `step`-th expert from `first` on
-        const int expert = first + lane * step;
-        const int reached = expert < experts && list[expert].before <= piece;
-        return first + (__reduce_add_sync(~0u, reached) - 1) * step;
-    };
-    return list[last(experts > 32 ? last(0, 32) : 0, 1)];
+DEVICE Group find_group(LIST list, int experts, int piece, int tokens) {
+    const int lane = threadIdx.x & 31, before = lane * 32 < experts ? load_shared(list.before + lane * 4) : 0;
+    const int chunk = __popc(__ballot_sync(~0u, lane * 32 < experts && before <= piece)) - 1;
+    const int expert = min(chunk * 32 + lane, experts), first = list.first(expert);
+    const int end = list.first(min(expert + 1, experts)), mine = pieces_of(first, end, tokens);
+    int sum = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        sum += lane >= step ? other : 0;
+    }
+    sum += __shfl_sync(~0u, before, chunk);
+    const int at = __popc(__ballot_sync(~0u, sum <= piece));  // how many end in front of it
+    return {chunk * 32 + at, __shfl_sync(~0u, first, at), __shfl_sync(~0u, end, at),
+            __shfl_sync(~0u, sum - mine, at)};
 }

@@ -64,12 +64,14 @@ constexpr int kStagingAt = kActivationsAt + kStages * kActivationBytes;
 constexpr int kWeightsAt = kStagingAt + kTeams * kGroups * kStagingBytes;
 constexpr int kSumsAt = kWeightsAt + kStages * kWeightBytes;
 constexpr bool kGrouped = Config::experts > 0;  // of which the list has room for so many
-// Numbers of Groups::find, and the tile that each step in flight begins, if it does.
-constexpr int kFoundBytes = 256, kScratchBytes = Config::scratch_bytes;
-static_assert(kFoundBytes + kStages * int(sizeof(Tile)) <= kScratchBytes);
+// What Groups wants, and the tile that each step in flight begins, if it does.
+using BlockGroups = Groups<(128 + kConsumers) / 32, Config::experts>;
+constexpr int kFoundBytes = BlockGroups::kScratchBytes, kScratchBytes = Config::scratch_bytes;
+static_assert(kFoundBytes % 16 == 0 && kFoundBytes + kStages * int(sizeof(Tile)) <= kScratchBytes);
 constexpr bool kOwnSums = Config::sums > 0;  // else a cluster's go where activations were, after a barrier
 // Sums and the list of experts lie in the table's holes as far as these reach.
-constexpr int kListBytes = kGrouped ? Config::experts * sizeof(Group) : 0;
+constexpr int kListBytes = Config::list_bytes;
+static_assert(!kGrouped || (Config::experts + 1) * 4 <= kListBytes);
 constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
 constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums - kHoleBytes : 0);
 // Of each step: all of it is there, it has been read, and its weights are there. The last is for the first
@@ -79,8 +81,7 @@ constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
 constexpr int kEarlySteps = 2 * kTurns;  // of a tile
 static_assert(kStages >= 2 * kTeams);  // each has a slot of the ring, in its first phase
 constexpr int kScratchAt = kBarriersAt + kBarrierBytes * kStages;
-using BlockGroups = Groups<(128 + kConsumers) / 32, Config::experts>;
-using List = GroupList<D::kHoles ? D::kHole / sizeof(Group) : 1, D::kHoles ? D::kRowBytes : sizeof(Group)>;
+using List = GroupList<D::kHoles ? D::kHole / 4 : 1, D::kHoles ? D::kRowBytes : 4>;
 constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
 constexpr int kEnd = kScratchAt + (kGrouped ? kScratchBytes + (D::kHoles ? 0 : kListBytes) : 0);
 static_assert(kEnd == Config::shared_bytes);
@@ -114,7 +115,7 @@ struct Problem {
             return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, end};
         }
         const int piece = Divider(row_blocks)(i);
-        const Group g = find_group(list, experts, piece);
+        const Group g = find_group(list, experts, piece, kTokensLog);
         return {g.expert, i - piece * row_blocks, g.first + (piece - g.before) * kTokens, g.end};
     }
     DEVICE int width() const { return gated ? n / 2 : n; }
@@ -130,7 +131,7 @@ struct Problem {
 
 // Grouped: all threads find the experts' rows, and with them the tiles; ends with a block barrier.
 DEVICE void find_experts(Problem& p, u8* memory, u32 scratch, const int* offsets, int experts) {
-    const List list{memory + kListAt};
+    const List list{memory + kListAt, scratch + BlockGroups::kBeforeAt};
     BlockGroups groups;
     groups.find(scratch, offsets, experts, p.m, kTokensLog);
     write_list(list, groups, experts);

@@ -98,6 +98,7 @@ def spec(tokens: int, grouped: bool = False) -> KernelSpec:
         round=2 * tokens,  # staging holds sums
         sums=0,
         experts=operands.MOST_EXPERTS if grouped else 0,
+        list_bytes=wgmma_config.list_bytes(nvfp4_layout.BITS, grouped),
         scratch_bytes=wgmma_config.SCRATCH_BYTES,
         shared_bytes=shared_bytes(tokens, grouped),
         table_bytes=operands.TABLE_BYTES,
