@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
         const int width = p.width();
         const bool wide = width % 8 == 0 && reinterpret_cast<u64>(y) % 16 == 0;
         const Output out{scale, bias, row_scale, y, width, wide};
-        const int group = uniform(warp / 4) - 1, team = group / kGroups;
+        const int group = uniform(warp / 4) - 1, team = kTeams > 1 ? group / kGroups : 0;
         ring.slot = team;
         consume(p, Work(p, team), ring, decode, out, ring.base + kStagingAt + group * kStagingBytes, team,
                 (thread - 128) % kTeamThreads);
