@@ -128,9 +128,7 @@ def test_experts(dealing: Sequence[int], gated: bool) -> None:
 # Few tiles, which leave a team without any, and several for each.
 @pytest.mark.parametrize("dealing", [(3,), (20, 0, 44), (70, 1), (5,) * 10], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-def test_experts_by_two_teams(
-    dealing: Sequence[int], gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_by_two_teams(dealing: Sequence[int], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in wgmma_config.grouped_blocks(4, gated):
         if block.teams > 1:
             monkeypatch.setattr(wgmma_config, "grouped_blocks", lambda bits, gated, block=block: [block])

@@ -330,8 +330,25 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
                 one_token.columns(rows, tiled, codebook, scale, ids[0], weights[0], n, k, sums)
                 assert torch.isfinite(sums).all()
         if hopper:
-            wgmma.grouped_linear(x[source.long()], tiled, codebook, scale, bounds, *sizes, out)
+            experts = (x[source.long()], tiled, codebook, scale, bounds, *sizes)
+            _multiply_sorted(experts, out)
         assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
+
+
+def _multiply_sorted(experts, out) -> None:
+    """By wgmma.cu, as planned, and by few blocks of teams with several tiles each."""
+    import torch
+
+    from kbit.backends.cuda import wgmma, wgmma_config
+    from kbit.format.codebook import bits_of
+
+    wgmma.grouped_linear(*experts, out.fill_(torch.nan))
+    _, _, codebook, *_, gated = experts
+    for block in wgmma_config.grouped_blocks(bits_of(codebook), gated):
+        if block.apart:
+            plan = wgmma.Plan(block.tiling(1), 2, block.teams)
+            wgmma.grouped_linear(*experts, out.fill_(torch.nan), plan)
+            assert torch.isfinite(out[experts[4][0] : experts[4][-1]]).all()
 
 
 PARTS = {f"{bits} bits": partial(run_cases, bits) for bits in (2, 3, 4, 5)} | {

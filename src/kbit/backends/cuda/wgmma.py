@@ -287,6 +287,7 @@ def grouped_linear(
     in_features: int,
     silu_and_mul: bool,
     out: torch.Tensor,
+    chosen: Plan | None = None,
 ) -> None:
     """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`.
 
@@ -294,7 +295,7 @@ def grouped_linear(
     """
     index, bits, experts = x.device.index, bits_of(codebook), tiled.shape[0]
     weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
-    chosen = grouped_plan(x.shape[0], experts, weight)
+    chosen = grouped_plan(x.shape[0], experts, weight) if chosen is None else chosen
     nvfp4 = nvfp4_layout.is_nvfp4(tiled)
     one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts, nvfp4)
     all_tiles = tiled.flatten(0, 1)

@@ -220,7 +220,7 @@ def _fixed_bytes(config: Config) -> int:
 
 
 def list_bytes(bits: int, grouped: bool) -> int:
-    """Memory for the first rows of experts, and the row behind the last; in holes of the table, whole units."""
+    """Memory for the first rows of experts, and the row behind the last; whole units of a table's holes."""
     if not grouped:
         return 0
     unit = _UNIT_BYTES if bits in operands.HOLES else 16

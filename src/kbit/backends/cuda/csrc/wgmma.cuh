@@ -79,7 +79,7 @@ constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums 
 // there would be a fourth, beside the first step's: the sums of a cluster are there.
 constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
 constexpr int kEarlySteps = 2 * kTurns;  // of a tile
-static_assert(kStages >= 2 * kTeams);  // each has a slot of the ring, in its first phase
+static_assert(kStages >= 2 * kTeams);    // each has a slot of the ring, in its first phase
 constexpr int kScratchAt = kBarriersAt + kBarrierBytes * kStages;
 using List = GroupList<D::kHoles ? D::kHole / 4 : 1, D::kHoles ? D::kRowBytes : 4>;
 constexpr int kListAt = D::kHoles ? D::kHole : kScratchAt + kScratchBytes;
