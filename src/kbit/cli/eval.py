@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
+from kbit.cli.hub import model_folder, model_name
 from kbit.cli.model_folder import check_model_folder, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
@@ -31,9 +32,11 @@ console = Console()
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
+    ],
     reference: Annotated[
-        Path | None, typer.Option(help="The unquantized model, for the divergence from it.")
+        Path | None, typer.Option(help="The unquantized model, for the divergence from it; likewise.")
     ] = None,
     bits: Annotated[
         str | None, typer.Option(help="Quantize FOLDER in memory to these widths, such as 2,3,4,5.")
@@ -65,7 +68,8 @@ def evaluate(
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
     samples = None
     load = functools.partial(load_model, dtype=dtype, device=device)
-    find_device(device)  # before the text is encoded
+    find_device(device)  # before anything is fetched, or the text encoded
+    folder, reference = model_folder(folder), reference and model_folder(reference)
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens, load)
     else:
@@ -77,7 +81,7 @@ def evaluate(
     from kbit.bench import gpu_timing
 
     show(_table(rows, window))
-    name = folder.resolve().name
+    name = model_name(folder)
     sampled = None if samples is None else samples.numel()
     about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
     write_json(json_file, about | {"window": window, "calibration_tokens": sampled, "rows": rows})
@@ -97,8 +101,8 @@ def _saved(
     base = None
     if reference is not None:
         remedy = "Give --reference the folder of the unquantized model, or leave it out."
-        base = models[f"{reference.resolve().name} (reference)"] = _load_unquantized(reference, remedy, load)
-    models[folder.resolve().name] = load(folder)
+        base = models[f"{model_name(reference)} (reference)"] = _load_unquantized(reference, remedy, load)
+    models[model_name(folder)] = load(folder)
     sizes = {each.config.get_text_config().vocab_size for each in models.values()}
     if len(sizes) > 1:
         raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
@@ -120,7 +124,7 @@ def _in_memory(
     from kbit.format import QuantizationPolicy
 
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.", load)
-    own = folder.resolve().name
+    own = model_name(folder)
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
     for width, method in itertools.product(widths, methods):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit.cli.consoles import Console
+from kbit.cli.hub import model_folder
 from kbit.cli.model_folder import load_model, load_tokenizer
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes
@@ -88,7 +89,9 @@ def _check_sampling(temperature: float, top_p: float) -> None:
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
+    ],
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
@@ -123,6 +126,7 @@ def generate(
         overlap_kernels()
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
+    folder = model_folder(folder)
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from kbit.cli.consoles import Console
+from kbit.cli.hub import model_folder, model_name
 from kbit.cli.options import words
 from kbit.cli.outputs import check_file, write_json
 from kbit.format.words import counted, first_of
@@ -45,7 +46,9 @@ def parse_overrides(options: list[str]) -> dict[str, int]:
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Unquantized model: a local folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Unquantized model: a folder, or ORG/MODEL on the hub.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 5; scales add 0.25.")] = 4,
     override: Annotated[
@@ -107,6 +110,7 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
+    source = model_folder(source)
     codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
     report = run(source, target, policy, force, jobs, device, codes)
     _print_summary(report, target)
@@ -166,7 +170,7 @@ def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[s
     speed = report.weights_per_second
     return {
         "machine": gpu_timing.describe(report.workers[0]),
-        "model": source.resolve().name,
+        "model": model_name(source),
         "policy": policy.to_dict(),
         **values,
         "weights_per_second": speed,

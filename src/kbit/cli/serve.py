@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit import _startup
+from kbit.cli.hub import is_hub_name
 from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
@@ -138,7 +139,7 @@ def _check_model(name: str) -> None:
                 f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "
                 f"for part of a path. Rename the folder, or serve it through a link of another name."
             )
-    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
+    elif not is_hub_name(name):
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )

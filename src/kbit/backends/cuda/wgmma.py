@@ -92,8 +92,7 @@ def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
             if cluster == 1 or block.splits(in_features, cluster):
                 tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // block.tokens)
                 grid = cluster * device.clusters(cluster)
-                clocks = _clocks_apart if block.apart else _clocks
-                costs[Plan(tiling, grid, block.teams)] = clocks(tiles, in_features, block, tiling, grid)
+                costs[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
     return min(costs, key=lambda plan: costs[plan])
 
 
@@ -121,8 +120,13 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     """Estimated clocks: steps of K, bound by shared memory or tensor cores; ends of tiles; sums of clusters.
 
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
-    the best on average.
+    the best on average. Teams with tiles of their own, to an H100's times of 32 and 128 experts.
     """
+    if block.apart:
+        tile = _clocks(1, in_features, block._replace(teams=1), tiling, grid)
+        both, lone = 1.75 if block.bits < 4 and block.tokens != 32 else 1.88, 1.13
+        rounds, rest = divmod(tiles, 2 * grid)
+        return tile * (both * (rounds + (rest > grid)) + lone * (0 < rest <= grid))
     tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
     cluster, workers = tiling.cluster, grid // tiling.sharers
     steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
@@ -147,19 +151,6 @@ def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.T
     if by_one < tiles:
         clocks += -(-(tiles - by_one) // (grid // cluster)) * (-(-steps // cluster) * step + sums)
     return clocks
-
-
-def _clocks_apart(
-    tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int
-) -> float:
-    """The same where each of two teams has tiles of its own, by the clocks of a block of one team.
-
-    Fitted to an H100's times of 32 and 128 experts with 6 to 56 rows.
-    """
-    tile = _clocks(1, in_features, block._replace(teams=1), tiling, grid)
-    both, lone = 1.75 if block.bits < 4 and block.tokens != 32 else 1.88, 1.13
-    rounds, rest = divmod(tiles, 2 * grid)
-    return tile * (both * (rounds + (rest > grid)) + lone * (0 < rest <= grid))
 
 
 class Prepared(NamedTuple):

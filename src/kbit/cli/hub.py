@@ -1,0 +1,60 @@
+"""Models by name: fetched from the Hugging Face Hub into its cache, which commands read like any folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# What transformers and kbit read of a model. No code, no pickles, and no folders, which hold other formats.
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_NOT_READ = ("*/*", "consolidated*.safetensors")  # the second: Mistral's copy of the weights
+_SNAPSHOTS, _PREFIX = "snapshots", "models--"
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether that is no path here and could be a name on a hub: ORG/MODEL, or ORG/MODEL@REVISION."""
+    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def model_folder(model: Path) -> Path:
+    """The folder of a model: itself, or that in the hub's cache if `model` is a name on the hub.
+
+    Args:
+        model: a local folder; or ORG/MODEL or ORG/MODEL@REVISION, of which what the cache lacks is fetched.
+
+    Returns:
+        A folder; `model` itself where it can be no name, so that whoever reads it says what is wrong.
+
+    Raises:
+        OSError: neither a folder nor a model that the hub gives; no space for it.
+    """
+    if not is_hub_name(str(model)):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    name, _, revision = str(model).partition("@")
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=[*_FILES], ignore_patterns=[*_NOT_READ]
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = " ".join(str(error).split()).removesuffix(".")
+        raise FileNotFoundError(
+            f"{model} is not a folder here, and the Hugging Face Hub did not give a model of that name: "
+            f"{reason}. Is it spelled right? Models behind a gate need `hf auth login`."
+        ) from None
+
+
+def model_name(folder: Path) -> str:
+    """What to call the model of a folder: ORG/MODEL if it is in the hub's cache, else the folder's name."""
+    folder = folder.resolve()
+    stored = folder.parent.parent.name
+    if folder.parent.name == _SNAPSHOTS and stored.startswith(_PREFIX):
+        return stored.removeprefix(_PREFIX).replace("--", "/", 1)
+    return folder.name
