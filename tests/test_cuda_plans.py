@@ -19,6 +19,7 @@ from kbit.backends.cuda import (
     stream_config,
     wgmma,
     wgmma_config,
+    wgmma_estimate,
 )
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.weight_shape import WeightShape
@@ -300,3 +301,26 @@ def test_explain_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     q = kbit.quantize(torch.randn(4, 64, 96), bits=4)
     words = kbit.explain((10, 96), q)
     assert words.startswith("10 tokens of 96 -> 64 in each of 4 experts, 4 bits, bfloat16")
+
+
+def test_tiles_of_an_expert_are_an_expectation() -> None:
+    """Of rows dealt at random, but evenly where one tile of 16 tokens may do, or experts are few."""
+    assert wgmma_estimate.tiles_of_expert(2048, 128, 16) == 1
+    assert wgmma_estimate.tiles_of_expert(512, 8, 64) == 1
+    assert wgmma_estimate.tiles_of_expert(0, 64, 16) == 0
+    made = torch.Generator().manual_seed(0)
+    for rows, tokens in ((24, 32), (32, 32), (64, 64), (100, 64), (128, 256), (200, 64)):
+        ids = torch.randint(0, 512, (rows * 512,), generator=made)
+        dealt = ids.bincount(minlength=512)
+        tiles = float((-(-dealt // tokens)).double().mean())
+        assert wgmma_estimate.tiles_of_expert(rows * 512, 512, tokens) == pytest.approx(tiles, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tokens", "teams"),
+    [(16, 128, 16, 2), (20, 128, 32, 1), (32, 128, 64, 2), (64, 128, 64, 2), (80, 128, 128, 1)],
+)
+def test_tiles_of_experts(rows: int, experts: int, tokens: int, teams: int) -> None:
+    device = next(device for device in DEVICES if device.arch == "90a")
+    plan = wgmma.grouped_plan(rows * experts, experts, WeightShape(2048, 768, 4, False, device))
+    assert (plan.tiling.tokens, plan.teams) == (tokens, teams)

@@ -13,13 +13,21 @@ import re
 import tokenize
 from pathlib import Path
 
-from kbit.backends.cuda import operands, stream, stream_config, stream_preference, wgmma, wgmma_config
+from kbit.backends.cuda import (
+    operands,
+    stream,
+    stream_config,
+    stream_preference,
+    wgmma,
+    wgmma_config,
+    wgmma_estimate,
+)
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 from kbit.backends.cuda.compiler.spec import CONFIG_HEADER, read_sources
 
 # stream.cu, wgmma.cu, and what decodes for cuBLAS. Of wgmma.cu any configuration: its instruction is made.
 _KERNELS = (KernelSpec("stream.cu"), wgmma_config.specs()[0], KernelSpec("dequantize_tiled.cu"))
-_LAUNCHERS = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config)
+_LAUNCHERS = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config, wgmma_estimate)
 # Strings come first: what looks like a comment in one is none.
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 

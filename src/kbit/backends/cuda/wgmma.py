@@ -1,7 +1,7 @@
 """The prefill kernel for Hopper, csrc/wgmma.cu: which configuration takes a problem, and its launch.
 
-Legality is `arch_refusal` and `candidates`; `plan` estimates which of these is fastest, where no table of
-measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
+Legality is `arch_refusal` and `candidates`; `plan` is which of these is fastest by `wgmma_estimate`, where no
+table of measurements says so (`kbit.backends.cuda.tables`). What is compiled: `wgmma_config`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda import wgmma_config as config
+from kbit.backends.cuda import wgmma_estimate as estimate
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
 from kbit.format.codebook import bits_of
-from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
+from kbit.format.layout import TILE_ROWS
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
@@ -52,14 +53,14 @@ def arch_refusal(arch: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, weight: WeightShape) -> Plan:
-    """The launch for a legal problem: the cheapest by `_clocks`."""
+    """The launch for a legal problem: the cheapest by `wgmma_estimate`."""
     costs = candidates(m, weight)
     return min(costs, key=lambda plan: costs[plan])
 
 
 @functools.lru_cache(maxsize=64)  # a decision asks several times
 def candidates(m: int, weight: WeightShape) -> Mapping[Plan, float]:
-    """Every launch that can take a legal problem, with its estimated clocks; see `_clocks`."""
+    """Every launch that can take a legal problem, with its estimated clocks; see `wgmma_estimate`."""
     out_features, in_features, bits, gated, device = weight
     plans = {}
     for cluster in driver.CLUSTER_SHARES:
@@ -69,10 +70,10 @@ def candidates(m: int, weight: WeightShape) -> Mapping[Plan, float]:
             size = cluster * tiling.sharers
             grid = size * max(1, min(tiles, device.clusters(size)))
             if cluster > 1 and (
-                not block.splits(in_features, cluster) or alone(tiles, grid, cluster) == tiles
+                not block.splits(in_features, cluster) or estimate.alone(tiles, grid, cluster) == tiles
             ):
                 continue
-            plans[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
+            plans[Plan(tiling, grid, block.teams)] = estimate.clocks(tiles, in_features, block, tiling, grid)
     return MappingProxyType(plans)
 
 
@@ -83,16 +84,19 @@ def plan_of(tiling: config.Tiling, m: int, weight: WeightShape) -> Plan | None:
 
 @functools.lru_cache(maxsize=4096)
 def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
-    """The launch for experts: the cheapest by `_clocks` if m rows were dealt to them evenly."""
+    """The launch for experts: the cheapest by `wgmma_estimate`."""
     out_features, in_features, bits, gated, device = weight
-    costs, each = {}, -(-m // experts)
+    costs = {}
     for block in config.grouped_blocks(bits, gated):
         for cluster in driver.CLUSTER_SHARES:
             tiling = block.tiling(cluster)
             if cluster == 1 or block.splits(in_features, cluster):
-                tiles = experts * _row_blocks(out_features, gated, tiling) * -(-each // block.tokens)
+                row_blocks = _row_blocks(out_features, gated, tiling)
+                tiles = round(experts * row_blocks * estimate.tiles_of_expert(m, experts, block.tokens))
                 grid = cluster * device.clusters(cluster)
-                costs[Plan(tiling, grid, block.teams)] = _clocks(tiles, in_features, block, tiling, grid)
+                costs[Plan(tiling, grid, block.teams)] = estimate.clocks(
+                    tiles, in_features, block, tiling, grid
+                )
     return min(costs, key=lambda plan: costs[plan])
 
 
@@ -102,55 +106,9 @@ def _row_blocks(out_features: int, gated: bool, tiling: config.Tiling) -> int:
     return -(-(out_features // halves) // (tiling.rows // halves * tiling.sharers))
 
 
-def alone(tiles: int, grid: int, cluster: int) -> int:
-    """How many tiles one block computes alone, without splitting K; Problem::find_alone in wgmma.cuh.
-
-    Those of full waves; or all, if clusters would need as many rounds for the rest as they have blocks.
-    """
-    whole = tiles // grid * grid
-    return whole if cluster > 1 and (tiles - whole) * cluster <= (cluster - 1) * grid else tiles
-
-
 def near(columns: int, tokens: int, token_blocks: int) -> int:
     """How many token blocks' activations stay in the L2 cache while the weight is read; Problem::near."""
     return max(1, min(token_blocks, _NEAR_BYTES // (2 * columns * tokens)))
-
-
-def _clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Tiling, grid: int) -> float:
-    """Estimated clocks: steps of K, bound by shared memory or tensor cores; ends of tiles; sums of clusters.
-
-    Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
-    the best on average. Teams with tiles of their own, to an H100's times of 32 and 128 experts.
-    """
-    if block.apart:
-        tile = _clocks(1, in_features, block._replace(teams=1), tiling, grid)
-        both, lone = 1.75 if block.bits < 4 and block.tokens != 32 else 1.88, 1.13
-        rounds, rest = divmod(tiles, 2 * grid)
-        return tile * (both * (rounds + (rest > grid)) + lone * (0 < rest <= grid))
-    tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
-    cluster, workers = tiling.cluster, grid // tiling.sharers
-    steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
-    if block.rows == config.HALF_ROWS:  # two teams take turns
-        step = width * max(190, (120 if block.bits < 5 else 140) + 2.1 * tokens)
-        sums = 2500 + 15 * tokens + 150 * cluster
-    elif block.rows == config.WIDE_ROWS:
-        step, ends = 260 + 5.65 * tokens, 2500 + 8 * tokens
-        sums = 3500 + 30 * tokens + 300 * cluster
-    elif teams == 1 and width == 1:
-        step = 200 + 3.56 * tokens
-    else:
-        step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
-    if teams > 1:  # one hands its sums to the other
-        sums, ends = sums + 300 + 2 * tokens, ends + 300 + 2 * tokens
-    if block.multicast:
-        step, ends = 0.98 * step, ends + 1000
-    elif block.narrow:  # or a little less: measurements choose it
-        step = 1.01 * step
-    by_one, even = alone(tiles, grid, cluster), 2 * teams
-    clocks = -(-by_one // workers) * (-(-steps // even) * even * step + ends)
-    if by_one < tiles:
-        clocks += -(-(tiles - by_one) // (grid // cluster)) * (-(-steps // cluster) * step + sums)
-    return clocks
 
 
 class Prepared(NamedTuple):
@@ -221,7 +179,7 @@ def prepare(
     tiling = chosen.tiling
     block = _block(chosen, bits, experts, nvfp4)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
-    by_one = alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
+    by_one = estimate.alone(row_blocks * token_blocks, chosen.grid, tiling.cluster)
     near_ones = near(in_features, tiling.tokens, token_blocks)
     rows = -(-out_features // TILE_ROWS)
     steps = block.steps_of(in_features)

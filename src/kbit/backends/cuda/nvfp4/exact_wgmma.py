@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands, wgmma, wgmma_config
+from kbit.backends.cuda import driver, launcher, operands, wgmma, wgmma_config, wgmma_estimate
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.constants import CODEBOOK, constant
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address
@@ -126,7 +126,7 @@ def candidates(m: int, n: int, columns: int, device: driver.DeviceLimits) -> dic
         tiles = row_blocks * -(-m // tokens)
         for cluster in driver.CLUSTER_SHARES:
             grid = cluster * max(1, min(tiles, device.clusters(cluster)))
-            splits = cluster == 1 or wgmma.alone(tiles, grid, cluster) < tiles
+            splits = cluster == 1 or wgmma_estimate.alone(tiles, grid, cluster) < tiles
             if windows >= cluster and splits:
                 chosen = Plan(tokens, cluster, grid)
                 costs[chosen] = _clocks(tiles, windows, chosen)
@@ -144,7 +144,7 @@ def _clocks(tiles: int, windows: int, chosen: Plan) -> float:
     """
     tokens, cluster = chosen.tokens, chosen.cluster
     window, end = _window_clocks(tokens), 1400 + 42 * tokens
-    alone = wgmma.alone(tiles, chosen.grid, cluster)
+    alone = wgmma_estimate.alone(tiles, chosen.grid, cluster)
     clocks = -(-alone // chosen.grid) * (windows * window + end)
     if alone < tiles:
         part = -(-windows // cluster) * window + end + 4000 + 50 * cluster
@@ -223,7 +223,7 @@ def _launch(
     (m, n), columns, tokens, index = y.shape, a_codes.shape[1] * 2, chosen.tokens, y.device.index
     x, norms = _operands(a_codes, a_scales, rows, m)
     row_blocks, token_blocks = -(-n // ROWS), -(-m // tokens)
-    alone = wgmma.alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
+    alone = wgmma_estimate.alone(row_blocks * token_blocks, chosen.grid, chosen.cluster)
     near = wgmma.near(columns, tokens, token_blocks)
     tiles = (columns // TILE_COLUMNS, -(-n // TILE_ROWS))
     sizes = (n, m, experts, *tiles, row_blocks, token_blocks, alone, near, w_scale, DTYPES[y.dtype])
