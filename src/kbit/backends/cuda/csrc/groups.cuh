@@ -71,16 +71,16 @@ struct Owned {
     }
 };
 
+// Pieces of an expert's rows; tokens: of a piece, a power of two, as its logarithm.
+DEVICE int pieces_of(int first, int end, int tokens) {
+    return end > first ? (end - first + (1 << tokens) - 1) >> tokens : 0;
+}
+
 // The experts of a thread, for all threads of a block to have a part: thread t has t and, of many, those
 // every WARPS * 32 from there on. Their rows are cut in pieces of as many tokens as a kernel takes at once.
 //
 // A block loads every offset once: all blocks want the same few cache lines at the same time, and with a
 // thread's neighbours, the first and the last one loaded by every thread they took 1000 clocks.
-// tokens: of a piece, a power of two, as its logarithm.
-DEVICE int pieces_of(int first, int end, int tokens) {
-    return end > first ? (end - first + (1 << tokens) - 1) >> tokens : 0;
-}
-
 template <int WARPS, int EXPERTS>
 struct Groups {
     static constexpr int kThreads = WARPS * 32;

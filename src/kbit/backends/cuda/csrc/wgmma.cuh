@@ -75,8 +75,8 @@ static_assert(!kGrouped || (Config::experts + 1) * 4 <= kListBytes);
 constexpr int kHoleBytes = D::kHoles ? D::kTableBytes / 2 - kListBytes : 0;
 constexpr int kBarriersAt = kSumsAt + (Config::sums > kHoleBytes ? Config::sums - kHoleBytes : 0);
 // Of each step: all of it is there, it has been read, and its weights are there. The last is for the first
-// two steps of each team, which are decoded while the kernel before still writes activations. Where
-// there would be a fourth, beside the first step's: the sums of a cluster are there.
+// two steps of each team, which are decoded while the kernel before still writes activations. Where there
+// would be a fourth, beside the first step's: the sums of a cluster are there.
 constexpr int kBarrierBytes = 32, kSumsBarrierAt = kBarriersAt + 24;
 constexpr int kEarlySteps = 2 * kTurns;  // of a tile
 static_assert(kStages >= 2 * kTeams);    // each has a slot of the ring, in its first phase
