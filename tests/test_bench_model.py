@@ -71,6 +71,7 @@ def test_lists_with_an_entry_for_each_layer_are_cut_too(config_file):
     ("text", "message"),
     [
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON .*nested too deeply"),
         ("[]", "a config is a JSON object, got list"),
         ('{"hidden_size": 3}', "model_type must name a class of transformers, got None"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 
 from kbit.bench.result_files import read_text
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.strict_json import parse_json
 from kbit.nn import quantize_model
 from kbit.nn.replace import Progress
 from kbit.nn.residuals import fuse_residuals
@@ -69,8 +69,8 @@ def _read(name: str) -> dict[str, Any]:
     else:
         raise ValueError(f"no model {name!r}; known: {', '.join(config_names())}, or a path to a .json.")
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = parse_json(text.encode(), not_finite=True)
+    except ValueError as error:
         raise ValueError(f"{name} is no JSON ({error}).") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name}: a config is a JSON object, got {type(values).__name__}.")

@@ -120,7 +120,7 @@ class Config(NamedTuple):
 
     @property
     def sums_bytes(self) -> int:
-        """Memory for a cluster's sums alone; else they go where activations were. Teams apart have no cluster."""
+        """Memory for a cluster's sums alone; else they go where activations were. Teams apart have none."""
         return 0 if self.apart else _SUMS_BYTES.get(self.tokens, 0)
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kbit.bench.result_files import read_text
+from kbit.format.strict_json import parse_json
 
 PROMPT_KEY, ANSWER_KEY = "input_tokens_per_turn", "generated_tokens_per_turn"
 LOG_KEYS = ("input_tokens", "generated_tokens")
@@ -81,8 +82,8 @@ def load(path: Path | None = None) -> Traffic:
     if path.suffix == LOG_SUFFIX:
         return from_log(list(_log_turns(text, path)), str(path))
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = parse_json(text.encode())
+    except ValueError as error:
         raise ValueError(f"workload: {path} is not JSON ({error}). {_FORMAT}") from None
     return _distribution(data, str(path))
 
@@ -107,9 +108,9 @@ def _log_turns(text: str, path: Path) -> Iterator[Turn]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line.encode())
             counts = [entry[key] for key in LOG_KEYS]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"workload: line {number} of {path} is no request ({type(error).__name__}: {error}). "
                 + _FORMAT
