@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bitset>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -46,7 +47,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
 
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
-constexpr int kMostBlocks = 8, kWindowBytes = 1 << 19;
+constexpr int kMostBlocks = 8, kMostThreads = 1024, kWindowBytes = 1 << 19;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline int cluster_blocks;
 
@@ -76,14 +77,24 @@ inline void __syncthreads() {
     block_barriers[block_rank].wait();
 }
 
-// Some threads of a block wait for each other, by a number; always as many by the same one in a launch.
-inline turns::Meeting named[kMostBlocks][16];
+// Some threads of a block wait for each other, by a number; always the same ones by the same number. Others,
+// too few to wait for themselves, would be taken for these, and sometimes wait for good: that aborts.
+struct Named {
+    turns::Meeting meeting;
+    std::bitset<kMostThreads> members;
+};
+inline Named named[kMostBlocks][16];
 inline void sync_some(int number, int threads) {
-    turns::Meeting& one = named[block_rank][number];
-    if (one.threads != threads) {
-        one.init(threads);
+    Named& one = named[block_rank][number];
+    if (one.meeting.threads != threads) {
+        one.meeting.init(threads);
+        one.members.reset();
     }
-    one.wait();
+    one.members.set(threadIdx.x);
+    if (int(one.members.count()) > threads) {
+        std::abort();
+    }
+    one.meeting.wait();
 }
 
 template <class T>

@@ -30,9 +30,6 @@ inline u32 __match_any_sync(u32, u32 value) {
     }
     return mask;
 }
-inline int __popc(u32 value) {
-    return __builtin_popcount(value);
-}
 [[noreturn]] inline void __trap() {
     std::abort();
 }
