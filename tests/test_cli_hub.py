@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from typer.testing import CliRunner
 
 from kbit.cli import app, hub
@@ -82,9 +83,10 @@ def test_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert hub.model_folder(Path("org/model@v1")) == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/model", "v1")
-    allowed = asked["allow_patterns"]
-    for file, wanted in (("model-1-of-2.safetensors", True), ("modeling.py", False), ("model.bin", False)):
-        assert any(Path(file).match(pattern) for pattern in allowed) == wanted
+    files = ["model-1-of-2.safetensors", "tokenizer.model", "1_Pooling/config.json"]
+    others = ["modeling.py", "model.bin", "onnx/config.json", "original/model.safetensors"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*files, *others], **patterns)) == files
 
 
 @pytest.mark.parametrize("name", ["org/missing", "org/mis sing", "org/-x"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# What transformers and kbit read of a model. No code, no pickles, and no folders, which hold other formats.
+# What transformers and kbit read of a model, in the folders of sentence-transformers too: no code, no pickles.
+# Nor the same weights in other formats, in folders of their own or, as Mistral has them, beside.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_NOT_READ = ("*/*", "consolidated*.safetensors")  # the second: Mistral's copy of the weights
+_NOT_READ = ("onnx/*", "openvino/*", "coreml/*", "metal/*", "original/*", "consolidated*.safetensors")
 _SNAPSHOTS, _PREFIX = "snapshots", "models--"
 
 
