@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# What transformers and kbit read of a model, in the folders of sentence-transformers too: no code, no pickles.
+# What transformers and kbit read of a model, folders of sentence-transformers included: no code, no pickles.
 # Nor the same weights in other formats, in folders of their own or, as Mistral has them, beside.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _NOT_READ = ("onnx/*", "openvino/*", "coreml/*", "metal/*", "original/*", "consolidated*.safetensors")
