@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "warp_scan.cuh"
 
 // Offsets as they come, made harmless: within the rows there are. Not by __ldg, as nothing that the kernel
 // before may write: the compiler moves such loads up, beyond wait_for_previous.
@@ -115,12 +116,7 @@ struct Groups {
                 const int next = __shfl_down_sync(~0u, row[i], 1);
                 end[i] = lane == 31 ? end[i] : next;
                 const int mine = pieces_of(row[i], end[i], tokens);
-                sum = mine;
-#pragma unroll
-                for (int step = 1; step < 32; step *= 2) {
-                    const int other = __shfl_up_sync(~0u, sum, step);
-                    sum += lane >= step ? other : 0;
-                }
+                sum = sum_up_to(mine, lane);
                 before[i] = sum - mine;
             }
             if (lane == 31 && chunk < kChunks) {
@@ -192,13 +188,7 @@ DEVICE Group find_group(LIST list, int experts, int piece, int tokens) {
     const int chunk = __popc(__ballot_sync(~0u, lane * 32 < experts && before <= piece)) - 1;
     const int expert = min(chunk * 32 + lane, experts), first = list.first(expert);
     const int end = list.first(min(expert + 1, experts)), mine = pieces_of(first, end, tokens);
-    int sum = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        sum += lane >= step ? other : 0;
-    }
-    sum += __shfl_sync(~0u, before, chunk);
+    const int sum = sum_up_to(mine, lane) + __shfl_sync(~0u, before, chunk);
     const int at = __popc(__ballot_sync(~0u, sum <= piece));  // how many end in front of it
     return {chunk * 32 + at, __shfl_sync(~0u, first, at), __shfl_sync(~0u, end, at),
             __shfl_sync(~0u, sum - mine, at)};

@@ -17,6 +17,7 @@
 // grid: x blocks of `per_block` places. Shared memory: (sorters * (experts + 1) + 32) words.
 #include "common.cuh"
 #include "config.h"
+#include "warp_scan.cuh"
 
 constexpr u32 kNone = ~0u;
 enum Phase { kWhole, kCount, kPlace };
@@ -33,12 +34,7 @@ DEVICE u32 key_of(const void* ids, int at, int end, int experts) {
 // Sum of the values of the threads before this one; `all` becomes that of all threads. `sums`: 32 words.
 DEVICE u32 sum_before(u32 value, u32* sums, u32& all) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u32 inclusive = value;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 below = __shfl_up_sync(~0u, inclusive, step);
-        inclusive += lane >= step ? below : 0;
-    }
+    const u32 inclusive = sum_up_to(value, lane);
     __syncthreads();  // the sums of the round before have been read
     if (lane == 31) {
         sums[warp] = inclusive;

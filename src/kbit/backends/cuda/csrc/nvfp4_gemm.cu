@@ -31,6 +31,7 @@
 // Shared memory, of each team: warps * kStages * 2304, and the operands of two steps (kOperandBytes +
 // kFactorBytes each).
 #include "nvfp4_stage.cuh"
+#include "warp_scan.cuh"
 
 // Which expert and rows tile `slot` is; false if there are fewer tiles. Expert number `experts` owns the rows
 // of none.
@@ -46,12 +47,7 @@ DEVICE bool find_tile(Problem& p, const int* bounds, int experts, int m, int slo
         const int e = base + lane;
         const int first = e <= experts ? bounds[e] : m, end = e < experts ? bounds[e + 1] : m;
         const int tiles = (end - first + kTokens - 1) / kTokens;
-        int before = tiles;  // and this one
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int below = __shfl_up_sync(kAll, before, step);
-            before += lane >= step ? below : 0;
-        }
+        const int before = sum_up_to(tiles, lane);  // and this one
         const u32 beyond = __ballot_sync(kAll, before > slot);
         if (beyond != 0) {
             const int owner = __ffs(beyond) - 1;

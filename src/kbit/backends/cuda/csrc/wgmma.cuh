@@ -36,8 +36,8 @@ constexpr int kWeightBytes = kTilesOfStep * kTilesBytes;
 constexpr int kActivationsAt = D::kTableBytes;
 // Teams of one or two consumer warpgroups: so many take turns at the steps of a tile, and in the end each has
 // the sums of kKept tokens, or team 0 of all; or each has tiles of its own.
-constexpr int kTeams = Config::teams, kTurns = Config::apart ? 1 : kTeams;
 constexpr bool kApart = Config::apart;
+constexpr int kTeams = Config::teams, kTurns = kApart ? 1 : kTeams;
 constexpr int kTeamThreads = 128 * kGroups;
 constexpr int kConsumers = kTeams * kTeamThreads;
 // Sums go by units of 16 tokens; those beyond kTokens are none of the tile's.
