@@ -249,7 +249,7 @@ def test_no_folder_and_no_weights(tmp_path):
         read_index(tmp_path / "missing")
     with pytest.raises(ValueError, match="neither"):
         read_index(tmp_path)
-    with pytest.raises(ValueError, match=r"test_checkpoint\.py is a file\. Give a model's folder"):
+    with pytest.raises(ValueError, match=r"test_checkpoint\.py is a file\. Give a model's local folder"):
         read_config(Path(__file__))
     with pytest.raises(ValueError, match="no such file"):
         validate_checkpoint(tmp_path)

@@ -64,7 +64,7 @@ def test_commands_take_names(model: Path, cache: Path, tmp_path: Path) -> None:
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     succeed("generate", NAME, "w1 w2", "--max-new-tokens", 2)
     assert f"{NAME} (reference)" in succeed("eval", out, "--reference", NAME, "--text", text_in(tmp_path))
-    assert hub.model_folder(snapshot) == snapshot
+    assert hub.folder_of(snapshot) == snapshot
 
 
 def text_in(folder: Path) -> Path:
@@ -81,7 +81,7 @@ def test_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert hub.model_folder(Path("org/model@v1")) == tmp_path
+    assert hub.folder_of(Path("org/model@v1")) == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/model", "v1")
     files = ["model-1-of-2.safetensors", "tokenizer.model", "1_Pooling/config.json"]
     others = ["modeling.py", "model.bin", "onnx/config.json", "original/model.safetensors"]

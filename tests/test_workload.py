@@ -93,7 +93,7 @@ def test_log_keeps_prompts_with_their_answers(tmp_path):
         ("a.json", '{"input_tokens_per_turn": {"freq": {"x": 1}}}', "invalid literal"),
         ("a.json", '{"input_tokens_per_turn": {"freq": {"0": 1}}}', "length 0 with frequency 1"),
         ("a.json", '{"input_tokens_per_turn": {"freq": {"1": -1, "2": 2}}}', "frequency -1"),
-        ("a.json", '{"input_tokens_per_turn": {"freq": {"1": NaN}}}', "NaN is not JSON"),
+        ("a.json", '{"input_tokens_per_turn": {"freq": {"1": NaN}}}', "frequency nan"),
         ("a.json", '{"input_tokens_per_turn": {"freq": {"1": 3, "2": 1}}}', "sum to 4"),
         ("a.jsonl", "\n", "holds no request"),
         ("a.jsonl", '{"input_tokens": 5}', "line 1 .*KeyError: 'generated_tokens'"),

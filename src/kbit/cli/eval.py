@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.hub import model_folder, model_name
+from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import check_model_folder, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
@@ -69,7 +69,7 @@ def evaluate(
     samples = None
     load = functools.partial(load_model, dtype=dtype, device=device)
     find_device(device)  # before anything is fetched, or the text encoded
-    folder, reference = model_folder(folder), reference and model_folder(reference)
+    folder, reference = folder_of(folder), reference and folder_of(reference)
     if bits is None:
         rows = _saved(folder, reference, text, window, max_tokens, load)
     else:

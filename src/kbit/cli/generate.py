@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit.cli.consoles import Console
-from kbit.cli.hub import model_folder
+from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import load_model, load_tokenizer
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes
@@ -126,7 +126,7 @@ def generate(
         overlap_kernels()
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
-    folder = model_folder(folder)
+    folder = folder_of(folder)
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not input_ids.numel():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+
+from kbit.cli.model_folder import bars_on_terminals_only
 
 # What transformers and kbit read of a model, folders of sentence-transformers included: no code, no pickles.
 # Nor the same weights in other formats, in folders of their own or, as Mistral has them, beside.
@@ -17,7 +18,7 @@ def is_hub_name(model: str) -> bool:
     return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
-def model_folder(model: Path) -> Path:
+def folder_of(model: Path) -> Path:
     """The folder of a model: itself, or that in the hub's cache if `model` is a name on the hub.
 
     Args:
@@ -33,10 +34,8 @@ def model_folder(model: Path) -> Path:
         return model
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    bars_on_terminals_only()
     name, _, revision = str(model).partition("@")
     try:
         return Path(

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from kbit.cli.consoles import Console
-from kbit.cli.hub import model_folder, model_name
+from kbit.cli.hub import folder_of, model_name
 from kbit.cli.options import words
 from kbit.cli.outputs import check_file, write_json
 from kbit.format.words import counted, first_of
@@ -110,7 +110,7 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
-    source = model_folder(source)
+    source = folder_of(source)
     codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
     report = run(source, target, policy, force, jobs, device, codes)
     _print_summary(report, target)

@@ -31,7 +31,7 @@ def remedy_for(folder: Path) -> str:
     for work in (folder, beside):
         if (work / JOURNAL_NAME).is_file():
             return f"{work} is of a kbit quantize that did not end: the same command goes on with it."
-    return "Give a model's folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from the hub."
+    return "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def load(path: Path | None = None) -> Traffic:
     if path.suffix == LOG_SUFFIX:
         return from_log(list(_log_turns(text, path)), str(path))
     try:
-        data = parse_json(text.encode())
+        data = parse_json(text.encode(), not_finite=True)  # whose field is named later
     except ValueError as error:
         raise ValueError(f"workload: {path} is not JSON ({error}). {_FORMAT}") from None
     return _distribution(data, str(path))
