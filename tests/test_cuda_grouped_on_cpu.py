@@ -10,6 +10,7 @@ import torch
 
 import cuda_on_cpu
 import kbit
+from codebooks import asymmetric
 from kbit.backends.cuda import driver, grouped, resident
 from kbit.backends.cuda.weight_shape import WeightShape
 
@@ -45,10 +46,11 @@ def check(
     dtype: torch.dtype = torch.float16,
     gated: bool = False,
     gathered: bool = False,
+    codebook: str | torch.Tensor = "nf",
 ) -> None:
     made = torch.Generator().manual_seed(n + k + bits + sum(dealing))
     experts, rows = len(dealing), sum(dealing)
-    q = kbit.quantize(torch.randn(experts, n, k, generator=made), bits=bits, search=False)
+    q = kbit.quantize(torch.randn(experts, n, k, generator=made), bits, codebook=codebook, search=False)
     w = kbit.dequantize(q, torch.float32).double()
     tiled = q.tile().tiled
     x = torch.randn(rows, k, generator=made).to(dtype)
@@ -93,6 +95,12 @@ def test_sixteen_rows_at_a_time(kernel: ModuleType, dealing: Sequence[int]) -> N
 def test_every_width(kernel: ModuleType, bits: int, dtype: torch.dtype) -> None:
     check(kernel, (2, 0, 1, 5), 72, 200, bits, dtype)
     check(kernel, (3, 1), 64, 320, bits, dtype, gated=True)
+
+
+@both
+def test_codebooks_that_are_not_symmetric(kernel: ModuleType) -> None:
+    check(kernel, (2, 0, 1, 5), 72, 200, 5, codebook=asymmetric(5))
+    check(kernel, (40, 3), 64, 320, 5, torch.bfloat16, gated=True, codebook=asymmetric(5))
 
 
 @both

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from codebooks import asymmetric
 from kbit.backends import reference as backend
 from kbit.backends.cuda import rows
 from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook, layout
@@ -32,7 +33,7 @@ def codebook_for(kind: str, bits: int) -> torch.Tensor:
     if kind == "one-sided":
         return levels
     if kind == "asymmetric":
-        return (torch.linspace(-0.4, 1, 2**bits) + 0.013).clamp_max(1.0)
+        return asymmetric(bits)
     if kind == "crowded":
         return levels**4
     if kind == "tiny":

@@ -7,6 +7,7 @@ import torch
 
 import cuda_on_cpu
 import cuda_rows_on_cpu
+from codebooks import asymmetric
 from kbit.backends import reference as backend
 from kbit.backends.cuda import rows
 from kbit.format import SUPPORTED_BITS, bitplanes, get_codebook, layout
@@ -38,10 +39,6 @@ def check_quantize(w: torch.Tensor, codebook: torch.Tensor, *context: object, se
     for name, have, expected in zip(("scale", "absmax", "packed"), got[::-1], want[::-1], strict=True):
         differs = have.reshape(-1) != expected.reshape(-1)
         assert not bool(differs.any()), (name, bits, w.dtype, int(differs.nonzero()[0]), *context)
-
-
-def asymmetric(bits: int) -> torch.Tensor:
-    return (torch.linspace(-0.4, 1, 2**bits) + 0.013).clamp_max(1.0)
 
 
 def blocks_of_every_weight(dtype: torch.dtype, exponent: int) -> torch.Tensor:

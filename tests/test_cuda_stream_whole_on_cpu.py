@@ -7,6 +7,7 @@ import torch
 
 import cuda_on_cpu
 import kbit
+from codebooks import asymmetric
 from kbit.backends.cuda import driver, one_token, products, stream, tables
 from kbit.backends.cuda.weight_shape import WeightShape
 
@@ -29,10 +30,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> Non
     cuda_on_cpu.install(monkeypatch, kernels, LIMITS)
 
 
-def check(m: int, n: int, k: int, bits: int, dtype: torch.dtype, gated: bool = False) -> None:
+def check(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    dtype: torch.dtype,
+    gated: bool = False,
+    codebook: str | torch.Tensor = "nf",
+) -> None:
     made = torch.Generator().manual_seed(m + n + k + bits)
     rows = 2 * (n // 16 * 16) if gated else n
-    q = kbit.quantize(torch.randn(rows, k, generator=made), bits=bits, search=False)
+    q = kbit.quantize(torch.randn(rows, k, generator=made), bits=bits, codebook=codebook, search=False)
     w = kbit.dequantize(q, torch.float32).double()
     tiled = q.tile().tiled
     x = torch.randn(m, k, generator=made).to(dtype)
@@ -82,12 +91,19 @@ def test_other_widths(bits: int) -> None:
         check(m, *SIZES[0], bits, torch.bfloat16)
 
 
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+def test_codebooks_that_are_not_symmetric(m: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        check(m, *SIZES[0], 5, dtype, codebook=asymmetric(5))
+
+
 @pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])
-def test_other_tables_of_five_bits(arch: str, kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_bits_elsewhere(arch: str, kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = driver.DeviceLimits(multiprocessors=2, shared_bytes=kilobytes * 1024, arch=arch)
     monkeypatch.setattr(driver, "device_limits", lambda index: limits)
     for m in (1, 2, 4, 8, 16):
         check(m, *SIZES[0], 5, torch.float16)
+        check(m, *SIZES[0], 5, torch.float16, codebook=asymmetric(5))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8])

@@ -10,6 +10,7 @@ import torch
 import cuda_on_cpu
 import cuda_wgmma_on_cpu
 import kbit
+from codebooks import asymmetric
 from kbit.backends.cuda import driver, wgmma, wgmma_config
 from kbit.backends.cuda.nvfp4.tiled import CODEBOOK
 from kbit.backends.cuda.weight_shape import WeightShape
@@ -41,9 +42,10 @@ def check(
     dtype: torch.dtype = torch.float16,
     gated: bool = False,
     chosen: wgmma.Plan | None = None,
+    codebook: str | torch.Tensor = "nf",
 ) -> None:
     made = torch.Generator().manual_seed(m + n + k + bits)
-    q = kbit.quantize(torch.randn(n, k, generator=made), bits=bits, search=False)
+    q = kbit.quantize(torch.randn(n, k, generator=made), bits=bits, codebook=codebook, search=False)
     x = torch.randn(m, k, generator=made).to(dtype)
     bias = torch.randn(n, generator=made).to(dtype)
     around = torch.full((m + 2, n // 2 if gated else n), 7.0, dtype=dtype)
@@ -86,6 +88,11 @@ def test_small_and_ragged(m: int, n: int, k: int) -> None:
 def test_other_widths(bits: int, dtype: torch.dtype) -> None:
     check(20, 72, 200, bits, dtype)
     check(150, 136, 264, bits, dtype)
+
+
+def test_codebooks_that_are_not_symmetric() -> None:
+    check(20, 72, 200, 5, codebook=asymmetric(5))
+    check(150, 136, 264, 5, torch.bfloat16, codebook=asymmetric(5))
 
 
 @pytest.mark.parametrize("m", [20, 70, 150, 260])

@@ -57,7 +57,7 @@ def test_tiles_are_as_the_page_says(bits):
         2: (8, "8 (j div 2) + 2 (j mod 2) | 4"),
         3: (4, "8j | 3"),
         4: (4, "8j | 4"),
-        5: (3, "10j | 5"),
+        5: (4, "8j | 4"),
     }[bits]
     assert f"| {bits} | {count} | {places} |" in TEXT
     vector = 2 if bits < 4 else 4
@@ -68,17 +68,21 @@ def test_tiles_are_as_the_page_says(bits):
             j, h, g, t = pair // 4, pair % 4, lane // 4, lane % 4
             row, column = g + 8 * (h & 1), 16 * j + 8 * (h >> 1) + 2 * t
             first, second = codes[row][column : column + 2]
+            if bits == 5:
+                signs = (first >> 4, second >> 4)
+                expected[place[4]] |= signs[0] << 15 - pair | signs[1] << 31 - pair
+                first, second = (
+                    (15 - code % 16) if sign else code
+                    for code, sign in zip((first, second), signs, strict=True)
+                )
             if pair < bits * count:
                 i = pair % count
-                low, distance = (
-                    (i // 2 * 8 + i % 2 * 2, 4) if bits == 2 else (i * (10 if bits == 5 else 8), bits)
-                )
+                low, distance = (i // 2 * 8 + i % 2 * 2, 4) if bits == 2 else (i * 8, 3 if bits == 3 else 4)
                 expected[place[pair // count]] |= first << low | second << low + distance
                 continue
             value = first | second << bits
             for w in range(bits):
-                spare = 8 * (pair - 12) + 6 if bits == 3 else 30
-                expected[place[w]] |= (value >> 2 * w & 3) << spare
+                expected[place[w]] |= (value >> 2 * w & 3) << 8 * (pair - 12) + 6
     for g in range(8):
         for r in range(2):
             for b in range(2):

@@ -83,25 +83,26 @@ PLACES = [
     (2, 0, 0, 0, 0),
     (3, 0, 0, 0, 0),
     (4, 0, 0, 0, 0),
-    (5, 0, 0, 0, 0),
+    (5, 0, 0, 128, 15),  # of the largest code of 5 bits, bit 4 alone is set
     # Row 5, column 3: g = 5, t = 1: lane 21, pair 0, second.
     (2, 5, 3, 42, 4),  # behind the first codes of two pairs
     (3, 5, 3, 42, 3),
     (4, 5, 3, 84, 4),
-    (5, 5, 3, 84, 5),
+    (5, 5, 3, 128 + 21, 31),
     # Row 9, column 14: g = 1, t = 3: lane 7; h = 1 + 2, j = 0: pair 3, first.
     (2, 9, 14, 14, 10),  # byte 1 has pairs 2 and 3
     (3, 9, 14, 14, 24),
     (4, 9, 14, 28, 24),
-    (5, 9, 14, 29, 0),  # three pairs a word: pair 3 opens word 1
+    (5, 9, 14, 128 + 7, 12),
     # Row 2, column 41: j = 2, column 9 of its 16: h = 2, t = 0: lane 8, pair 10, second.
     (2, 2, 41, 17, 12),  # word 1, third of its pairs, which begins its byte 1
     (3, 2, 41, 64 + 8, 19),  # a byte each: pair 10 is byte 2 of word 2
     (4, 2, 41, 34, 20),  # word 2, third
-    (5, 2, 41, 35, 15),  # word 3, second
-    # Row 15, column 63: lane 31, pair 15, second: the pair in the spare bits of 3 and 5.
+    (5, 2, 41, 128 + 8, 21),
+    # Row 15, column 63: lane 31, pair 15, second: the pair in the spare bits of 3.
     (2, 15, 63, 63, 30),
     (4, 15, 63, 127, 28),
+    (5, 15, 63, 128 + 31, 16),
 ]
 
 
@@ -110,7 +111,7 @@ def test_codes_are_where_the_text_says(bits: int, row: int, column: int, word: i
     code = 2**bits - 1
     tile = tile_with_code(bits, row, column, code)
     expected = torch.zeros(layout.tile_words(bits), dtype=torch.int64)
-    expected[word] = code << bit
+    expected[word] = (1 if bits == 5 else code) << bit
     assert (tile.long() & 0xFFFFFFFF).tolist() == expected.tolist()
 
 
@@ -129,10 +130,16 @@ def test_the_last_pair_is_spread_over_the_spare_bits() -> None:
     tile = layout.to_tiled(bitplanes.pack(codes, 3), absmax, 3, 64)[0, 0].long() & 0xFFFFFFFF
     assert tile.nonzero().flatten().tolist() == [62, 63, 95]
     assert tile[[62, 63, 95]].tolist() == [0b10 << 30, 0b11 << 30, 0b10 << 30]
-    # At 5 bits, 0b10110 and 0b01001 are 0b0100110110.
+
+
+def test_codes_of_5_bits_are_signs_and_magnitudes() -> None:
+    """Lane 31, pair 15 again; 0b10110 is stored as 1 and the inverse of 0b0110, 0b01001 as 0 and itself."""
+    codes = torch.zeros(16, 64, dtype=torch.uint8)
     codes[15, 62], codes[15, 63] = 0b10110, 0b01001
+    absmax = torch.zeros(16, 2, dtype=torch.uint8)
     tile = layout.to_tiled(bitplanes.pack(codes, 5), absmax, 5, 64)[0, 0].long() & 0xFFFFFFFF
-    assert tile[[124, 125, 126, 127, 159]].tolist() == [w << 30 for w in (0b10, 0b01, 0b11, 0b00, 0b01)]
+    assert tile.nonzero().flatten().tolist() == [127, 159]
+    assert tile[[127, 159]].tolist() == [0b1001_1001 << 24, 1 << 0]
 
 
 def test_scales_are_where_the_text_says() -> None:

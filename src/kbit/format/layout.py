@@ -10,10 +10,14 @@ four `mma.m16n8k16`: pair 4j + h, j = 0..3 the step of 16 columns, h = 0..3 the 
     row g + 8 (h & 1), columns 16j + 8 (h >> 1) + 2t and the next:  code(first) | code(next) << bits
 
 Pairs fill the lane's `bits` words from bit 0 up: at 3 and 4 bits a byte each, so that a kernel picks them by
-byte; at 5 bits one every 10 bits. At 2 bits two share a byte, whose bits from 0 up are the first codes of
-both and then the second ones: no nibble has both codes of a pair. The last pairs have no field of their own
-and lie, two bits in each word w (bits 2w and 2w + 1 of the pair), in what the others leave: at 3 bits pair
-12 + b in the top of byte b, at 5 bits pair 15 in bits 30 and 31.
+byte. At 2 bits two share a byte, whose bits from 0 up are the first codes of both and then the second ones:
+no nibble has both codes of a pair. The last pairs of 3 bits have no field of their own: pair 12 + b lies in
+the top of byte b of each word w, which has its bits 2w and 2w + 1.
+
+At 5 bits words 0 to 3 are those of 4 bits, of the codes' low four bits, all inverted where bit 4 is set: 0 is
+the largest magnitude of either sign. Word 4 has bit 4 of pair i's codes, the first one's at bit 15 - i and
+the second one's at 31 - i. So a kernel looks up pairs of negative levels by byte, and a codebook that is
+symmetric around 0 has the others' signs in that word.
 
 Words. A lane's words are placed so that it reads them by one load of 8 bytes (2 and 3 bits) or 16 bytes
 (4 and 5 bits) and at most one of 4, without bank conflicts: first those vectors lane by lane, then the last
@@ -37,8 +41,8 @@ SCALE_WORDS = 8
 LANES = 32
 PAIRS = 16
 # Where the pairs of a word begin, and how far their second codes are.
-_PAIR_BITS = {2: (0, 2, 8, 10, 16, 18, 24, 26), 3: (0, 8, 16, 24), 4: (0, 8, 16, 24), 5: (0, 10, 20)}
-_SECOND = {2: 4, 3: 3, 4: 4, 5: 5}
+_PAIR_BITS = {2: (0, 2, 8, 10, 16, 18, 24, 26), 3: (0, 8, 16, 24), 4: (0, 8, 16, 24)}
+_SECOND = {2: 4, 3: 3, 4: 4}
 
 _BLOCKS = TILE_COLUMNS // BLOCK_SIZE
 
@@ -131,18 +135,29 @@ def from_tiled(
 
 def _pack_pairs(pairs: torch.Tensor, bits: int) -> torch.Tensor:
     """Pairs int64 [..., 16] -> a lane's words, int32 [..., bits]."""
+    if bits == 5:
+        codes = torch.stack([pairs & 31, pairs >> 5], -1)
+        signs = codes >> 4
+        magnitudes = (codes ^ signs * 31) << torch.tensor([0, 4], device=pairs.device)
+        word = (signs << _sign_bits(pairs.device)).sum((-1, -2)).unsqueeze(-1)
+        return torch.cat([_pack_pairs(magnitudes.sum(-1), 4), _to_int32(word)], -1)
     at = torch.tensor(_PAIR_BITS[bits], device=pairs.device)
     count = bits * len(at)
     whole = pairs[..., :count].unflatten(-1, (bits, len(at)))
     words = ((whole & (2**bits - 1) | whole >> bits << _SECOND[bits]) << at).sum(-1)
     piece = torch.arange(0, 2 * bits, 2, device=pairs.device)
     for index in range(count, PAIRS):
-        words |= (pairs[..., index : index + 1] >> piece & 3) << _spare_bit(bits, index - count)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        words |= (pairs[..., index : index + 1] >> piece & 3) << _spare_bit(index - count)
+    return _to_int32(words)
 
 
 def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Undo `_pack_pairs`."""
+    if bits == 5:
+        signs = words[..., 4:].unsqueeze(-1) >> _sign_bits(words.device) & 1
+        magnitudes = _unpack_pairs(words[..., :4], 4)
+        codes = torch.stack([magnitudes & 15, magnitudes >> 4], -1) ^ signs * 31
+        return codes[..., 0] | codes[..., 1] << 5
     at, code = torch.tensor(_PAIR_BITS[bits], device=words.device), 2**bits - 1
     count = bits * len(at)
     unsigned = words.long() & 0xFFFFFFFF
@@ -150,14 +165,24 @@ def _unpack_pairs(words: torch.Tensor, bits: int) -> torch.Tensor:
     pairs = [fields & code | (fields >> _SECOND[bits] & code) << bits]
     piece = torch.arange(0, 2 * bits, 2, device=words.device)
     for index in range(count, PAIRS):
-        pieces = unsigned >> _spare_bit(bits, index - count) & 3
+        pieces = unsigned >> _spare_bit(index - count) & 3
         pairs.append((pieces << piece).sum(-1, keepdim=True))
     return torch.cat(pairs, -1)
 
 
-def _spare_bit(bits: int, extra: int) -> int:
-    """Lowest of the two bits that each word holds of pair number `extra` of those without a field."""
-    return 8 * extra + 6 if bits == 3 else 30
+def _to_int32(words: torch.Tensor) -> torch.Tensor:
+    """Unsigned words in int64 -> the same bits in int32."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _sign_bits(device: torch.device) -> torch.Tensor:
+    """5 bits: where bit 4 of either code of a pair is in the last word, int64 [16, 2]."""
+    return torch.tensor([15, 31], device=device) - torch.arange(PAIRS, device=device).unsqueeze(1)
+
+
+def _spare_bit(extra: int) -> int:
+    """3 bits: lowest of the two that each word holds of pair number `extra` of those without a field."""
+    return 8 * extra + 6
 
 
 def _check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:

@@ -13,6 +13,7 @@ from kbit.format.autocast import without_autocast
 from kbit.format.codebook import check_bits
 from kbit.format.part_checks import check_all, check_parts, check_tiles, sizes_of
 from kbit.format.scales import absmax_format
+from kbit.format.symmetry import is_symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,7 @@ class QuantizedTensor:
                 tiled = torch.ops.kbit.tile(self.packed, self.absmax, self.shape[-1], self.bits)
             if tiled.is_cuda:
                 torch.cuda.current_stream(tiled.device).synchronize()
+                is_symmetric(self.codebook)  # asked now, since products cannot while a CUDA graph is captured
             # The order lets another thread read this object meanwhile.
             self.__dict__["tiled"] = tiled
             self.__dict__.pop("packed", None)

@@ -13,6 +13,7 @@ from kbit.backends.cuda import ahead, driver, gated_delta, latent, operands, tab
 from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
+from kbit.format.symmetry import is_symmetric
 from kbit.nn.experts import KbitExperts
 from kbit.nn.merged import Merged, MergedMLP, are_joined
 from kbit.nn.parts import QuantizedModule
@@ -155,14 +156,18 @@ def products(model: nn.Module, device: torch.device) -> Iterator[Product]:
                 if are_joined(group) and group.tiles[0].device == device:
                     merged.update(layers)
                     rows, gated = sum(layer.out_features for layer in layers), isinstance(module, MergedMLP)
-                    yield Product(rows, layers[0].in_features, layers[0].bits, gated)
+                    first = layers[0]
+                    symmetric = is_symmetric(first.codebook)
+                    yield Product(rows, first.in_features, first.bits, gated, symmetric=symmetric)
     for layer, name in _weights(model, device):
         if layer._held(name) is None or layer in merged:
             continue
         *count, rows, columns = layer.shapes[name]
+        symmetric = is_symmetric(layer.codebook)
         if not isinstance(layer, KbitExperts):
-            yield Product(rows, columns, layer.bits)
+            yield Product(rows, columns, layer.bits, symmetric=symmetric)
             continue
         gated = name == "gate_up_proj" and layer.is_fused
         for more in range(1 + (layer in shared)):
-            yield Product(rows, columns, layer.bits, gated, count[0] + more, slots and slots + more)
+            experts, chosen = count[0] + more, slots and slots + more
+            yield Product(rows, columns, layer.bits, gated, experts, chosen, symmetric)

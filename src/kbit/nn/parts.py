@@ -19,6 +19,7 @@ from kbit.format import scales
 from kbit.format.codebook import get_codebook
 from kbit.format.names import ABSMAX, PACKED, PARTS, SCALE
 from kbit.format.reference import blocks_of
+from kbit.format.symmetry import is_symmetric
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
 from kbit.nn import tied
@@ -84,11 +85,9 @@ class QuantizedModule(TileableModule):
         levels = get_codebook(codebook, bits)
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
         for name, (*rows, columns) in shapes.items():
-            blocks = blocks_of(columns)
-            stored = scales.absmax_format(absmax).dtype
-            self._set_parameter(
-                name + PACKED, torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
-            )
+            blocks, stored = blocks_of(columns), scales.absmax_format(absmax).dtype
+            packed = torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
+            self._set_parameter(name + PACKED, packed)
             self._set_parameter(name + ABSMAX, torch.zeros(*rows, blocks, dtype=stored, device=device))
             self.set_scale(name, None)
         self.levels = levels.tolist()
@@ -292,6 +291,7 @@ class QuantizedModule(TileableModule):
         return absmax.dtype == torch.uint8 and tuple(absmax.shape) == (*rows, blocks_of(columns))
 
     def _to_tiles(self, name: str, packed: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+        is_symmetric(self.codebook)  # asked now, since products cannot while a CUDA graph is captured
         return torch.ops.kbit.tile(*self._as_matrices(name, packed, absmax), self.shapes[name][-1], self.bits)
 
     def _from_tiles(self, name: str, tiled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

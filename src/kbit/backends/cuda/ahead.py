@@ -49,6 +49,7 @@ class Product(NamedTuple):
         out_features, in_features, bits, gated: as in `WeightShape`, of one expert where there are experts.
         experts: how many; 0 for one weight.
         slots: how many of them a token has; 0 if that is not known.
+        symmetric: as in `WeightShape`.
     """
 
     out_features: int
@@ -57,6 +58,7 @@ class Product(NamedTuple):
     gated: bool = False
     experts: int = 0
     slots: int = 0
+    symmetric: bool = True
 
 
 def kernels(
@@ -85,7 +87,7 @@ def kernels(
     found = {rows.dequantize_spec(bits, dtype): None for bits in canonical}
     kinds = dict.fromkeys(products)
     for product in kinds:
-        weight = WeightShape(*product[:4], device)
+        weight = WeightShape(*product[:4], device, product.symmetric)
         for count in tokens:
             if product.experts:
                 found |= dict.fromkeys(_of_experts(count, dtype, product, weight))
@@ -104,9 +106,9 @@ def _of_one(
     if choice.kernel == "stream":
         yield from stream.kernels_of(m, dtype, weight)
     elif choice.plan is not None:
-        yield wgmma.kernel_of(choice.plan, dtype, weight.bits)
+        yield wgmma.kernel_of(choice.plan, dtype, weight)
     else:
-        yield rows.dequantize_spec(weight.bits, dtype, tiled=True)
+        yield rows.dequantize_spec(weight.bits, dtype, tiled=True, symmetric=weight.symmetric)
 
 
 def _of_experts(
@@ -123,12 +125,12 @@ def _of_experts(
     if kernel in ("grouped", "resident"):
         chosen = (grouped if kernel == "grouped" else resident).plan(m, product.experts, weight)
         assert chosen is not None
-        yield sorted_rows.kernel_of(chosen.config, weight.bits, dtype, chosen.tokens)
+        yield sorted_rows.kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, weight.symmetric)
     elif kernel == "wgmma":
         plan = wgmma.grouped_plan(m, product.experts, weight)
-        yield wgmma.kernel_of(plan, dtype, weight.bits, product.experts)
+        yield wgmma.kernel_of(plan, dtype, weight, product.experts)
     else:
-        yield rows.dequantize_spec(weight.bits, dtype, tiled=True)
+        yield rows.dequantize_spec(weight.bits, dtype, tiled=True, symmetric=weight.symmetric)
 
 
 def _is_of(spec: KernelSpec, dtype: torch.dtype) -> bool:

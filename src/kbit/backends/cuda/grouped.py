@@ -39,18 +39,16 @@ class Config:
         warps: warps of a block.
         blocks: blocks that run at once on a multiprocessor.
         stages: groups of four tiles that a warp has in flight.
-        in_holes: whether activations lie in what the look-up table of 3 and 4 bits leaves free.
-        table_bytes: size of the look-up table, see decode.cuh.
+        in_holes: whether activations lie in what the look-up table of 3 bits and more leaves free.
     """
 
     warps: int
     blocks: int
     stages: int
     in_holes: bool = False
-    table_bytes: int = operands.TABLE_BYTES
 
-    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
-        """The kernel for this configuration."""
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int, symmetric: bool = True) -> KernelSpec:
+        """The kernel for this configuration; `symmetric`: for codebooks that are, around 0."""
         return KernelSpec.make(
             "grouped.cu",
             bits=bits,
@@ -61,7 +59,7 @@ class Config:
             stages=self.stages,
             in_holes=self.in_holes,
             experts=operands.MOST_EXPERTS,
-            table_bytes=self.table_bytes,
+            **operands.codebook_config(bits, symmetric),
         )
 
 
@@ -105,12 +103,9 @@ class Plan:
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
-    table_bytes = operands.table_bytes(bits, shared_bytes)
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, 1, in_holes=bits in operands.HOLES, table_bytes=table_bytes)]
-    if bits == 5:
-        return [Config(16, 1, 1, table_bytes=table_bytes)]
-    if shared_bytes <= operands.WIDE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
+        return [Config(8, 1, 1, in_holes=bits in operands.HOLES)]
+    if shared_bytes <= operands.ONE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
         return [Config(16, 1, 2), Config(8, 1, 2)]
     # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
     return [Config(8, 2, 2, in_holes=bits in operands.HOLES), Config(16, 1, 2)]
@@ -155,7 +150,7 @@ def _active(rows: int, experts: int) -> float:
 
 def _preferred(rows: int, experts: int, weight: WeightShape) -> list[Config]:
     """Configurations, the fastest first."""
-    out_features, in_features, bits, _, device = weight
+    out_features, in_features, bits, _, device, _ = weight
     available = configs(bits, device.shared_bytes)
     row_tiles, k_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     tiles = _active(rows, experts) * row_tiles * k_tiles
@@ -168,7 +163,7 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
 
     Its `x_room` is 0 where not even one expert's activations fit.
     """
-    out_features, in_features, bits, _, device = weight
+    out_features, in_features, bits, _, device, _ = weight
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     units = -(-row_tiles // 2)
     pieces = min(rows, rows // most + experts)
@@ -176,7 +171,7 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     grid = device.multiprocessors * max(1, -(-pieces // (device.multiprocessors * _MOST_JOBS)))
     span = max(1, _span(rows, experts, units, k_tiles, grid, config.warps) // fewer)
     jobs = -(-pieces // grid) + 1
-    ring_at = config.table_bytes + config.warps * config.stages * 8 + _SCRATCH_BYTES
+    ring_at = operands.TABLE_BYTES + config.warps * config.stages * 8 + _SCRATCH_BYTES
     jobs_at = ring_at + config.warps * config.stages * _STAGE_TILES * 4 * words
     tokens = max(most, TOKENS[0])
     parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16

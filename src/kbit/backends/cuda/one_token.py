@@ -18,6 +18,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
 from kbit.format.codebook import bits_of
+from kbit.format.symmetry import is_symmetric
 
 MOST_SLOTS = 32  # a lane of a warp each
 
@@ -94,12 +95,13 @@ def kernel_of(slots: int, dtype: torch.dtype, weight: WeightShape) -> KernelSpec
     """The kernel of `rows` (gated) or `columns` for a token's `slots` experts, `weight` one's."""
     kind = stream_config.EXPERT_ROWS if weight.gated else stream_config.EXPERT_COLUMNS
     joined = (_stacked if weight.gated else _side_by_side)(slots, weight.out_features, weight.in_features)
-    return _planned(kind, dtype, WeightShape(*joined, weight.bits, weight.gated, weight.device))[1]
+    return _planned(kind, dtype, weight._replace(out_features=joined[0], in_features=joined[1]))[1]
 
 
 def _planned(experts: int, dtype: torch.dtype, weight: WeightShape) -> tuple[stream.Plan, KernelSpec]:
     chosen = stream.plan(1, weight, experts=experts)
-    return chosen, stream_config.kernel_of(chosen.config, weight.bits, dtype, 1, False, experts)
+    rest = (False, experts, False, weight.symmetric)
+    return chosen, stream_config.kernel_of(chosen.config, weight.bits, dtype, 1, *rest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,7 +131,8 @@ def _launch_experts(
     out: torch.Tensor,
 ) -> None:
     index, (out_features, in_features, gated) = x.device.index, sizes
-    weight = WeightShape(*shape, bits_of(codebook), gated, driver.device_limits(index))
+    limits = driver.device_limits(index)
+    weight = WeightShape(*shape, bits_of(codebook), gated, limits, is_symmetric(codebook))
     one = _prepared(experts, index, x.dtype, weight, out_features, in_features)
     routing = stream.Routing(
         ids=ids.data_ptr(),

@@ -6,19 +6,18 @@ import torch
 import torch.nn.functional as F
 
 from kbit.format import layout, nvfp4_layout
+from kbit.format.codebook import SUPPORTED_BITS
 
 DTYPES = (torch.float16, torch.bfloat16)
+# Code widths, and whether the codebook is symmetric, that kernels are compiled for.
+CODES = (*((bits, True) for bits in SUPPORTED_BITS), (5, False))
 PIECE = 8  # elements of 16 bits in 16 bytes
 MOST_EXPERTS = 1024  # of which a kernel can keep a list in shared memory
-# Sizes of decode.cuh's look-up table. Of pairs of levels: up to 4 bits, and at 5 bits if two lanes share a
-# copy; at 5 bits with a copy for each lane. Of single levels, which take the least memory and the most
-# instructions.
-TABLE_BYTES, WIDE_TABLE_BYTES, LEVELS_BYTES = 65536, 131072, 4096
-# Widths whose table of pairs is half unused: every other so many bytes; and how much that is in all.
-HOLES, HOLE, HOLE_BYTES = (3, 4), 128, TABLE_BYTES // 2
-# Shared memory of a block: all that sm_86, 89 and 120 have; and the most with which the wide table leaves too
-# little for the rest. With that table one token of 8192 x 28672 takes 50 us at 5 bits, with single levels 72.
-SMALL_MEMORY, WIDE_TABLE_MEMORY = 99 * 1024, 200 * 1024
+TABLE_BYTES = 65536  # of decode.cuh's look-up table
+# Widths whose table is half unused: every other so many bytes; and how much that is in all.
+HOLES, HOLE, HOLE_BYTES = (3, 4, 5), 128, TABLE_BYTES // 2
+# Shared memory of a block: all that sm_86, 89 and 120 have; and the most that is too little for two tables.
+SMALL_MEMORY, ONE_TABLE_MEMORY = 99 * 1024, 200 * 1024
 
 
 def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | None:
@@ -30,15 +29,6 @@ def refusal(dtype: torch.dtype, out_features: int, silu_and_mul: bool) -> str | 
     return None
 
 
-def table_bytes(bits: int, shared_bytes: int) -> int:
-    """Size of the look-up table in a kernel whose blocks may have `shared_bytes` of shared memory."""
-    if bits < 5:
-        return TABLE_BYTES
-    if shared_bytes <= SMALL_MEMORY:
-        return LEVELS_BYTES
-    return WIDE_TABLE_BYTES if shared_bytes > WIDE_TABLE_MEMORY else TABLE_BYTES
-
-
 def tile_words(bits: int, nvfp4: bool) -> int:
     """int32 words of a tile; `nvfp4`: of NVFP4."""
     return nvfp4_layout.TILE_BYTES // 4 if nvfp4 else layout.tile_words(bits)
@@ -47,6 +37,11 @@ def tile_words(bits: int, nvfp4: bool) -> int:
 def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
     """What a kernel's configuration names for NVFP4's tiles, and for others does not; see decode.cuh."""
     return {"ue4m3": True} if nvfp4 else {}
+
+
+def codebook_config(bits: int, symmetric: bool) -> dict[str, bool]:
+    """What a kernel's configuration names for a codebook that is not symmetric; see decode.cuh."""
+    return {} if symmetric or bits < 5 else {"any_codebook": True}
 
 
 def padded(columns: int) -> int:

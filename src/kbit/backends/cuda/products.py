@@ -28,6 +28,7 @@ from kbit.backends.cuda.preference import Choice, decide, decided
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.reference.products import groups
 from kbit.format.codebook import bits_of
+from kbit.format.symmetry import is_symmetric
 
 
 def linear_tiled(
@@ -59,7 +60,8 @@ def linear_tiled(
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
     index, bits = x.device.index, bits_of(codebook)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
     choice = decide(x.shape[0], x.dtype, weight, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
@@ -89,7 +91,8 @@ def linear_in_one_launch(
         KbitError, ValueError: see `linear_tiled`.
     """
     index = x.device.index
-    problem = (x.numel() // in_features, x.dtype, bits_of(codebook), out_features, in_features, silu_and_mul)
+    code = (bits_of(codebook), is_symmetric(codebook))
+    problem = (x.numel() // in_features, x.dtype, *code, out_features, in_features, silu_and_mul)
     one = _one_launch(environment.kernel(), index, tables.for_device(index), *problem)
     if one is None or (x.data_ptr() | tiled.data_ptr()) % 16 or not (bias is None or bias.is_contiguous()):
         return False
@@ -107,6 +110,7 @@ def _one_launch(
     m: int,
     dtype: torch.dtype,
     bits: int,
+    symmetric: bool,
     out_features: int,
     in_features: int,
     gated: bool,
@@ -114,7 +118,7 @@ def _one_launch(
     """The one launch that is what `decide` wants, without a copy of x; None if there is none such."""
     if not m or not out_features or operands.padded(in_features) != in_features:
         return None
-    weight = WeightShape(out_features, in_features, bits, gated, driver.device_limits(index))
+    weight = WeightShape(out_features, in_features, bits, gated, driver.device_limits(index), symmetric)
     choice = decided(named, m, dtype, weight, known)
     if choice.kernel == "stream" and m <= stream.TOKENS[-1]:
         return stream.prepared(index, m, dtype, weight)

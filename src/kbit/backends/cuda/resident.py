@@ -31,19 +31,17 @@ class Config:
     Attributes:
         blocks: blocks that run at once on a multiprocessor.
         in_holes: whether activations lie in what the look-up table of 3 and 4 bits leaves free.
-        table_bytes: size of the look-up table, see decode.cuh.
         warps: warps of a block.
         tiles: column tiles of a warp, at most.
     """
 
     blocks: int
     in_holes: bool
-    table_bytes: int
     warps: int = _WARPS
     tiles: int = _TILES
 
-    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
-        """The kernel for this configuration."""
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int, symmetric: bool = True) -> KernelSpec:
+        """The kernel for this configuration; `symmetric`: for codebooks that are, around 0."""
         return KernelSpec.make(
             "resident.cu",
             bits=bits,
@@ -53,7 +51,7 @@ class Config:
             blocks=self.blocks,
             tiles=self.tiles,
             in_holes=self.in_holes,
-            table_bytes=self.table_bytes,
+            **operands.codebook_config(bits, symmetric),
         )
 
 
@@ -94,10 +92,9 @@ class Plan:
 
 def configs(bits: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
-    table_bytes = operands.table_bytes(bits, shared_bytes)
-    alone = Config(1, False, table_bytes)
+    alone = Config(1, False)
     # Two blocks, so that the next kernel may begin beside this one.
-    return [Config(2, True, table_bytes), alone] if bits in operands.HOLES else [alone]
+    return [Config(2, True), alone] if bits in operands.HOLES else [alone]
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -121,7 +118,7 @@ def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None
 @functools.lru_cache(maxsize=4096)
 def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     """The launch for so many rows, dealt to experts in any way; None if shared memory is too small."""
-    out_features, in_features, bits, _, device = weight
+    out_features, in_features, bits, _, device, _ = weight
     row_tiles, k_tiles, words = layout.tile_shape(out_features, in_features, bits)
     # All multiprocessors, also if there is less to do: else some have two blocks of the next such launch.
     grid = device.multiprocessors
@@ -132,7 +129,7 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
         span = _span(most, k_tiles, config)
         if k_tiles > span * config.tiles:
             continue
-        weights_at = config.table_bytes + -(-config.warps * 8 // 128) * 128
+        weights_at = operands.TABLE_BYTES + -(-config.warps * 8 // 128) * 128
         weight_bytes = most * 2 * k_tiles * words * 4
         places = _places(config, tokens, k_tiles, weights_at + weight_bytes)
         if places is not None and places[-1] <= sorted_rows.room(config.blocks, device):

@@ -19,6 +19,7 @@ from kbit.backends.dtype_codes import ABSMAX_DTYPES, DTYPES
 from kbit.format import layout
 from kbit.format.codebook import BLOCK_SIZE, SUPPORTED_BITS, bits_of
 from kbit.format.errors import NonFiniteWeightError
+from kbit.format.symmetry import is_symmetric
 from kbit.quantizers.scale_search import WINDOWS
 
 # Blocks of threads to launch, per multiprocessor. Quantize: as many as run at once (registers allow 6 without
@@ -40,17 +41,15 @@ def quantize_spec(bits: int, dtype: torch.dtype, search_window: tuple[int, int] 
 
 
 @functools.cache
-def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False) -> KernelSpec:
-    """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout."""
+def dequantize_spec(bits: int, dtype: torch.dtype, tiled: bool = False, symmetric: bool = True) -> KernelSpec:
+    """The kernel that decodes to `dtype`, from the canonical form or from the tiled layout.
+
+    `symmetric`: for codebooks that are, around 0; to float32, any, and so is the canonical form's.
+    """
     if not tiled:
         return KernelSpec.make("dequantize.cu", bits=bits, dtype=DTYPES[dtype])
-    table_bytes = _table_bytes(bits)
-    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=DTYPES[dtype], table_bytes=table_bytes)
-
-
-def _table_bytes(bits: int) -> int:
-    """Size of dequantize_tiled.cu's look-up table for 16-bit results; its blocks are many, and small."""
-    return operands.LEVELS_BYTES if bits == 5 else operands.TABLE_BYTES
+    any_codebook = operands.codebook_config(bits, symmetric or dtype == torch.float32)
+    return KernelSpec.make("dequantize_tiled.cu", bits=bits, dtype=DTYPES[dtype], **any_codebook)
 
 
 @functools.cache
@@ -67,6 +66,7 @@ def row_specs() -> list[KernelSpec]:
             specs += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
             specs += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
         specs += [repack_spec(bits, inverse) for inverse in (False, True)]
+    specs += [dequantize_spec(5, dtype, tiled=True, symmetric=False) for dtype in operands.DTYPES]
     return specs
 
 
@@ -239,13 +239,13 @@ def dequantize_tiled(
     if out.numel() == 0:
         return
     matrices = tiled.shape[0] if tiled.dim() == 4 else 1
-    spec = dequantize_spec(bits, out.dtype, tiled=True)
+    spec = dequantize_spec(bits, out.dtype, tiled=True, symmetric=is_symmetric(codebook))
     used = -(-(row_begin + rows) // layout.TILE_ROWS) - row_begin // layout.TILE_ROWS
     wide = int(k * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0)
     tiled = aligned(tiled)  # by name: a clone must live until the launch
     pointers = tuple(t.data_ptr() for t in (tiled, codebook, scale, out))
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
-    table = _table_bytes(bits) if out.element_size() == 2 else 128 << bits
+    table = operands.TABLE_BYTES if out.element_size() == 2 else 128 << bits
     smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
     grid = staying_grid(out.device, matrices * used * column_tiles, _DECODE_WARPS, _DECODE_PER_SM)
     launch(spec, "QQQQQQQQQi", out.device, grid, _DECODE_WARPS, (*pointers, *sizes), smem=smem)

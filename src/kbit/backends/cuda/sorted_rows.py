@@ -11,7 +11,8 @@ import torch
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
-from kbit.format.codebook import SUPPORTED_BITS, bits_of
+from kbit.format.codebook import bits_of
+from kbit.format.symmetry import is_symmetric
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 FORMAT = "QQQQQQQ" + "i" * 7  # of the arguments that every such kernel begins with
@@ -25,8 +26,8 @@ class Config(Hashable, Protocol):
     def warps(self) -> int:
         """Warps of a block."""
 
-    def spec(self, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
-        """The kernel for these choices."""
+    def spec(self, bits: int, dtype: torch.dtype, tokens: int, symmetric: bool = True) -> KernelSpec:
+        """The kernel for these choices; `symmetric`: for codebooks that are, around 0."""
 
 
 class Plan(Protocol):
@@ -72,8 +73,8 @@ def specs(configs: Callable[[int, int], Sequence[Config]], shared_bytes: int) ->
     `configs` has them for a code width and those bytes.
     """
     return [
-        config.spec(bits, dtype, tokens)
-        for bits in SUPPORTED_BITS
+        config.spec(bits, dtype, tokens, symmetric)
+        for bits, symmetric in operands.CODES
         for tokens in TOKENS
         for config in configs(bits, shared_bytes)
         for dtype in operands.DTYPES
@@ -82,9 +83,11 @@ def specs(configs: Callable[[int, int], Sequence[Config]], shared_bytes: int) ->
 
 # Cached, because every launch looks its kernel up.
 @functools.lru_cache(maxsize=4096)
-def kernel_of(config: Config, bits: int, dtype: torch.dtype, tokens: int) -> KernelSpec:
+def kernel_of(
+    config: Config, bits: int, dtype: torch.dtype, tokens: int, symmetric: bool = True
+) -> KernelSpec:
     """The kernel of a configuration, for up to so many rows of an expert at once."""
-    return config.spec(bits, dtype, tokens)
+    return config.spec(bits, dtype, tokens, symmetric)
 
 
 def linear(
@@ -110,12 +113,13 @@ def linear(
     """
     index, rows = x.device.index, out.shape[0]
     bits, experts = bits_of(codebook), tiled.shape[0]
-    limits = driver.device_limits(index)
+    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
     chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
     assert chosen is not None
     x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    kernel = launcher.load(kernel_of(chosen.config, bits, x.dtype, chosen.tokens), index, format)
+    spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, symmetric)
+    kernel = launcher.load(spec, index, format)
     pointers = operands.addresses(tiled, codebook, scale, x, out, offsets, source)
     sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))
     launcher.launch_on(

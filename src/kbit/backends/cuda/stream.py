@@ -29,6 +29,7 @@ from kbit.backends.cuda.stream_preference import choose
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import bits_of
+from kbit.format.symmetry import is_symmetric
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
 GROUP_COLUMNS = layout.TILE_COLUMNS * GROUP_TILES
@@ -75,12 +76,12 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, weight: WeightShape, nvfp4: bool = False, experts: int = DENSE) -> Plan:
     """The launch for a legal problem."""
-    out_features, in_features, bits, gated, device = weight
+    out_features, in_features, bits, gated, device, symmetric = weight
     tokens = next(t for t in classes(nvfp4) if t >= m)
     row_tiles, column_tiles, _ = layout.tile_shape(out_features, in_features, bits)
     groups = -(-column_tiles // GROUP_TILES)
     units = row_tiles // 2 if gated else row_tiles
-    available = configs(bits, tokens, device.shared_bytes, device.arch, experts, nvfp4)
+    available = configs(bits, tokens, device.shared_bytes, device.arch, experts, nvfp4, symmetric)
     wanted, config = choose(available, m, groups, units / device.multiprocessors, bits)
     cluster = wanted.cluster
     groups = -(-column_tiles // (config.group_tiles * cluster))
@@ -136,7 +137,7 @@ class _Work:
         """Shared memory: table, barriers, ring, parts, totals, exchange; as the header of stream.cu says."""
         config, tokens, workers, cluster = self.config, self.tokens, self.workers, self.cluster
         rows, row_bytes = -(-self.units // clusters), (2 if self.gated else 1) * sums_of(tokens) * _ROW_BYTES
-        ring_at = config.table_bytes + _BARRIER_BYTES
+        ring_at = operands.TABLE_BYTES + _BARRIER_BYTES
         parts_at = ring_at + workers * config.stages * config.group_tiles * self.tile_bytes
         parts = config.buffers(tokens) * workers * sums_of(tokens) * _ROW_BYTES
         totals_at = parts_at + (0 if config.in_holes(self.bits, tokens) else parts)
@@ -245,7 +246,8 @@ def planned(
 ) -> tuple[Plan, KernelSpec]:
     """The launch for a legal problem of one launch, and its kernel."""
     chosen = plan(m, weight, nvfp4)
-    return chosen, kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, nvfp4, DENSE, coded)
+    rest = (nvfp4, DENSE, coded, weight.symmetric)
+    return chosen, kernel_of(chosen.config, weight.bits, dtype, chosen.tokens, *rest)
 
 
 def kernels_of(m: int, dtype: torch.dtype, weight: WeightShape, nvfp4: bool = False) -> list[KernelSpec]:
@@ -281,9 +283,8 @@ def linear(
             linear(x[part], *rest, out[part], None if row_scale is None else row_scale[part])
         return
     index, coded = x.device.index, x_scales is not None
-    weight = WeightShape(
-        out_features, in_features, bits_of(codebook), silu_and_mul, driver.device_limits(index)
-    )
+    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
+    weight = WeightShape(out_features, in_features, bits_of(codebook), silu_and_mul, limits, symmetric)
     one = prepared(index, x.shape[0], out.dtype, weight, nvfp4_layout.is_nvfp4(tiled), coded)
     x = x if coded else operands.aligned_rows(x)
     one.launch(x, tiled, codebook, scale, bias, out, row_scale, x_scales)

@@ -10,7 +10,6 @@ import torch
 from kbit.backends.cuda import operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format import nvfp4_layout
-from kbit.format.codebook import SUPPORTED_BITS
 
 TOKENS = (1, 2, 4, 8, 16)  # most tokens that a compiled kernel takes
 _NVFP4_TOKENS = (1, 8, 16)
@@ -28,14 +27,12 @@ class Config:
     Attributes:
         workers: most warps that split K, which bounds their registers; a launch may have fewer.
         stages: groups of tiles that a worker has in flight.
-        table_bytes: size of the look-up table, see decode.cuh.
         split: whether blocks of a cluster split K.
         wide: whether a worker takes 8 column tiles at a time, instead of 4.
     """
 
     workers: int
     stages: int
-    table_bytes: int = operands.TABLE_BYTES
     split: bool = False
     wide: bool = False
 
@@ -52,8 +49,12 @@ class Config:
         nvfp4: bool = False,
         experts: int = DENSE,
         coded: bool = False,
+        symmetric: bool = True,
     ) -> KernelSpec:
-        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles, `coded`: and activations."""
+        """The kernel for this configuration; `nvfp4`: for NVFP4's tiles, `coded`: and activations.
+
+        `symmetric`: for codebooks that are symmetric around 0.
+        """
         return KernelSpec.make(
             "stream.cu",
             bits=bits,
@@ -64,11 +65,11 @@ class Config:
             experts=experts,
             buffers=self.buffers(tokens),
             in_holes=self.in_holes(bits, tokens),
-            table_bytes=self.table_bytes,
             split=self.split,
             group_tiles=self.group_tiles,
             coded=coded,
             **operands.nvfp4_config(nvfp4),
+            **operands.codebook_config(bits, symmetric),
         )
 
     def buffers(self, tokens: int) -> int:
@@ -76,7 +77,7 @@ class Config:
         return 4 if self.workers * sums_of(tokens) <= 32 else 2
 
     def in_holes(self, bits: int, tokens: int) -> bool:
-        """Whether those sums fit in what the table of 3 and 4 bits leaves free: half of each of 256 rows."""
+        """Whether those sums fit in what tables of 3 and more bits leave free: half of each of 256 rows."""
         return bits in operands.HOLES and self.buffers(tokens) * self.workers * sums_of(tokens) <= 256
 
 
@@ -95,24 +96,28 @@ def sums_of(tokens: int) -> int:
 
 
 def configs(
-    bits: int, tokens: int, shared_bytes: int, arch: str, experts: int = DENSE, nvfp4: bool = False
+    bits: int,
+    tokens: int,
+    shared_bytes: int,
+    arch: str,
+    experts: int = DENSE,
+    nvfp4: bool = False,
+    symmetric: bool = True,
 ) -> list[Config]:
-    """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory."""
-    table_bytes = operands.table_bytes(bits, shared_bytes)
+    """The configurations for an architecture whose blocks may have `shared_bytes` of shared memory.
+
+    Codebooks that are not symmetric have fewer: their kernels of 5 bits need more registers.
+    """
     if shared_bytes <= operands.SMALL_MEMORY:
-        return [Config(8, 1, table_bytes)]
-    measured = arch == MEASURED_ARCH
+        return [Config(8, 1)]
+    measured = arch == MEASURED_ARCH and symmetric
     dense = measured and experts == DENSE and not nvfp4
-    if bits == 5:  # either table leaves room for one stage of many warps
-        narrow = [] if tokens == 2 else [Config(8, 2, table_bytes)]  # slower for 2 in every shape
-        wide = [Config(8, 2, table_bytes, wide=True)] if dense and tokens == 1 else []
-        return [*narrow, *wide, Config(16, 1, table_bytes)]
     if tokens > 8:
         return [Config(8, 2), Config(16 if measured else 12, 2)]
     # On others one stage spills, and so do 16 workers of many tokens, and 21 warps of 80 registers each.
     more = [Config(16, 2, split=True)] if dense else []
     if dense and tokens <= 4:
-        more.append(Config(16, 2, wide=True))
+        more.append(Config(16 if bits < 5 else 12, 2, wide=True))  # more do not fit
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
             return [Config(16 if tokens <= 4 else 12, 2)]
@@ -124,16 +129,16 @@ def configs(
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that `plan` may choose for such an architecture."""
-    formats = [*((bits, False) for bits in SUPPORTED_BITS), (nvfp4_layout.BITS, True)]
-    kernels = [(*one, tokens, DENSE) for one in formats for tokens in classes(one[1])]
+    formats = [*((*code, False) for code in operands.CODES), (nvfp4_layout.BITS, True, True)]
+    kernels = [(*one, tokens, DENSE) for one in formats for tokens in classes(one[2])]
     if arch == MEASURED_ARCH:
         kernels += [
-            (bits, False, 1, experts) for bits in SUPPORTED_BITS for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
+            (*code, False, 1, experts) for code in operands.CODES for experts in (EXPERT_ROWS, EXPERT_COLUMNS)
         ]
     return [
-        config.spec(bits, dtype, tokens, nvfp4, experts, coded)
-        for bits, nvfp4, tokens, experts in kernels
-        for config in configs(bits, tokens, shared_bytes, arch, experts, nvfp4)
+        config.spec(bits, dtype, tokens, nvfp4, experts, coded, symmetric)
+        for bits, symmetric, nvfp4, tokens, experts in kernels
+        for config in configs(bits, tokens, shared_bytes, arch, experts, nvfp4, symmetric)
         for dtype in operands.DTYPES
         for coded in ((False, True) if nvfp4 and tokens <= CODED_TOKENS else (False,))
     ]

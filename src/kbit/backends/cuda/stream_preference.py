@@ -34,7 +34,7 @@ class Wanted:
 
 def choose(available: list[Config], m: int, groups: int, share: float, bits: int) -> tuple[Wanted, Config]:
     """What to launch for m tokens, and the nearest of the available configurations."""
-    wanted = _at_5_bits(m, groups, share) if bits == 5 else _by_shape(m, groups, share, bits)
+    wanted = _by_shape(m, groups, share, bits)
     if any(config.split for config in available):
         wanted = _in_clusters(m, groups, share) or wanted
     if any(config.wide for config in available):
@@ -114,8 +114,6 @@ def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | No
     """
     if m > 4 or groups <= 8:
         return None
-    if bits == 5:
-        return Wanted(8, 2, compiled_for=8, wide=True) if m == 1 and share > 2 else None
     # 2048 x 4096 behind a norm, one and four tokens: 3.7 and 4.2 us, otherwise 3.8 and 4.4.
     short = groups <= 16 and 0.5 < share <= 1
     if m == 1:
@@ -126,10 +124,6 @@ def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | No
     if not few and not many:
         return None
     return Wanted(8 if m > 1 and 20 < groups <= 32 and share <= 4 else 16, 2, wide=True)
-
-
-def _at_5_bits(m: int, groups: int, share: float) -> Wanted:
-    return Wanted(8, 2, compiled_for=8) if m > 2 and share > 4 else _by_groups(m, groups)
 
 
 def _by_groups(m: int, groups: int) -> Wanted:

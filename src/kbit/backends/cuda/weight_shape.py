@@ -17,6 +17,7 @@ class WeightShape(NamedTuple):
         bits: code width.
         gated: whether rows are N / 2 gates and as many ups, multiplied as silu(gate) * up.
         device: limits of the GPU.
+        symmetric: whether the codebook is symmetric around 0, which matters at 5 bits.
     """
 
     out_features: int
@@ -24,3 +25,4 @@ class WeightShape(NamedTuple):
     bits: int
     gated: bool
     device: DeviceLimits
+    symmetric: bool = True

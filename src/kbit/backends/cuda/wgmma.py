@@ -23,6 +23,7 @@ from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
 from kbit.format.codebook import bits_of
 from kbit.format.layout import TILE_ROWS
+from kbit.format.symmetry import is_symmetric
 
 ARCH = "90a"
 _FORMAT = "QQQQQQTTiiiiiiiiii"
@@ -61,7 +62,7 @@ def plan(m: int, weight: WeightShape) -> Plan:
 @functools.lru_cache(maxsize=64)  # a decision asks several times
 def candidates(m: int, weight: WeightShape) -> Mapping[Plan, float]:
     """Every launch that can take a legal problem, with its estimated clocks; see `wgmma_estimate`."""
-    out_features, in_features, bits, gated, device = weight
+    out_features, in_features, bits, gated, device, _ = weight
     plans = {}
     for cluster in driver.CLUSTER_SHARES:
         for block in config.blocks(bits, in_features, cluster, gated):
@@ -85,7 +86,7 @@ def plan_of(tiling: config.Tiling, m: int, weight: WeightShape) -> Plan | None:
 @functools.lru_cache(maxsize=4096)
 def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
     """The launch for experts: the cheapest by `wgmma_estimate`."""
-    out_features, in_features, bits, gated, device = weight
+    out_features, in_features, bits, gated, device, _ = weight
     costs = {}
     for block in config.grouped_blocks(bits, gated):
         for cluster in driver.CLUSTER_SHARES:
@@ -175,7 +176,7 @@ def prepare(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    out_features, in_features, bits, gated, _ = weight
+    out_features, in_features, bits, gated, _, symmetric = weight
     tiling = chosen.tiling
     block = _block(chosen, bits, experts, nvfp4)
     row_blocks, token_blocks = _row_blocks(out_features, gated, tiling), -(-m // tiling.tokens)
@@ -184,7 +185,10 @@ def prepare(
     rows = -(-out_features // TILE_ROWS)
     steps = block.steps_of(in_features)
     sizes = (out_features, m, experts, steps, rows, row_blocks, token_blocks, by_one, near_ones, int(gated))
-    kernel, grid = launcher.load(config.spec(block, dtype), device_index, _FORMAT), (chosen.grid, 1, 1)
+    kernel, grid = (
+        launcher.load(config.spec(block, dtype, symmetric), device_index, _FORMAT),
+        (chosen.grid, 1, 1),
+    )
     smem, cluster = config.shared_bytes(block), tiling.cluster * tiling.sharers
     launch = launcher.Prepared(device_index, kernel, grid, block.threads, smem, cluster)
     weight_rows = tiling.rows // TILE_ROWS // (2 if gated else 1)
@@ -192,10 +196,10 @@ def prepare(
 
 
 def kernel_of(
-    chosen: Plan, dtype: torch.dtype, bits: int, experts: int = 0, nvfp4: bool = False
+    chosen: Plan, dtype: torch.dtype, weight: WeightShape, experts: int = 0, nvfp4: bool = False
 ) -> KernelSpec:
     """The kernel of a plan; experts: how many, 0 for one weight."""
-    return config.spec(_block(chosen, bits, experts, nvfp4), dtype)
+    return config.spec(_block(chosen, weight.bits, experts, nvfp4), dtype, weight.symmetric)
 
 
 def _block(chosen: Plan, bits: int, experts: int, nvfp4: bool = False) -> config.Config:
@@ -220,7 +224,8 @@ def linear(
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
     index, bits = x.device.index, bits_of(codebook)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
     chosen = plan(x.shape[0], weight) if chosen is None else chosen
     one = prepare(index, chosen, x.shape[0], x.dtype, weight, nvfp4=nvfp4_layout.is_nvfp4(tiled))
     one.launch(operands.aligned_rows(x), tiled, codebook, scale, bias, out, row_scale)
@@ -243,7 +248,8 @@ def grouped_linear(
     Tiles of NVFP4 are told from others by their size.
     """
     index, bits, experts = x.device.index, bits_of(codebook), tiled.shape[0]
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, driver.device_limits(index))
+    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
+    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
     chosen = grouped_plan(x.shape[0], experts, weight) if chosen is None else chosen
     nvfp4 = nvfp4_layout.is_nvfp4(tiled)
     one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts, nvfp4)

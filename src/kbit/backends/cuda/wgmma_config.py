@@ -136,7 +136,7 @@ class Config(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of a step: those of two tiles, where decoding has more latency than products hide."""
-        few = self.tokens <= (64 if self.warpgroups == 2 and (self.teams == 1 or self.bits < 5) else 32)
+        few = self.tokens <= (64 if self.warpgroups == 2 else 32)
         return 2 * TILE_COLUMNS if few and not self.narrow else TILE_COLUMNS
 
     def steps_of(self, in_features: int) -> int:
@@ -171,7 +171,7 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
     Blocks of gated weights have 128 rows: the copy engine takes multiples of 128 bytes, and two row tiles, or
     six, are none.
     """
-    found = [Config(bits, tokens, best_teams(bits, tokens, in_features, cluster)) for tokens in TOKENS]
+    found = [Config(bits, tokens, best_teams(tokens, in_features, cluster)) for tokens in TOKENS]
     if not gated:
         half = [Config(bits, tokens, teams=2, rows=HALF_ROWS) for tokens in HALF_TOKENS]
         wide = [block for block in half if block.tokens in NARROW_TOKENS and block.columns > TILE_COLUMNS]
@@ -191,18 +191,13 @@ def grouped_blocks(bits: int, gated: bool) -> list[Config]:
     return found
 
 
-def best_teams(bits: int, tokens: int, in_features: int, cluster: int) -> int:
+def best_teams(tokens: int, in_features: int, cluster: int) -> int:
     """The number of teams, 1 or 2, that is faster.
 
     Two: 4096 x 14336 by 16 tokens takes 13.2 us on an H200, with one team 14.9. One where a block has few
-    steps: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us with two teams, 3.4 with one. One also for 64
-    tokens at 5 bits, where two teams have only six steps in flight: 25.2 us, with one team 22.4.
+    steps: 2048 x 512 by 16 tokens in clusters of 8 takes 3.8 us with two teams, 3.4 with one.
     """
-    return 2 if in_features > _FEW_COLUMNS * cluster and _has_teams(bits, tokens) else 1
-
-
-def _has_teams(bits: int, tokens: int) -> bool:
-    return tokens in TEAM_TOKENS and not (bits == 5 and tokens == 64)
+    return 2 if in_features > _FEW_COLUMNS * cluster and tokens in TEAM_TOKENS else 1
 
 
 def _round(config: Config) -> int:
@@ -252,8 +247,8 @@ def shared_bytes(config: Config) -> int:
 
 
 @functools.cache
-def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
-    """The kernel of a configuration."""
+def spec(config: Config, dtype: torch.dtype, symmetric: bool = True) -> KernelSpec:
+    """The kernel of a configuration; `symmetric`: for codebooks that are, around 0."""
     return KernelSpec.make(
         "wgmma.cu",
         bits=config.bits,
@@ -271,8 +266,8 @@ def spec(config: Config, dtype: torch.dtype) -> KernelSpec:
         list_bytes=list_bytes(config.bits, config.grouped),
         scratch_bytes=SCRATCH_BYTES,
         shared_bytes=shared_bytes(config),
-        table_bytes=operands.TABLE_BYTES,
         **operands.nvfp4_config(config.nvfp4),
+        **operands.codebook_config(config.bits, symmetric),
     )
 
 
@@ -294,4 +289,9 @@ def nvfp4_grouped_blocks() -> list[Config]:
 
 def specs() -> list[KernelSpec]:
     """The kernels of all configurations."""
-    return [spec(config, dtype) for config in configs() for dtype in operands.DTYPES]
+    found = configs()
+    kinds = [
+        *((config, True) for config in found),
+        *((config, False) for config in found if config.bits == 5),
+    ]
+    return [spec(config, dtype, symmetric) for config, symmetric in kinds for dtype in operands.DTYPES]

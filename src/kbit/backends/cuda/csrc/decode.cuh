@@ -2,20 +2,22 @@
 //
 // A tile (see layout.py) is 16 rows x 64 columns; lane l owns 16 pairs of neighbouring codes in BITS words.
 // Pair i = 4 * j + h is register h of the A operand of the j-th of its four k16 steps. The table holds, for
-// every value of a field of codes, the 16-bit levels as the operand wants them, once per lane: a copy lies in
-// the banks of its lane alone, so no look-up conflicts with another.
+// every value of a byte of codes, the 16-bit levels as the operand wants them, once per lane: a copy lies in
+// the banks of its lane alone, so no look-up conflicts with another. Rows have 256 bytes, so that one PRMT
+// makes a look-up's address of the byte and the lane.
 //
-// clang-format off
-//   bits  field      look-ups a tile  rows x bytes  address of a look-up
-//   2     4 codes    8 of 8 bytes     256 x 256     one PRMT
-//   3     2 codes    16 of 4 bytes    256 x 256     one PRMT; the byte's top bits do not matter
-//   4     2 codes    16 of 4 bytes    256 x 256     one PRMT
-//   5     2 codes    16 of 4 bytes    1024 x 128    shift and LOP3
-//   5     2 codes    16 of 4 bytes    1024 x 64     the same; two lanes share a copy and often meet
-//   5     1 code     32 of 4 bytes    32 x 128      shift and LOP3, a PRMT joins two
-// clang-format on
-// TABLE_BYTES, those of all rows, chooses at 5 bits: 128, 64 or 4 KB.
-// At 3 and 4 bits half of every row is free: see kHoles.
+//   bits  a byte   look-ups a tile
+//   2     4 codes  8 of 8 bytes
+//   3     2 codes  16 of 4 bytes; the byte's top bits do not matter
+//   4     2 codes  16 of 4 bytes
+//   5     2 codes without bit 4, 16 of 4 bytes; the signs come behind
+//
+// 5 bits: the table has pairs of negative levels, and an XOR turns those of positive codes, since codebooks
+// are mostly symmetric around 0. For others (Config::any_codebook) a row has the levels of all four signs of
+// a pair, which are a part of the address; of each there are eight copies, and lanes that share one often
+// meet.
+//
+// At 3 to 5 bits half of every row is free: see kHoles.
 //
 // Method: the pair table is FLUTE's (Guo et al. 2024); a copy per bank with 256-byte rows, so that one PRMT
 // makes the address, decodes 45 weights a clock and SM on an H200 against 18 for a single copy.
@@ -34,30 +36,34 @@ template <class CONFIG>
 struct Naming<CONFIG, decltype(void(CONFIG::ue4m3))> : CONFIG {};
 constexpr bool kUe4m3 = Naming<Config>::ue4m3;
 
+// Config::any_codebook, likewise: 5 bits, and levels that need not be symmetric around 0.
+template <class CONFIG, class = void>
+constexpr bool kNamesAnyCodebook = false;
+template <class CONFIG>
+constexpr bool kNamesAnyCodebook<CONFIG, decltype(void(CONFIG::any_codebook))> = true;
+constexpr bool kAnyCodebook = kNamesAnyCodebook<Config>;
+
 template <bool UE4M3, bool BF16>
 struct Scales;
 
-template <int BITS, bool BF16, int TABLE_BYTES>
+template <int BITS, bool BF16>
 struct Decoder {
     static constexpr int kScalesAt = 128 * BITS;  // in a tile
     static constexpr int kTileBytes = kScalesAt + (kUe4m3 ? 64 : 32);
-    static constexpr bool kByBytes = BITS <= 4;
-    static constexpr int kFieldBits = kByBytes ? 8 : TABLE_BYTES > 4096 ? 10 : 5;
-    static constexpr int kRows = 1 << kFieldBits;
-    static constexpr int kRowBytes = TABLE_BYTES / kRows;
+    static constexpr bool kSigned = BITS == 5;
+    static constexpr int kCodeBits = kSigned ? 4 : BITS;  // of a code in a byte
+    static constexpr int kRows = 256, kRowBytes = 256, kTableBytes = kRows * kRowBytes;
     static constexpr int kCopyBytes = BITS == 2 ? 8 : 4;  // of one lane
-    static constexpr int kTableBytes = TABLE_BYTES;
-    static constexpr int kCopies = kRowBytes < 32 * kCopyBytes ? kRowBytes / kCopyBytes : 32;
-    static_assert(kByBytes ? kRowBytes == 256 : kRowBytes == 128 || kRowBytes == 64);
-    static constexpr bool kHoles = BITS == 3 || BITS == 4;  // the last kHole bytes of every row are free
+    static constexpr bool kHoles = BITS > 2;              // the last kHole bytes of every row are free
     static constexpr int kHole = 128;
-    static_assert(!kHoles || kRowBytes == 2 * kHole);
+    static_assert(kSigned || !kAnyCodebook);
 
     const u8* table;
     u32 lane_byte;
     u32 low = 0, high = 0;  // 2 bits, after keep_levels: the bytes of the four levels
 
-    DEVICE Decoder(u8* table_, int lane) : table(table_), lane_byte(opaque(lane % kCopies * kCopyBytes)) {}
+    DEVICE Decoder(const u8* table_, int lane)
+        : table(table_), lane_byte(opaque(kAnyCodebook ? lane % 8 * 0x0404 : lane * kCopyBytes)) {}
 
     // Where byte `at` of the holes, taken together, is from the table's start.
     static DEVICE u32 hole(u32 at) { return 2 * at - at % kHole + kHole; }
@@ -74,25 +80,31 @@ struct Decoder {
     // Thread `thread` of `threads`, whole warps, fills its part; a barrier must follow.
     static DEVICE void fill(u8* table, float level, u32 thread, u32 threads) {
         using H = Half<BF16>;
-        constexpr int kParts = 4;  // threads of a row
-        constexpr int kStores = kCopies * kCopyBytes / 16 / kParts;
-        constexpr u32 kMask = (1 << BITS) - 1;
+        constexpr int kParts = 4;  // threads of a row, each with the levels of two signs
+        constexpr int kStores = 32 * kCopyBytes / 16 / kParts;
+        constexpr u32 kMask = (1 << kCodeBits) - 1;
 #pragma unroll 2
         for (u32 i = thread; i < u32(kRows * kParts); i += threads) {
             const u32 row = i % kRows, part = i / kRows;
-            const auto of = [&](int code) { return __shfl_sync(~0u, level, row >> (BITS * code) & kMask); };
+            const auto of = [&](int code, bool positive = false) {
+                const u32 magnitude = row >> (kCodeBits * code) & kMask;
+                return __shfl_sync(~0u, level, positive ? magnitude ^ 31 : magnitude);
+            };
             uint4 v;
             if constexpr (BITS == 2) {  // the first codes of two pairs, then their second ones
                 v.x = H::pack(of(0), of(2));
                 v.y = H::pack(of(1), of(3));
+            } else if constexpr (kSigned) {
+                v.x = v.y = H::pack(of(0, kAnyCodebook && part / 2), of(1, kAnyCodebook && part % 2));
             } else {
-                v.x = v.y = H::pack(of(0), kFieldBits == BITS ? 0.0f : of(1));
+                v.x = v.y = H::pack(of(0), of(1));
             }
             v.z = v.x;
             v.w = v.y;
 #pragma unroll
             for (int j = 0; j < kStores; ++j) {  // rotated: lanes of a warp write to different banks
-                const u32 chunk = (part * kStores + j + i) % (kParts * kStores);
+                const u32 turned = (part * kStores + j + i) % (kParts * kStores);
+                const u32 chunk = kAnyCodebook ? part * kStores + (j + i) % kStores : turned;
                 *reinterpret_cast<uint4*>(table + row * kRowBytes + chunk * 16) = v;
             }
         }
@@ -121,37 +133,11 @@ struct Decoder {
 
     DEVICE u32 look_up(u32 offset) const { return *reinterpret_cast<const u32*>(table + offset); }
 
-    // Offset of the row whose number is in bits [FIRST, FIRST + kFieldBits) of a word.
-    template <int FIRST>
-    DEVICE u32 row_offset(u32 word) const {
-        constexpr u32 kMask = (kRows - 1) * kRowBytes;
-        constexpr int kFrom = kRowBytes == 64 ? 6 : 7;
-        const u32 shifted = FIRST < kFrom ? word << (kFrom - FIRST) : word >> (FIRST - kFrom);
-        return (shifted & kMask) | lane_byte;
-    }
-
-    // 5 bits: three pairs in a word, and bits 2w and 2w + 1 of the 16th in the top of word w.
-    template <int PAIR>
-    DEVICE u32 pair(const u32 (&w)[BITS]) const {
-        if constexpr (PAIR < 15) {
-            return wide<10 * (PAIR % 3)>(w[PAIR / 3]);
-        } else {
-            u32 last = 0;
-#pragma unroll
-            for (int i = 0; i < BITS; ++i) {
-                last |= (w[i] >> (30 - 2 * i)) & (3u << (2 * i));
-            }
-            return wide<0>(last);
-        }
-    }
-
-    template <int FIRST>
-    DEVICE u32 wide(u32 word) const {
-        if constexpr (kFieldBits == BITS) {
-            return permute(look_up(row_offset<FIRST>(word)), look_up(row_offset<FIRST + BITS>(word)), 0x5410);
-        } else {
-            return look_up(row_offset<FIRST>(word));
-        }
+    // 5 bits, any codebook: the low bytes of the addresses of pairs SHIFT + 8 and, above it, SHIFT.
+    template <int SHIFT>
+    DEVICE u32 low_bytes(u32 signs) const {
+        const u32 first = SHIFT ? signs << (SHIFT - 1) : signs >> 1, second = signs >> (18 - SHIFT);
+        return (first & 0x4040u) | (second & 0x2020u) | lane_byte;
     }
 
     // 3 bits: the pairs of step 3, a byte each, from the top two bits of the others' bytes.
@@ -187,7 +173,19 @@ struct Decoder {
             }
             return;
         }
-        if constexpr (BITS == 3 || BITS == 4) {
+        if constexpr (kSigned) {
+            const u32 signs = w[BITS - 1];
+            static_for<4>([&](auto h) {
+                constexpr int kPair = 4 * J + h.value, kPick = h.value << 4;
+                if constexpr (kAnyCodebook) {
+                    const u32 low_byte = low_bytes<kPair % 8>(signs);
+                    a[h.value] = look_up(permute(w[J], low_byte, (kPair < 8 ? 0x7705 : 0x7704) | kPick));
+                } else {
+                    const u32 negative = look_up(permute(w[J], lane_byte, 0x7704 | kPick));
+                    a[h.value] = negative ^ (signs << kPair & 0x80008000u);
+                }
+            });
+        } else if constexpr (BITS == 3 || BITS == 4) {
             const u32 word = BITS == 4 || J < 3 ? w[J % BITS] : last_four(w);
 #pragma unroll
             for (int h = 0; h < 4; ++h) {
@@ -201,11 +199,6 @@ struct Decoder {
                 a[2 * h] = v.x;
                 a[2 * h + 1] = v.y;
             }
-        } else {
-            a[0] = pair<4 * J>(w);
-            a[1] = pair<4 * J + 1>(w);
-            a[2] = pair<4 * J + 2>(w);
-            a[3] = pair<4 * J + 3>(w);
         }
     }
 };

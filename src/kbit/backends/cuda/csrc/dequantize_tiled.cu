@@ -15,8 +15,8 @@
 // turned into rows in shared memory, in chunks of 16 bytes at (chunk ^ row) so that neither side conflicts,
 // and stored as 128 or 256 contiguous bytes a row. 5 instructions a weight (bfloat16, 4 bits).
 //
-// Shared memory, dynamic: the table (64 KB to 16 bits at 2 to 4 bits, else 2^bits * 128), then 16 warps *
-// 1024 weights. Grid: x deals the tiles of all matrices.
+// Shared memory, dynamic: the table (64 KB to 16 bits, else 2^bits * 128), then 16 warps * 1024 weights.
+// Grid: x deals the tiles of all matrices.
 #include "config.h"
 #include "decode.cuh"
 #include "levels.cuh"
@@ -29,7 +29,7 @@ constexpr int kWarps = 16;
 constexpr bool kWhole = Config::dtype == 0;  // float32
 constexpr int kRowBytes = kTileColumns * D::kBytes;
 constexpr int kChunks = kRowBytes / 16;  // of a row
-using Table = Decoder<kBits, Config::dtype == 2, Config::table_bytes>;
+using Table = Decoder<kBits, Config::dtype == 2>;
 constexpr int kTableBytes = kWhole ? Levels<kBits>::kBytes : Table::kTableBytes;
 
 // Where chunk `chunk` of row `row` of a tile is staged. Lanes 4g + t write pairs of row g (or g + 8) at

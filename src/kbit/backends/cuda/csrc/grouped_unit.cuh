@@ -7,7 +7,7 @@
 #include "quads.cuh"
 #include "stage16.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
+using D = Decoder<Config::bits, Config::bf16>;
 using H = Half<Config::bf16>;
 using S = Scales<kUe4m3, Config::bf16>;
 

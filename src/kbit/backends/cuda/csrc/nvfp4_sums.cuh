@@ -33,7 +33,7 @@ struct Rests {
     int thread;
 
     DEVICE int& at(int i) const {
-        using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
+        using D = Decoder<Config::bits, Config::bf16>;
         const u32 place = u32(i * THREADS + thread) * 4;
         return *reinterpret_cast<int*>(memory + (HOLES ? D::hole(place) : place));
     }

@@ -17,9 +17,17 @@
 constexpr int kBits = Config::bits;
 constexpr int kWarps = 8;
 constexpr u32 kFirstOfByte = 0x01010101u;
-// A chunk is 4 pairs of 2 * bits bits: byte q of word 0 holds the low 8 bits of pair q, of word 1 the others.
-constexpr int kChunkWords = kBits == 5 ? 2 : 1;
 using P = Pairs<kBits>;
+// A chunk is 4 pairs of 2 * bits bits: byte q of word 0 is pair q, at 5 bits without bit 4 of its codes;
+// these are bits 0 and 1 of byte q of word 1.
+constexpr int kChunkWords = P::kSigned ? 2 : 1;
+// Of which plane, and of which code of a pair, bit `bit` of a chunk's pairs is.
+constexpr __device__ int plane_of(int bit) {
+    return !P::kSigned ? bit % kBits : bit < 8 ? bit % 4 : 4;
+}
+constexpr __device__ int code_of(int bit) {
+    return !P::kSigned ? bit / kBits : bit < 8 ? bit / 4 : bit - 8;
+}
 
 // To position `to` of every byte, from position `from`.
 DEVICE u32 move_bits(u32 word, int from, int to) {
@@ -48,7 +56,7 @@ DEVICE void cut(u32 (&chunks)[kChunkWords][4], const u32 (&planes)[kBits]) {
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
         for (int bit = 0; bit < 2 * kBits; ++bit) {
-            const u32 moved = move_bits(planes[bit % kBits], 2 * t + bit / kBits, bit % 8);
+            const u32 moved = move_bits(planes[plane_of(bit)], 2 * t + code_of(bit), bit % 8);
             chunks[bit / 8][t] = (bit % 8 == 0 ? 0 : chunks[bit / 8][t]) | moved;
         }
     }
@@ -58,8 +66,9 @@ DEVICE void join(u32 (&planes)[kBits], const u32 (&chunks)[kChunkWords][4]) {
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
         for (int bit = 0; bit < 2 * kBits; ++bit) {
-            const u32 moved = move_bits(chunks[bit / 8][t], bit % 8, 2 * t + bit / kBits);
-            planes[bit % kBits] = (t == 0 && bit < kBits ? 0 : planes[bit % kBits]) | moved;
+            const u32 moved = move_bits(chunks[bit / 8][t], bit % 8, 2 * t + code_of(bit));
+            const int plane = plane_of(bit);
+            planes[plane] = (t == 0 && code_of(bit) == 0 ? 0 : planes[plane]) | moved;
         }
     }
 }
@@ -80,31 +89,44 @@ DEVICE void bytes_to_chunks(u32 (&c)[4], const u32 (&bytes)[4]) {
     }
 }
 
+// 5 bits: the low planes from codes to what tiles have of them, and back.
+DEVICE void turn(u32 (&planes)[kBits]) {
+#pragma unroll
+    for (int i = 0; P::kSigned && i < 4; ++i) {
+        planes[i] ^= planes[kBits - 1];
+    }
+}
+
 DEVICE void assemble(u32 (&w)[kBits], const u32 (&bytes)[kChunkWords][4]) {
 #pragma unroll
     for (int i = 0; i < kBits; ++i) {
-        w[i] = kBits == 4 ? bytes[0][i % 4] : 0;
+        w[i] = kBits >= 4 && i < 4 ? bytes[0][i % 4] : 0;
     }
 #pragma unroll
-    for (int pair = 0; pair < 16 && kBits != 4; ++pair) {
-        u32 value = bytes[0][pair / 4] >> (pair % 4 * 8) & 255u;
-        if constexpr (kBits == 5) {
-            value |= (bytes[kChunkWords - 1][pair / 4] >> (pair % 4 * 8) & 3u) << 8;
+    for (int pair = 0; pair < 16; ++pair) {
+        const u32 at = pair % 4 * 8;
+        if constexpr (P::kSigned) {
+            const u32 signs = bytes[kChunkWords - 1][pair / 4] >> at;
+            w[kBits - 1] |= (signs & 1) << P::sign_bit(pair, 0) | (signs >> 1 & 1) << P::sign_bit(pair, 1);
+        } else if constexpr (kBits < 4) {
+            P::put(w, pair, bytes[0][pair / 4] >> at & 255u);
         }
-        P::put(w, pair, value);
     }
 }
 DEVICE void take_apart(u32 (&bytes)[kChunkWords][4], const u32 (&w)[kBits]) {
 #pragma unroll
     for (int i = 0; i < 4 * kChunkWords; ++i) {
-        bytes[i / 4][i % 4] = kBits == 4 ? w[i % kBits] : 0;
+        bytes[i / 4][i % 4] = kBits >= 4 && i < 4 ? w[i % kBits] : 0;
     }
 #pragma unroll
-    for (int pair = 0; pair < 16 && kBits != 4; ++pair) {
-        const u32 value = P::get(w, pair);
-        bytes[0][pair / 4] |= (value & 255u) << (pair % 4 * 8);
-        if constexpr (kBits == 5) {
-            bytes[kChunkWords - 1][pair / 4] |= (value >> 8) << (pair % 4 * 8);
+    for (int pair = 0; pair < 16; ++pair) {
+        const u32 at = pair % 4 * 8;
+        if constexpr (P::kSigned) {
+            const u32 last = w[kBits - 1];
+            const u32 signs = (last >> P::sign_bit(pair, 0) & 1) | (last >> P::sign_bit(pair, 1) & 1) << 1;
+            bytes[kChunkWords - 1][pair / 4] |= signs << at;
+        } else if constexpr (kBits < 4) {
+            bytes[0][pair / 4] |= P::get(w, pair) << at;
         }
     }
 }
@@ -124,6 +146,7 @@ DEVICE void to_tile(const Block& block, u32* tile, int lane) {
         scale = __ldg(block.absmax);
     }
     u32 chunks[kChunkWords][4], bytes[kChunkWords][4], w[kBits];
+    turn(planes);
     cut(chunks, planes);
 #pragma unroll
     for (int i = 0; i < kChunkWords; ++i) {
@@ -151,6 +174,7 @@ DEVICE void from_tile(const Block& block, const u32* tile, int lane) {
         transpose(chunks[i], lane);
     }
     join(planes, chunks);
+    turn(planes);
     if (block.inside) {
         store_words<kBits>(block.packed, planes);
         *block.absmax = u8(scales >> (lane % 4 * 8));

@@ -5,7 +5,7 @@
 #include "decode.cuh"
 #include "ring.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
+using D = Decoder<Config::bits, Config::bf16>;
 using H = Half<Config::bf16>;
 using S = Scales<kUe4m3, Config::bf16>;
 

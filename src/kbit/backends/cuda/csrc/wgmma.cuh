@@ -7,7 +7,7 @@
 #include "groups.cuh"
 #include "hopper.cuh"
 
-using D = Decoder<Config::bits, Config::bf16, Config::table_bytes>;
+using D = Decoder<Config::bits, Config::bf16>;
 using H = Half<Config::bf16>;
 
 // Of y: a block of rows of an expert's W, and rows of x from `token` on, of which those up to `end` are

@@ -82,7 +82,7 @@ def _of_16_bits(
     if tiled.refusal(m, dtype, device.arch) is not None:
         yield rows.dequantize_spec(dtype)
     elif tiled.kernel(m, device.arch) == "wgmma":
-        yield wgmma.kernel_of(wgmma.plan(m, weight), dtype, weight.bits, nvfp4=True)
+        yield wgmma.kernel_of(wgmma.plan(m, weight), dtype, weight, nvfp4=True)
     else:
         yield from stream.kernels_of(m, dtype, weight, nvfp4=True)
 

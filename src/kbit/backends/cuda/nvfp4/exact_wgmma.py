@@ -101,7 +101,6 @@ def spec(tokens: int, grouped: bool = False) -> KernelSpec:
         list_bytes=wgmma_config.list_bytes(nvfp4_layout.BITS, grouped),
         scratch_bytes=wgmma_config.SCRATCH_BYTES,
         shared_bytes=shared_bytes(tokens, grouped),
-        table_bytes=operands.TABLE_BYTES,
         **operands.nvfp4_config(True),
     )
 
