@@ -129,8 +129,9 @@ def test_gates(m: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_clusters_that_split_k(m: int, n: int, k: int, blocks: int, gated: bool) -> None:
     rows = 2 * -(-n // 16) * 16 if gated else n
-    assert stream.plan(m, WeightShape(rows, k, 4, gated, LIMITS)).cluster == blocks
-    check(m, rows // 2 if gated else n, k, 4, torch.float16, gated)
+    for bits in (4, 5):
+        assert stream.plan(m, WeightShape(rows, k, bits, gated, LIMITS)).cluster == blocks
+        check(m, rows // 2 if gated else n, k, bits, torch.float16, gated)
 
 
 # Ragged wide groups, fewer and more of them than workers.
@@ -145,7 +146,7 @@ def test_clusters_that_split_k(m: int, n: int, k: int, blocks: int, gated: bool)
         (4, 1, 24, 2600),
         (4, 3, 24, 2600),
         (4, 2, 150, 2600),
-        (5, 1, 72, 5309),
+        (5, 2, 72, 5309),
     ],
 )
 @pytest.mark.parametrize("gated", [False, True])

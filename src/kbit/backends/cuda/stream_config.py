@@ -116,8 +116,8 @@ def configs(
         return [Config(8, 2), Config(16 if measured else 12, 2)]
     # On others one stage spills, and so do 16 workers of many tokens, and 21 warps of 80 registers each.
     more = [Config(16, 2, split=True)] if dense else []
-    if dense and tokens <= 4:
-        more.append(Config(16 if bits < 5 else 12, 2, wide=True))  # more do not fit
+    if dense and tokens <= 4 and (bits < 5 or tokens > 1):
+        more.append(Config(16 if bits < 5 else 12, 2, wide=True))  # as many as fit
     if tokens > 1:  # 12 workers have more registers than 16
         if not measured:
             return [Config(16 if tokens <= 4 else 12, 2)]

@@ -36,7 +36,7 @@ def choose(available: list[Config], m: int, groups: int, share: float, bits: int
     """What to launch for m tokens, and the nearest of the available configurations."""
     wanted = _by_shape(m, groups, share, bits)
     if any(config.split for config in available):
-        wanted = _in_clusters(m, groups, share) or wanted
+        wanted = _in_clusters(m, groups, share, bits) or wanted
     if any(config.wide for config in available):
         wanted = _in_wide_groups(m, groups, share, bits) or wanted
     kinds = (wanted.cluster > 1, wanted.wide)
@@ -44,23 +44,24 @@ def choose(available: list[Config], m: int, groups: int, share: float, bits: int
 
 
 def _by_shape(m: int, groups: int, share: float, bits: int) -> Wanted:
-    """What was fastest on an H200 for 14 shapes at 4 bits, 5 at 2 and 3: behind a norm, as in models.
+    """What was fastest on an H200 for 14 shapes at 4 and 5 bits, 5 at 2 and 3: behind a norm, as in models.
 
     Two blocks, or one beside the next kernel's, need 96 registers or fewer. One stage where there are few
     row tiles: weights that are fetched early come before the activations, which are waited for.
     """
     if m == 1:
-        if groups <= 8:
+        if groups <= 8 and not (bits == 5 and share > 4):
             return Wanted(8, 2, blocks=2 if share > 1 else 1)
         if groups <= 16 and 1 < share <= 2 and bits > 2:
             return Wanted(8, 1, blocks=2, compiled_for=20)
         if 16 < groups <= 20:
             return Wanted(20, 1, compiled_for=20)
         pairs = share > 4 if groups <= 16 else 20 < groups <= 64 and share > 1
-        return Wanted(8, 2, blocks=2) if pairs and bits == 4 else Wanted(16, 2)
+        pairs = pairs and (bits == 4 or (bits == 5 and share <= 2))
+        return Wanted(8, 2, blocks=2) if pairs else Wanted(16, 2)
     if m <= 4:
         if groups <= 8:
-            if m == 2 and 1 < share <= 2:
+            if (m == 2 or bits == 5) and 1 < share <= 2:
                 return Wanted(8, 1, blocks=2)
             return Wanted(8, 1 if share <= 0.5 else 2)
         if groups <= 16:
@@ -72,23 +73,25 @@ def _by_shape(m: int, groups: int, share: float, bits: int) -> Wanted:
         return Wanted(8, 2, blocks=2) if groups <= 64 and share > 1 else Wanted(16, 2)
     if m <= 8:
         if groups <= 8:
-            return Wanted(8, 2, compiled_for=12 if share > 4 else 16)
+            stages = 1 if bits == 5 and share <= 2 else 2
+            return Wanted(8, stages, compiled_for=12 if share > 4 else 16)
         return Wanted(16, 1 if groups <= 40 and 1 < share <= 4 else 2)
     return _by_groups(m, groups)
 
 
-def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
+def _in_clusters(m: int, groups: int, share: float, bits: int) -> Wanted | None:
     """Where splitting K over a cluster was faster on an H200: x is read, and swapped, in fewer places.
 
     2048 x 4096 by 8 tokens, 4 bits: 4.3 us in blocks, 3.9 in pairs; 1024 x 8192: 6.0, 4.4 in fours. With more
-    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few for more than one token. At 5 bits,
-    with a larger table in each block and one stage, it was slower by up to 30%.
+    than 8 tokens wgmma.cu is faster still, and 2048 columns are too few for more than one token.
     """
     if share > 4 or groups <= 4 or (groups <= 8 and m > 1):
         return None
     if m == 1:
-        # 2048 x 512: 1.8 us in pairs of blocks, 1.95 without.
-        return Wanted(8, 2, cluster=2) if groups <= 8 and share <= 0.5 else None
+        # 512 x 2048: 1.8 us in pairs of blocks, 1.95 without; 2048 x 4096 at 5 bits: 3.0, and 3.3.
+        few = groups <= 8 and share <= 0.5
+        short = bits == 5 and 8 < groups <= 16 and 0.5 < share <= 1
+        return Wanted(8, 2, cluster=2) if few or short else None
     if m <= 4:
         if groups <= 20:
             return None
@@ -109,10 +112,10 @@ def _in_clusters(m: int, groups: int, share: float) -> Wanted | None:
 def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | None:
     """Where groups of 512 columns were faster on an H200, for up to 4 tokens.
 
-    8192 x 28672, one token: 24.5 us, with wide groups 21.3 at 2 bits, 27.6 and 26.4 at 3, 41.9 and 40.1 at 5;
-    at 4 bits, where memory sets the speed, 30.5 and 30.2.
+    8192 x 28672, one token: 24.5 us, with wide groups 21.3 at 2 bits, 27.6 and 26.4 at 3; at 4 bits, where
+    memory sets the speed, 30.5 and 30.2; at 5, for which fewer workers have room, 37.9 and 38.6.
     """
-    if m > 4 or groups <= 8:
+    if m > 4 or groups <= 8 or (m == 1 and bits == 5):
         return None
     # 2048 x 4096 behind a norm, one and four tokens: 3.7 and 4.2 us, otherwise 3.8 and 4.4.
     short = groups <= 16 and 0.5 < share <= 1
