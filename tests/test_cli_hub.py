@@ -64,6 +64,9 @@ def test_commands_take_names(model: Path, cache: Path, tmp_path: Path) -> None:
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     succeed("generate", NAME, "w1 w2", "--max-new-tokens", 2)
     assert f"{NAME} (reference)" in succeed("eval", out, "--reference", NAME, "--text", text_in(tmp_path))
+    assert NAME in succeed("inspect", NAME)
+    assert "SQNR" in succeed("inspect", out, "--source", NAME)
+    assert NAME in succeed("profile", NAME, "--device", "cpu", "--context", 4, "--steps", 1)
     assert hub.folder_of(snapshot) == snapshot
 
 
@@ -91,7 +94,8 @@ def test_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["org/missing", "org/mis sing", "org/-x"])
 def test_a_name_that_the_hub_does_not_give(name: str, tmp_path: Path) -> None:
-    for command in (("quantize", name, tmp_path / "out"), ("generate", name, "hello"), ("eval", name)):
+    commands = [("quantize", name, tmp_path / "out"), ("generate", name, "hello")]
+    for command in (*commands, ("eval", name), ("inspect", name), ("profile", name)):
         message = refuse(*command)
         assert message.startswith(
             f"{name} is not a folder here, and the Hugging Face Hub did not give a model"

@@ -51,10 +51,15 @@ def folder_of(model: Path) -> Path:
         ) from None
 
 
+def is_cached(folder: Path) -> bool:
+    """Whether a model's folder is in the hub's cache."""
+    place = folder.resolve().parent
+    return place.name == _SNAPSHOTS and place.parent.name.startswith(_PREFIX)
+
+
 def model_name(folder: Path) -> str:
     """What to call the model of a folder: ORG/MODEL if it is in the hub's cache, else the folder's name."""
     folder = folder.resolve()
-    stored = folder.parent.parent.name
-    if folder.parent.name == _SNAPSHOTS and stored.startswith(_PREFIX):
-        return stored.removeprefix(_PREFIX).replace("--", "/", 1)
+    if is_cached(folder):
+        return folder.parent.parent.name.removeprefix(_PREFIX).replace("--", "/", 1)
     return folder.name

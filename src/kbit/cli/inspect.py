@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kbit.cli.consoles import Console
+from kbit.cli.hub import folder_of, is_cached, model_name
 from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, read, totals
 from kbit.cli.tables import show
 
@@ -146,9 +147,11 @@ def _read_folder(folder: Path) -> Folder:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
+    ],
     source: Annotated[
-        Path | None, typer.Option(help="The unquantized model: adds each module's error.")
+        Path | None, typer.Option(help="The unquantized model, likewise: adds each module's error.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -156,6 +159,7 @@ def inspect(
     from kbit.format.model_files import read_index
     from kbit.nvfp4.readers.stored import stored_weights
 
+    folder, source = folder_of(folder), source and folder_of(source)
     found = _read_folder(folder)
     if source is not None:
         if found.add_errors is None:
@@ -176,7 +180,8 @@ def inspect(
 def _print(found: Folder, folder: Path) -> None:
     modules = list(found.modules.values())
     with_error = any(module.sqnr is not None for module in modules)
-    table = Table(title=escape(f"{folder}\n{found.how}" if found.how else str(folder)))
+    name = model_name(folder) if is_cached(folder) else str(folder)
+    table = Table(title=escape(f"{name}\n{found.how}" if found.how else name))
     for header in ("module", "bits", "weights", "bits/weight", "MB", *(["SQNR dB"] if with_error else [])):
         if header == "module":
             table.add_column(header, overflow="fold")  # names have no spaces

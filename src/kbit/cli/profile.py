@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
+from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import load_model
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -24,7 +25,9 @@ _NAME = 70  # characters of a kernel's name; templates have thousands
 
 
 def profile(
-    folder: Annotated[Path, typer.Argument(help="Model folder, quantized or not.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
+    ],
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
     dtype: Annotated[
         str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
@@ -45,13 +48,14 @@ def profile(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         gpu_timing.require_gpu("kbit profile --device cuda", or_cpu=True)
+    folder = folder_of(folder)
     model = load_model(folder, dtype, device)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
     found = bench.profile_step(model, batch, context, steps, graph)
     how = "CUDA graph" if found.reason is None else f"no CUDA graph: {found.reason}"
     console.print(
-        f"{folder.resolve().name}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
+        f"{model_name(folder)}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
         f"{found.device} busy {100 * found.busy:.1f}% ({how})",
         markup=False,
         soft_wrap=True,
@@ -59,7 +63,7 @@ def profile(
     show(_table("levers, by purpose", found.groups))
     show(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
     about = gpu_timing.describe(found.device)
-    write_json(json_file, {"machine": about, "profile": bench.as_json(found, folder.resolve().name)})
+    write_json(json_file, {"machine": about, "profile": bench.as_json(found, model_name(folder))})
 
 
 def _table(title: str, parts: Sequence[Part]) -> Table:
