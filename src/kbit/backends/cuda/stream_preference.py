@@ -130,7 +130,7 @@ def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | No
 
 
 def _by_groups(m: int, groups: int) -> Wanted:
-    """What to use where look-up tables are large, or nothing has been measured."""
+    """What to use where nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
     narrow = (groups <= 8 and m != 2) or (16 < groups <= 24 and m > 2)
     return Wanted(8, 2, compiled_for=8) if narrow else Wanted(16, 2)
