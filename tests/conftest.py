@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -24,6 +25,11 @@ if not INDUCTOR_BUILDS:
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Or each worker's references would take every core.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
+
+# A shell's background jobs ignore SIGINT, nohup's SIGHUP; processes that tests start would inherit that.
+for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
