@@ -7,7 +7,7 @@ import torch
 
 import kbit
 from codebooks import asymmetric
-from kbit.backends.cuda import grouped, resident, rows, sorted_rows, wgmma, wgmma_config
+from kbit.backends.cuda import rows, wgmma
 from kbit.format.symmetry import is_symmetric
 from kbit.format.tensor import QuantizedTensor
 
@@ -85,14 +85,3 @@ def test_a_graph_captures_the_first_product_of_a_codebook():
             y = kbit.linear(x, fresh)
         graph.replay()
         assert torch.equal(y, kbit.dequantize(q, torch.float16)[:, at].T)
-
-
-def test_kernels_are_compiled_for_any_codebook():
-    shared = 227 * 1024
-    found = {spec.name for spec in wgmma_config.specs()}
-    found |= {
-        spec.name for module in (grouped, resident) for spec in sorted_rows.specs(module.configs, shared)
-    }
-    for kernel in ("wgmma", "grouped", "resident"):
-        assert any(name.startswith(f"{kernel}[bits=5") and "any_codebook=1" in name for name in found)
-    assert not any("bits=4" in name and "any_codebook" in name for name in found)

@@ -15,6 +15,7 @@ from kbit.backends.cuda import (
     operands,
     preference,
     resident,
+    sorted_rows,
     stream,
     stream_config,
     wgmma,
@@ -322,3 +323,14 @@ def test_tiles_of_experts(rows: int, experts: int, tokens: int, teams: int) -> N
     device = next(device for device in DEVICES if device.arch == "90a")
     plan = wgmma.grouped_plan(rows * experts, experts, WeightShape(2048, 768, 4, False, device))
     assert (plan.tiling.tokens, plan.teams) == (tokens, teams)
+
+
+def test_kernels_are_compiled_for_any_codebook():
+    shared = 227 * 1024
+    found = {spec.name for spec in wgmma_config.specs()}
+    found |= {
+        spec.name for module in (grouped, resident) for spec in sorted_rows.specs(module.configs, shared)
+    }
+    for kernel in ("wgmma", "grouped", "resident"):
+        assert any(name.startswith(f"{kernel}[bits=5") and "any_codebook=1" in name for name in found)
+    assert not any("bits=4" in name and "any_codebook" in name for name in found)

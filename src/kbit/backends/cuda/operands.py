@@ -41,7 +41,7 @@ def nvfp4_config(nvfp4: bool) -> dict[str, bool]:
 
 def codebook_config(bits: int, symmetric: bool) -> dict[str, bool]:
     """What a kernel's configuration names for a codebook that is not symmetric; see decode.cuh."""
-    return {} if symmetric or bits < 5 else {"any_codebook": True}
+    return {"any_codebook": True} if not symmetric and (bits, False) in CODES else {}
 
 
 def padded(columns: int) -> int:

@@ -8,6 +8,7 @@ that to the caller.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 
@@ -66,7 +67,9 @@ def row_specs() -> list[KernelSpec]:
             specs += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
             specs += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
         specs += [repack_spec(bits, inverse) for inverse in (False, True)]
-    specs += [dequantize_spec(5, dtype, tiled=True, symmetric=False) for dtype in operands.DTYPES]
+    others = [bits for bits, symmetric in operands.CODES if not symmetric]
+    for bits, dtype in itertools.product(others, operands.DTYPES):
+        specs.append(dequantize_spec(bits, dtype, tiled=True, symmetric=False))
     return specs
 
 

@@ -289,9 +289,10 @@ def nvfp4_grouped_blocks() -> list[Config]:
 
 def specs() -> list[KernelSpec]:
     """The kernels of all configurations."""
-    found = configs()
-    kinds = [
-        *((config, True) for config in found),
-        *((config, False) for config in found if config.bits == 5),
+    return [
+        spec(config, dtype, symmetric)
+        for config in configs()
+        for bits, symmetric in operands.CODES
+        if bits == config.bits
+        for dtype in operands.DTYPES
     ]
-    return [spec(config, dtype, symmetric) for config, symmetric in kinds for dtype in operands.DTYPES]
