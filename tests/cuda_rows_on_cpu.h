@@ -153,3 +153,12 @@ inline void load_transposed(u32 (&v)[4], u32 row) {
     }
     __syncwarp();
 }
+// movmatrix: lane l had elements 2 (l % 4), + 1 of row l / 4, and gets those of column l / 4.
+inline u32 transposed(u32 v) {
+    u32 turned = 0;
+    for (int i = 0; i < 2; ++i) {
+        const u32 row = exchange(v, (lane_id() % 4 * 2 + i) * 4 + lane_id() / 8);
+        turned |= (row >> (lane_id() / 4 % 2 * 16) & 0xffff) << (16 * i);
+    }
+    return turned;
+}

@@ -212,6 +212,16 @@ def test_latent_attention(architecture, tiles_pay, on_h200):
     assert found == (both if architecture == "glm4_moe_lite" else set())
 
 
+@pytest.mark.parametrize(("columns", "count"), [(64, 1), (16, 0)])
+def test_attention_by_columns_of_its_heads(columns, count, tiles_pay, on_h200):
+    model = quantized("qwen3_moe")
+    for layer in model.model.layers:
+        layer.self_attn.head_dim = columns
+    kbit.compile_kernels(model, tokens=[1])
+    found = [dict(spec.config) for spec, _ in on_h200 if spec.source == "attention_step.cu"]
+    assert [config["columns"] for config in found] == [columns] * count  # of one dtype
+
+
 def test_scales_in_float16_are_no_activations(tiles_pay, on_h200):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
     policy = kbit.KbitConfig(bits=4, absmax_format="float16", overrides={"1": 0})

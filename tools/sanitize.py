@@ -117,6 +117,19 @@ def run_around_products() -> None:
         keys, values = (torch.zeros(2, 2, 9, columns, device="cuda").half() for _ in range(2))
         given = (*new, *norms, *angles, keys, values, torch.tensor(8, device="cuda"))
         assert torch.isfinite(torch.ops.kbit.append_heads(*given, 1e-6)).all()
+    for heads, columns, room in (((6, 2), 64, 150), ((12, 1), 128, 300), ((4, 2), 256, 70)):
+        for length in (room - 2, room):  # there is room for one more, and not
+            new = torch.randn(3, 2, heads[0], columns, device="cuda").half()
+            weights = torch.randn(2, columns, device="cuda").half()
+            angles, mask = (
+                torch.randn(2, 1, 32, device="cuda").half(),
+                torch.zeros(1, room, device="cuda").half(),
+            )
+            keys, values = torch.randn(2, 2, heads[1], room, columns, device="cuda").half()
+            query, key, value = new[0], new[1, :, : heads[1]], new[2, :, : heads[1]]
+            given = (query, key, value, new[1], *weights, *angles, mask, keys, values)
+            at = torch.tensor(length, device="cuda")
+            assert torch.isfinite(torch.ops.kbit.attention_step(*given, at, 0.1, 1e-6)).all()
     for heads, length in ((20, 31), (20, 40), (5, 69), (40, 70)):  # there is room for one more, and not
         latents, keys = (torch.randn(2, 70, columns, device="cuda").half() for columns in (512, 64))
         new = torch.randn(2, heads, 576, device="cuda").half().split([512, 64], 2)

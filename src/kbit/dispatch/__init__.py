@@ -1,6 +1,7 @@
 """Which backend answers an op. Importing this package registers the implementations of `torch.ops.kbit.*`."""
 
 from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
+    attention,
     caches,
     gated_delta,
     heads,

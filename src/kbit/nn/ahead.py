@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from kbit.backends.cuda import ahead, driver, gated_delta, latent, operands, tables
+from kbit.backends.cuda import ahead, attention, driver, gated_delta, latent, operands, tables
 from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
@@ -20,7 +20,7 @@ from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.tiling import TileableModule
-from kbit.ops import forms, gated_delta_schemas, latent_schemas
+from kbit.ops import attention_schemas, forms, gated_delta_schemas, latent_schemas
 
 
 @runtime_checkable
@@ -111,12 +111,16 @@ def _kernels(
 
 
 def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelSpec]:
-    """Those that steps of linear or latent attention run, if the model has any."""
+    """Those that steps of attention run, of the kinds that the model has."""
     found = []
     if any(kind.__name__ == gated_delta_schemas.LAYER for kind in _classes(model)):
         found += gated_delta.specs(device.arch)
     if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
         found += latent.specs(device.shared_bytes)
+    parts = {*attention_schemas.PROJECTIONS, attention_schemas.OUT}
+    layers = (module for module in model.modules() if module._modules.keys() >= parts)
+    columns = {vars(layer).get("head_dim", 0): None for layer in layers}
+    found += attention.specs(device.arch, device.shared_bytes, columns)
     return found
 
 

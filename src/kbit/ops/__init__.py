@@ -2,6 +2,7 @@
 
 # Imported for their registrations.
 from kbit.ops import (  # noqa: F401
+    attention_schemas,
     autograd,
     cache_schemas,
     gated_delta_schemas,

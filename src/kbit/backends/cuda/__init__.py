@@ -12,6 +12,7 @@ import functools
 import torch
 
 from kbit.backends.cuda import compiler, driver
+from kbit.backends.cuda.attention import attention_step
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.gated_delta import gated_delta_step
@@ -33,6 +34,7 @@ from kbit.format.errors import KbitError
 
 __all__ = [
     "append_heads",
+    "attention_step",
     "available",
     "cache_append",
     "dequantize",

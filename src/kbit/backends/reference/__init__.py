@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kbit import quantizers
+from kbit.backends.reference.attention import attention_step
 from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.gated_delta import gated_delta_step
 from kbit.backends.reference.heads import append_heads
@@ -29,6 +30,7 @@ from kbit.format.layout import from_tiled, to_tiled
 
 __all__ = [
     "append_heads",
+    "attention_step",
     "cache_append",
     "dequantize",
     "dequantize_tiled",

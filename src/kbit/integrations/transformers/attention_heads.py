@@ -1,7 +1,8 @@
-"""What attention layers do in decoding steps between their projections and attention, in one kernel.
+"""What attention layers do in decoding steps between their projections, in one kernel.
 
-Of a token that are four small kernels: the norms of queries and keys, their rotary embeddings, and what goes
-to the cache. `kbit::append_heads` is one. It serves layers whose class does just that: its forward is tried
+Before attention that are four small kernels for new tokens: the norms of queries and keys, their rotary
+embeddings, and what goes to the cache. `kbit::append_heads` is one of them. `kbit::attention_step` is that
+for one token, with attention and its gate. They serve layers whose class does just that: its forward is tried
 first, with stand-ins for its projections, and stays where it gives something else.
 """
 
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kbit.integrations.transformers.attention import attention
+from kbit.backends.cuda.attention import takes
+from kbit.integrations.transformers.attention import asks_for_more, attention
 from kbit.integrations.transformers.attention_steps import (
     TRIED_BATCH,
     TRIED_LENGTH,
@@ -30,12 +32,27 @@ from kbit.integrations.transformers.attention_steps import (
 )
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.mixins import stand_in
+from kbit.ops.attention_schemas import OUT, PROJECTIONS
 
-_PROJECTIONS, _OUT, _NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
+_NORMS = "q_norm", "k_norm"
 _ATTRIBUTES = ("config", "head_dim", "layer_idx", "scaling")
-_kinds = Kinds((*_PROJECTIONS, _OUT), _ATTRIBUTES)
-# By layer, and by how many columns of its heads are turned: what its class does, None for something else.
-_forms: weakref.WeakKeyDictionary[Any, dict[int, bool | None]] = weakref.WeakKeyDictionary()
+_kinds = Kinds((*PROJECTIONS, OUT), _ATTRIBUTES)
+
+
+class Form(NamedTuple):
+    """What a layer's class does.
+
+    Attributes:
+        gated: whether each head's query is followed by a gate of what attention gives.
+        one_op: whether that and attention are what `kbit::attention_step` computes, for one token.
+    """
+
+    gated: bool
+    one_op: bool
+
+
+# By layer, and by how many columns of its heads are turned: None for a class that does something else.
+_forms: weakref.WeakKeyDictionary[Any, dict[int, Form | None]] = weakref.WeakKeyDictionary()
 
 
 class Norms(NamedTuple):
@@ -56,12 +73,14 @@ def fused_heads(model: Any) -> Iterator[None]:
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
-        gated = None if more else _form(layer, own, hidden_states, named)
-        if gated is None:
+        form = None if more else _form(layer, own, hidden_states, named)
+        if form is None:
             return own(layer, hidden_states, *more, **named)
         cached = named.pop("past_key_values").layers[layer.layer_idx]
         settle(cached)
-        made = attend(layer, hidden_states, cached=cached, gated=gated, **named)
+        if not _is_a_step(layer, hidden_states, cached, named):
+            form = form._replace(one_op=False)
+        made = attend(layer, hidden_states, cached=cached, form=form, **named)
         grow(cached, hidden_states.shape[1])
         return made
 
@@ -74,7 +93,7 @@ def attend(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
     cached: Any,
-    gated: bool,
+    form: Form,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
     """A layer's forward, but that its cache does not grow.
@@ -85,35 +104,56 @@ def attend(
         position_embeddings: cos and sin, [batch or 1, tokens, columns that are turned].
         attention_mask: see `attention`.
         cached: the cache's layer.
-        gated: whether each head's query is followed by a gate of what attention gives.
+        form: of the layer; by one op is a single token alone, with an additive mask.
         named: further arguments of transformers.
     """
     shape = *x.shape[:2], -1, layer.head_dim
-    query, key, value = (layer._modules[name](x) for name in _PROJECTIONS)
-    query = query.view(*shape[:-1], shape[-1] * (2 if gated else 1))
-    gate = query[..., layer.head_dim :]
+    query, key, value = (layer._modules[name](x) for name in PROJECTIONS)
+    query = query.view(*shape[:-1], shape[-1] * (2 if form.gated else 1))
+    gate = query[..., layer.head_dim :] if form.gated else None
     norms = _norms(layer)
     assert norms is not None
+    new = query[..., : layer.head_dim], key.view(shape), value.view(shape)
+    cache = cached.keys, cached.values, cached.cumulative_length
+    if form.one_op:
+        assert attention_mask is not None
+        y = torch.ops.kbit.attention_step(
+            *(part if part is None else part[:, 0] for part in (*new, gate)),
+            *(norms.query, norms.key, *(angle[:, 0] for angle in position_embeddings)),
+            *(attention_mask[:, 0, 0], *cache, layer.scaling, *norms.how),
+        )
+        return layer._modules[OUT](y.view(*x.shape[:2], -1)), None
     query = torch.ops.kbit.append_heads(
-        *(query[..., : layer.head_dim], key.view(shape), value.view(shape), norms.query, norms.key),
-        *(*position_embeddings, cached.keys, cached.values, cached.cumulative_length, *norms.how),
+        *new, norms.query, norms.key, *position_embeddings, *cache, *norms.how
     )
     y, weights = attention(
         layer, query, cached.keys, cached.values, attention_mask, scaling=layer.scaling, **named
     )
-    y = y * torch.sigmoid(gate) if gated else y
-    return layer._modules[_OUT](y.reshape(*x.shape[:2], -1)), weights
+    y = y if gate is None else y * torch.sigmoid(gate)
+    return layer._modules[OUT](y.reshape(*x.shape[:2], -1)), weights
 
 
-def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
-    """Whether a layer that a step can run so is gated; None where it has to run by its own forward."""
+def _is_a_step(layer: Any, x: torch.Tensor, cached: Any, named: dict[str, Any]) -> bool:
+    """Whether `kbit::attention_step` may take what a layer is given, and has a kernel for it."""
+    keys, mask = cached.keys, named["attention_mask"]
+    if x.shape[1] != 1 or asks_for_more(named) or not takes(x.device, layer.head_dim):
+        return False
+    if mask is None or mask.dtype != x.dtype or mask.dim() != 4 or len(mask) not in (1, len(x)):
+        return False
+    return mask.shape[1:] == (1, 1, keys.shape[2]) and keys.shape == cached.values.shape
+
+
+def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> Form | None:
+    """That of a layer which a step can run so; None where it has to run by its own forward."""
     norms = _norms(layer)
     if norms is None or cached_layer(layer, x, named, (norms.query, norms.key)) is None:
         return None
     turned = named["position_embeddings"][0].shape[-1]
     forms = _forms.setdefault(layer, {})
     if turned not in forms:
-        forms[turned] = next((gated for gated in (False, True) if _is(layer, own, turned, gated)), None)
+        apart = (Form(gated, False) for gated in (False, True))
+        found = next((form for form in apart if _is(layer, own, turned, form)), None)
+        forms[turned] = found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
     return forms[turned]
 
 
@@ -128,7 +168,7 @@ def _norms(layer: Any) -> Norms | None:
 
 
 @torch.no_grad()
-def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
+def _is(layer: Any, own: Callable[..., Any], turned: int, form: Form) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in bfloat16."""
     normal = normals(torch.bfloat16)
     made = stand_in(layer)
@@ -136,10 +176,11 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
         x = normal(TRIED_BATCH, 1, 8)
         angles = normal(TRIED_BATCH, 1, turned), normal(TRIED_BATCH, 1, turned)
         mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
+        mask[..., TRIED_LENGTH + 1 :] = -torch.inf
         projections = {
-            name: Given(x, normal(TRIED_BATCH, 1, layer._modules[name].out_features)) for name in _PROJECTIONS
+            name: Given(x, normal(TRIED_BATCH, 1, layer._modules[name].out_features)) for name in PROJECTIONS
         }
-        made._modules = {**layer._modules, **projections, _OUT: nn.Identity()}
+        made._modules = {**layer._modules, **projections, OUT: nn.Identity()}
         for name in _NORMS:
             if (norm := layer._modules.get(name)) is not None:
                 made._modules[name] = stand_in(norm)
@@ -152,7 +193,7 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, gated: bool) -> bool:
             before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)
         )
         have, cached = of_cache(
-            before, lambda cache: attend(made, x, cached=cache.layers[0], gated=gated, **given)
+            before, lambda cache: attend(made, x, cached=cache.layers[0], form=form, **given)
         )
         same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
         return same and all(map(torch.equal, its_cache, cached))

@@ -18,7 +18,7 @@
 // grid: ceil(rows * lanes / threads)
 // Methods: Zhang and Sennrich 2019 (arXiv:1910.07467), Su et al. 2021 (arXiv:2104.09864).
 #include "config.h"
-#include "heads.cuh"
+#include "new_heads.cuh"
 
 constexpr u32 kLanes = Config::lanes;
 
@@ -41,9 +41,8 @@ extern "C" __global__ void __launch_bounds__(128)
     const u64 from = batch * by.batch + token * by.token + own * by.head + piece;
     const u64 angle = batch * cos_batch + token * cos_token + piece;
     const bool there = row < rows && piece < u32(pieces), turns = there && !of_value && piece < 2 * u32(half);
-    const uint4* norm = of_query ? query_norm : key_norm;
-    const bool has_norm = there && !of_value && norm;
-    if (has_norm) {
+    const uint4* norm = of_query ? query_norm : of_value ? nullptr : key_norm;
+    if (there && norm) {
         prefetch(norm + piece);
     }
     if (turns) {
@@ -54,23 +53,11 @@ extern "C" __global__ void __launch_bounds__(128)
     launch_late();
     forget(query, key, value, norm, cos, sin, length);
 
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    uint4 mine = there ? (of_query ? query : of_value ? value : key)[from] : zero;
-    const uint4 weight = has_norm ? norm[piece] : zero;
-    const uint4 its_cos = turns ? cos[angle] : zero, its_sin = turns ? sin[angle] : zero;
+    const uint4 raw = there ? (of_query ? query : of_value ? value : key)[from] : make_uint4(0, 0, 0, 0);
     const u64 to = u64(*length) + token;
-    const float sum = sum_lanes(add_squares(0.0f, mine), int(kLanes));
-    if (has_norm) {
-        mine = normed(mine, weight, norm_factor(sum, pieces, eps), plus_one ? 1.0f : 0.0f, round_first);
-    }
-    const bool low = piece < u32(half);
-    const int other =
-        int((threadIdx.x - piece) % 32 + (low ? piece + u32(half) : piece - u32(half)) % kLanes);
-    const uint4 its_other = make_uint4(__shfl_sync(kAll, mine.x, other), __shfl_sync(kAll, mine.y, other),
-                                       __shfl_sync(kAll, mine.z, other), __shfl_sync(kAll, mine.w, other));
-    if (turns) {
-        mine = rotated(mine, its_cos, its_other, its_sin, low ? -1.0f : 1.0f);
-    }
+    const uint4 mine =
+        norm_and_turn<int(kLanes)>(raw, norm, cos + (angle - piece), sin + (angle - piece), there, !of_value,
+                                   int(piece), pieces, half, {eps, plus_one, round_first});
     if (there && of_query) {
         out[(u64(place) * u32(heads) + own) * u32(pieces) + piece] = mine;
     } else if (there && to < u64(u32(room))) {

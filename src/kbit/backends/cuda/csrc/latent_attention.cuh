@@ -22,7 +22,6 @@ constexpr int kTurns = (kHeads * kHalf + kThreads - 1) / kThreads;  // of a thre
 static_assert(kBytes == Config::shared_bytes && kLatent % (16 * kWarps) == 0 && kTurned % 16 == 0);
 static_assert(kColumns % (16 * kQuarters) == 0 && kPieces % 8 == 0);
 static_assert(kHeads * kLanes <= kThreads && kLatentPieces % 32 == 0);
-constexpr float kLog2E = 1.4426950408889634f;
 
 // A pair of columns and their angles: column `at` and the one half a row behind it.
 struct Pair {

@@ -22,3 +22,9 @@ DEVICE void load_transposed(u32 (&v)[4], u32 row) {
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                  : "r"(row));
 }
+// One, as the tensor cores hold it: a lane's two neighbours in a row are two in a column afterwards.
+DEVICE u32 transposed(u32 v) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(v));
+    return turned;
+}

@@ -1,0 +1,14 @@
+// Weights of attention by powers of two: scores are multiplied by log2(e) first.
+#pragma once
+
+#include "common.cuh"
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+DEVICE float minus_infinity() {
+    return __uint_as_float(0xff800000u);
+}
+// 2^(score - largest), 0 if there is no score yet.
+DEVICE float weight_of(float score, float largest) {
+    return largest == minus_infinity() ? 0.0f : exp2f(score - largest);
+}
