@@ -134,6 +134,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
                    {eps, plus_one, round_first}};
     token.put(base, thread);
     __syncthreads();
+    if (blocks > 1 && thread == 0) {
+        exchange.expect();
+    }
     u32 queries[kSteps][2];
 #pragma unroll
     for (int i = 0; i < kSteps; i += 2) {

@@ -223,8 +223,9 @@ struct Exchange {
     DEVICE void init() const {
         barrier_init(base + kBarrier, 1);
         barriers_visible();
-        barrier_expect(base + kBarrier, blocks * each * 24);
     }
+    // By the same one, after a barrier of the block: others may have sent something already.
+    DEVICE void expect() const { barrier_expect(base + kBarrier, blocks * each * 24); }
     DEVICE void send(const Part& part, int item) const {
         const u32 owner = item / each, at = rank * each + item % each;
         const u32 to = cluster_address(base, owner);
