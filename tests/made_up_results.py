@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbit.bench import conversions, generate, nvfp4, quantize, serve, train
+from kbit.bench import attention, conversions, generate, nvfp4, quantize, serve, train
 
 
 def training() -> dict[str, Any]:
@@ -50,7 +50,16 @@ def alone() -> dict[str, Any]:
     return {"read_bandwidth_gb_s": 4500.0, "row_kernels": conversions.as_json(rows, 4500.0)}
 
 
+def attending() -> dict[str, Any]:
+    rows = [
+        attention.AttentionRow("big", 4, 100, 128, arm, us, 0.01, 10**7)
+        for arm, us in ((attention.TORCH, 20.0), (attention.DISPATCHED, 10.0))
+    ]
+    return {"read_bandwidth_gb_s": 4500.0, "dtype": "bf16", "rows": attention.as_json(rows)}
+
+
 FILES = {
+    "attention": attending,
     "train": training,
     "generate": generating,
     "serve": serving,

@@ -119,6 +119,7 @@ JOBS = (
     ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
+    Job("attention", f"bench attention {REPEATS} --json {{results}}/{{gpu}}-attention.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job(
         "serve",

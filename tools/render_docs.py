@@ -38,6 +38,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILES = {name: f"h100-80gb-hbm3-{name}.json" for name in ("kernels", "widths", "moe")}
 SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
+ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE = "h200-nvfp4.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
@@ -169,6 +170,26 @@ def experts(file: str = MOE_FILE) -> str:
         "each expert, or M tokens of a whole layer or a router. "
     )
     return f"{text}{about(result)}\n\n{markdown(['problem', *(f'M={count}' for count in tokens)], body)}"
+
+
+def attention() -> str:
+    """A step of attention layers on every GPU where it was measured, against PyTorch's attention."""
+    tables = []
+    for file in sorted(RESULTS.glob(ATTENTION_FILES)):
+        result = load(file.name)
+        ours = [row for row in result["rows"] if row["arm"] == "kbit"]
+        problems = {(row["batch"], row["tokens"] + 1): None for row in ours}
+        cells = {(row["model"], row["batch"], row["tokens"] + 1): row for row in ours}
+        body = []
+        for model in dict.fromkeys(row["model"] for row in ours):
+            here = [row for (name, *_), row in cells.items() if name == model]
+            body.append([model, *(f"{row['us']:.1f} ({row['vs_torch']:.2f})" for row in here)])
+        header = ["layer of", *(f"{batch} x {tokens}" for batch, tokens in problems)]
+        text = (
+            "Microseconds (in brackets: times as fast as PyTorch's attention), by sequences x tokens of each."
+        )
+        tables.append(f"{text} {about(result)}\n\n{markdown(header, body)}")
+    return "\n\n".join(tables) or "Not measured yet: `kbit bench attention` does."
 
 
 def workload() -> str:
@@ -418,7 +439,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "widths_h100": lambda: widths(H100_FILES["widths"]),
     "experts_h100": lambda: experts(H100_FILES["moe"]),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
-    **{f.__name__: f for f in (workload, parallel, training)},
+    **{f.__name__: f for f in (workload, attention, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
     **{f.__name__: f for f in (serving, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},

@@ -4,6 +4,7 @@
     bench check, plot  check; plots, quality_plot, generate_plot; targets
     bench dequant      dequant, conversions
     bench moe, nvfp4   moe, moe_layer, moe_router; nvfp4, nvfp4_layer; both with routings
+    bench attention    attention
     bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
     bench generate     generate
     bench train        train

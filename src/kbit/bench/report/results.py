@@ -27,7 +27,12 @@ KINDS: Mapping[str, Iterable[str]] = {
     "sanitizer": ("runs", "shapes"),
 }
 # Kinds that differ in their rows, or arms, only: by a key of the first.
-_OF_ROWS = {"dequantize": "dequantize_us", "nvfp4": "quantized_rows", "moe": "problem"}
+_OF_ROWS = {
+    "dequantize": "dequantize_us",
+    "nvfp4": "quantized_rows",
+    "moe": "problem",
+    "attention": "cache_bytes",
+}
 _OF_ARMS = {"train": "adapter_bytes"}
 OTHER = "other"
 

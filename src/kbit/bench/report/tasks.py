@@ -33,6 +33,25 @@ def _run_row(run: Mapping[str, Any]) -> Row:
     return Row([str(run["jobs"]), *speed, *sizes, f"{run['seconds_for_80b'] / 60:.1f}"])
 
 
+# -- attention -----------------------------------------------------------------------------------------------
+
+
+def _attention(results: Sequence[Result]) -> str:
+    parts = []
+    headers = ["model", "sequences", "tokens", "room", "kernel", "us", "spread", "GB/s", "% of read"]
+    for result in results:
+        bandwidth = float(result.data["read_bandwidth_gb_s"])
+        rows = [_attention_row(row, bandwidth) for row in result.data["rows"]]
+        caption = f"{result.device}, {result.name}"
+        parts.append(markup.table([*headers, "vs PyTorch"], rows, caption))
+    return "".join(parts)
+
+
+def _attention_row(row: Mapping[str, Any], bandwidth: float) -> Row:
+    known = [row["model"], *(str(row[name]) for name in ("batch", "tokens", "room")), row["arm"]]
+    return Row([*known, *markup.speed(row, bandwidth), markup.heat(row["vs_torch"])])
+
+
 # -- generating ----------------------------------------------------------------------------------------------
 
 
@@ -119,6 +138,15 @@ SECTIONS = (
         ("quantize",),
         "kbit bench quantize llama-3-8b --json {folder}/quantize.json",
         _quantize,
+    ),
+    Section(
+        "attention",
+        "Attention while decoding",
+        "Between its projections, for one new token of each sequence: norms of heads, rotary embeddings, the "
+        "cache, attention, its gate. GB/s are of keys and values so far.",
+        ("attention",),
+        "kbit bench attention --json {folder}/attention.json",
+        _attention,
     ),
     Section(
         "generating",
