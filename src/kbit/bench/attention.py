@@ -112,10 +112,10 @@ def make_steps(
     mask[:, tokens + 1 :] = -math.inf
     new = normal(batch, heads, columns), normal(batch, key_heads, columns), normal(batch, key_heads, columns)
     gate = normal(batch, heads, columns) if gated else None
-    norms = [normal(columns) if normed else None for _ in range(2)]
+    norms = (normal(columns), normal(columns)) if normed else (None, None)
     angles = normal(1, turned), normal(1, turned)
-    length = torch.tensor(tokens, device=device)
-    caches = [[normal(batch, key_heads, room, columns) for _ in range(2)] for _ in range(copies)]
+    length, shape = torch.tensor(tokens, device=device), (batch, key_heads, room, columns)
+    caches = [(normal(*shape), normal(*shape)) for _ in range(copies)]
     return [_Step(*new, gate, *norms, *angles, mask, *cache, length) for cache in caches]
 
 
