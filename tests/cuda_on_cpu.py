@@ -16,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -121,6 +122,16 @@ def with_run(spec: KernelSpec, source: str, header: str, together: bool, more_by
     )
 
 
+class Loaded(NamedTuple):
+    """A kernel, in the place of the launcher's."""
+
+    spec: KernelSpec
+    format: str
+
+    def takes_cluster(self, cluster: int, block: int, smem: int) -> bool:
+        return cluster <= launcher.PORTABLE_CLUSTER
+
+
 class Kernels:
     """Compiled kernels in a folder, in the place of the launcher."""
 
@@ -137,13 +148,13 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(library)).run
 
-    def load(self, spec: KernelSpec, device_index: int, format: str) -> tuple[KernelSpec, str]:
-        return spec, format
+    def load(self, spec: KernelSpec, device_index: int, format: str) -> Loaded:
+        return Loaded(spec, format)
 
     def launch_on(
         self,
         device_index: int,
-        kernel: tuple[KernelSpec, str],
+        kernel: Loaded,
         grid: tuple[int, int, int],
         block: int,
         args: tuple[int | float, ...],

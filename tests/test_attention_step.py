@@ -107,18 +107,22 @@ def config(device, columns):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "columns", "plan"),
+    ("sizes", "columns", "most", "plan"),
     [
-        ((1, 32, 8, 128), 128, (1, 2)),
-        ((1, 32, 8, 4096), 128, (1, 8)),
-        ((8, 32, 4, 4096), 128, (1, 4)),  # 32 clusters of 8 do not run at once
-        ((32, 32, 4, 4096), 128, (1, 2)),
-        ((32, 32, 8, 4096), 128, (1, 1)),
-        ((1, 12, 1, 1), 256, (2, 2)),
+        ((1, 32, 8, 128), 128, 16, (1, 2)),
+        ((1, 32, 8, 4096), 128, 16, (1, 8)),
+        ((1, 32, 4, 4096), 128, 16, (1, 16)),
+        ((1, 32, 4, 4096), 128, 8, (1, 8)),
+        ((8, 32, 4, 4096), 128, 16, (1, 4)),  # 32 clusters of 8 do not run at once
+        ((4, 32, 8, 16384), 128, 16, (1, 2)),  # nor would those of 4, evenly
+        ((32, 32, 4, 16384), 128, 16, (1, 2)),
+        ((32, 32, 8, 4096), 128, 16, (1, 1)),
+        ((1, 12, 1, 1), 256, 16, (2, 2)),
     ],
 )
-def test_plans(sizes, columns, plan):
-    assert kernels.plan(*sizes, config(H200, columns), H200) == plan
+def test_plans(sizes, columns, most, plan):
+    given = dict(zip(("batch", "heads", "key_heads", "room"), sizes, strict=True))
+    assert kernels.plan(**given, config=config(H200, columns), device=H200, most=most) == plan
 
 
 def test_gpus_that_have_a_kernel():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, libraries
 from kbit.backends.cuda.compiler import CompiledKernel, KernelSpec, UnsupportedArchError
 from kbit.backends.cuda.driver import DriverError
 
@@ -94,15 +94,19 @@ def test_launches_on_one_stream_follow_each_other(csrc, pdl):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
 def test_clusters(csrc, size):
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("clusters came with sm_90")
     kernel = launcher.load(KernelSpec.make("cluster.cu"), 0, "Q", csrc=csrc)
+    if size > 1 and not kernel.takes_cluster(size, 32, 0):
+        assert size > launcher.PORTABLE_CLUSTER
+        pytest.skip("this GPU has none of 16 blocks")
     out = torch.zeros(16, dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     kernel.launch((16, 1, 1), 32, (out.data_ptr(),), stream=stream, cluster=size, pdl=True)
     assert out.tolist() == [100 * size + block % size for block in range(16)]
+    assert not kernel.takes_cluster(8, 2048, 0)  # so many threads no block has
 
 
 @pytest.mark.gpu
@@ -177,8 +181,8 @@ def test_wrong_calls_are_explained(csrc):
         launch((1, 1, 1), 32, (1, 2), stream=0)
     with pytest.raises(ValueError, match="does not fit"):
         launch((1, 1, 1), 32, (1, 2, 3, 4, 0.5, 0.5), stream=0)
-    with pytest.raises(ValueError, match="clusters have 1 to 8 blocks"):
-        launch((1, 1, 1), 32, (1, 2, 3, 0, 0, 0), stream=0, cluster=9)
+    with pytest.raises(ValueError, match="clusters have 1 to 16 blocks"):
+        launch((1, 1, 1), 32, (1, 2, 3, 0, 0, 0), stream=0, cluster=17)
     with pytest.raises(DriverError, match="launch refused, CUDA_ERROR_INVALID_VALUE"):
         launch((1, 1, 1), 4096, (1, 2, 3, 0, 0, 0), stream=torch.cuda.current_stream().cuda_stream)
     with pytest.raises(DriverError, match="there is no CUDA device 99"):
@@ -233,7 +237,7 @@ def old_driver(monkeypatch) -> OldDriver:
     # Another test's device must not answer from its cache, nor this one's in later tests.
     monkeypatch.setattr(driver, "device_arch", functools.cache(driver.device_arch.__wrapped__))
     compiled = CompiledKernel(KernelSpec.make("add.cu"), "90a", b"", "", 1, 0, 0, 0, 0.0, True)
-    monkeypatch.setattr(launcher, "compile_kernel", lambda *_, **__: compiled)
+    monkeypatch.setattr(libraries, "compile_kernel", lambda *_, **__: compiled)
     return fake
 
 

@@ -112,11 +112,11 @@ def make_steps(
     mask[:, tokens + 1 :] = -math.inf
     new = normal(batch, heads, columns), normal(batch, key_heads, columns), normal(batch, key_heads, columns)
     gate = normal(batch, heads, columns) if gated else None
-    norms = (normal(columns), normal(columns)) if normed else (None, None)
+    query_norm, key_norm = (normal(columns), normal(columns)) if normed else (None, None)
     angles = normal(1, turned), normal(1, turned)
     length, shape = torch.tensor(tokens, device=device), (batch, key_heads, room, columns)
     caches = [(normal(*shape), normal(*shape)) for _ in range(copies)]
-    return [_Step(*new, gate, *norms, *angles, mask, *cache, length) for cache in caches]
+    return [_Step(*new, gate, query_norm, key_norm, *angles, mask, *cache, length) for cache in caches]
 
 
 def layer_rows(

@@ -16,6 +16,9 @@ from kbit.backends.reference import attention as reference
 _FORMAT = "Q" * 13 + "Q" * 10 + "iiiiiffii"
 _CLUSTERS_SINCE = 90  # sm_90
 _TOKENS, _HEADS = 16, 8  # of a chunk; of a block
+# Of a cache: room from which on uneven loads of multiprocessors cost more than idle ones, and from which on
+# up to _FEW clusters gain from being large.
+_LONG, _LARGE_CLUSTERS, _FEW = 8192, 2048, 4
 
 
 class Config(NamedTuple):
@@ -96,17 +99,38 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    batch: int, heads: int, key_heads: int, room: int, config: Config, device: driver.DeviceLimits
+    *,
+    batch: int,
+    heads: int,
+    key_heads: int,
+    room: int,
+    config: Config,
+    device: driver.DeviceLimits,
+    most: int,
 ) -> Plan:
     """The launch for caches with room for so many tokens: as many blocks as run at once, if half have work.
 
-    Blocks of a cluster that does not run at once with the others cost a second turn: 8 sequences of 4 heads
-    of keys, 1024 tokens, took 6.3 us with clusters of 4 on an H100, with 8 of them 10.3.
+    Blocks that do not run at once with the others cost a second turn: 8 sequences of 4 heads of keys, 1024
+    tokens, took 6.3 us with clusters of 4 on an H100, with 8 of them 10.3. With long caches some
+    multiprocessors with two blocks, others with one, are as bad: 4 sequences of 8 heads, 16384 tokens, took
+    99 us with clusters of 2, with 4 of them 116. Few clusters leave most of the machine idle, if they are no
+    larger than any GPU runs: one sequence of 4 heads, 16384 tokens, took 19.6 us with clusters of 16, with 8
+    of them 21.5.
+
+    Args:
+        batch, heads, key_heads, room: of the problem.
+        config: of the kernel.
+        device: what it runs on.
+        most: blocks of a cluster there.
     """
     groups = -(-heads // (key_heads * _HEADS))
-    clusters, busy = batch * key_heads * groups, -(-room // (_TOKENS * config.warps))
+    clusters, busy, long = batch * key_heads * groups, -(-room // (_TOKENS * config.warps)), room >= _LONG
+    if most > launcher.PORTABLE_CLUSTER and clusters <= _FEW and room >= _LARGE_CLUSTERS:
+        return Plan(groups, most)
     for blocks in (8, 4, 2):
-        if blocks <= 2 * busy and clusters <= config.blocks * device.clusters(blocks):
+        at_once = device.clusters(blocks)
+        uneven = clusters > at_once and 2 * clusters * blocks < 3 * device.multiprocessors
+        if blocks <= 2 * busy and clusters <= config.blocks * at_once and not (long and uneven):
             return Plan(groups, blocks)
     return Plan(groups, 1)
 
@@ -153,10 +177,13 @@ def attention_step(
         tensors = query, key, value, gate, query_norm, key_norm, cos, sin, mask, keys, values, length
         reference.attention_step(*tensors, scaling, eps, plus_one, round_first, out)
         return
-    groups, blocks = plan(batch, heads, key_heads, room, config, device)
     kernel = launcher.load(_spec(query.dtype, config), index, _FORMAT)
-    grid, threads = (blocks, key_heads * groups, batch), config.warps * driver.WARP
-    prepared = launcher.Prepared(index, kernel, grid, threads, config.shared_bytes, blocks)
+    threads, smem, most = config.warps * driver.WARP, config.shared_bytes, launcher.MAX_CLUSTER
+    most = most if kernel.takes_cluster(most, threads, smem) else launcher.PORTABLE_CLUSTER
+    sizes = {"batch": batch, "heads": heads, "key_heads": key_heads, "room": room}
+    groups, blocks = plan(**sizes, config=config, device=device, most=most)
+    grid = (blocks, key_heads * groups, batch)
+    prepared = launcher.Prepared(index, kernel, grid, threads, smem, blocks)
     new = operands.addresses(query, key, value, gate, query_norm, key_norm, cos, sin, mask)
     cache = operands.addresses(keys, values, length, out)
     *by_heads, by_angle = (strides or () for strides in rows)
@@ -165,5 +192,5 @@ def attention_step(
         0 if len(cos) == 1 else by_angle[0],
         0 if mask is None or len(mask) == 1 else mask.stride(0),
     )
-    sizes = heads, key_heads, groups, room, turned // (2 * operands.PIECE)
-    prepared.launch((*new, *cache, *by, *along, *sizes, scaling, eps, plus_one, round_first))
+    counts = heads, key_heads, groups, room, turned // (2 * operands.PIECE)
+    prepared.launch((*new, *cache, *by, *along, *counts, scaling, eps, plus_one, round_first))

@@ -47,10 +47,12 @@ def api() -> ModuleType:
 
 @functools.cache
 def driver_library() -> ctypes.CDLL:
-    """The driver for ctypes, for the one call that must be quick."""
+    """The driver for ctypes, for the call that must be quick, and what takes the same launch."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     library.cuLaunchKernelEx.restype = ctypes.c_int
+    library.cuOccupancyMaxActiveClusters.argtypes = (ctypes.c_void_p,) * 3
+    library.cuOccupancyMaxActiveClusters.restype = ctypes.c_int
     return library
 
 

@@ -22,26 +22,20 @@ from typing import Any, NamedTuple
 import torch
 
 from kbit.backends.cuda import driver
-from kbit.backends.cuda.compiler import CSRC, CompiledKernel, KernelSpec, chosen_compiler, compile_kernel
+from kbit.backends.cuda.compiler import CSRC, CompiledKernel, KernelSpec
 from kbit.backends.cuda.driver import DriverError
+from kbit.backends.cuda.libraries import library_kernel
 
 # Static and dynamic shared memory that a block may have without asking.
 FREE_SHARED_BYTES = 48 * 1024
-MAX_CLUSTER = 8
+# Blocks of a cluster: what every GPU with clusters runs, and what some do if asked.
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
 # Of CUlaunchConfig: grid and block (6 x u32), shared bytes, stream; then the attributes' address and number.
 LAUNCH_FORMAT = "7I4xQ"
 ATTRIBUTES_FORMAT = "QI4x"
 ATTRIBUTE_BYTES = 72
 # One kernel argument in 8 aligned bytes, or a tensor map in 128.
 ARGUMENT_FORMATS = {"Q": "Q", "i": "i4x", "f": "f4x", "T": "128s"}
-# cuLibraryLoadData's words for "made by a newer compiler than I know", and for "not for this GPU".
-REFUSALS = (
-    "INVALID_IMAGE",
-    "NO_BINARY_FOR_GPU",
-    "UNSUPPORTED_PTX_VERSION",
-    "INVALID_SOURCE",
-    "NOT_SUPPORTED",
-)
 
 
 class Kernel:
@@ -55,8 +49,10 @@ class Kernel:
     def __init__(self, compiled: CompiledKernel, device_index: int, format: str, function: int) -> None:
         self.compiled, self.device_index, self.format = compiled, device_index, format
         self._function = function
+        self._hopper = int(compiled.arch.rstrip("af")) >= 90
         self._free_bytes = FREE_SHARED_BYTES - compiled.shared_bytes
         self._threads = _PerThread()
+        self._takes: dict[tuple[int, int, int], bool] = {}
         arguments = "".join(ARGUMENT_FORMATS[letter] for letter in format)
         self._pack = struct.Struct(f"<{arguments}{LAUNCH_FORMAT}").pack_into
         self._call = driver.driver_library().cuLaunchKernelEx
@@ -83,7 +79,7 @@ class Kernel:
             smem: bytes of dynamic shared memory.
             pdl: may start while the previous kernel on the stream still runs, up to where this one waits for
                 it (griddepcontrol.wait). Without effect on GPUs before Hopper.
-            cluster: blocks in a cluster, along x.
+            cluster: blocks in a cluster, along x; more than 8 where `takes_cluster` says so.
 
         Raises:
             ValueError: the arguments do not fit the format; no cluster of that size; too much shared memory.
@@ -108,18 +104,50 @@ class Kernel:
                 f"{self.compiled.spec.name}: launch refused, {driver.error_text(code)}; {shape}."
             )
 
+    def takes_cluster(self, cluster: int, block: int, smem: int) -> bool:
+        """Whether the device runs clusters of so many blocks, which the kernel asks for if need be.
+
+        Args:
+            cluster: 2 to 16 blocks.
+            block: threads of each.
+            smem: bytes of dynamic shared memory of each.
+        """
+        key = cluster, block, smem
+        if key not in self._takes:
+            self._takes[key] = self._most_clusters(*key) > 0
+        return self._takes[key]
+
+    def _most_clusters(self, cluster: int, block: int, smem: int) -> int:
+        """How many clusters run at once; 0 if none of that size can."""
+        if not self._hopper:
+            return 0
+        if smem > self._free_bytes:
+            self._allow(smem)
+        cuda, library = driver.api(), driver.driver_library()
+        with self._lock, driver.current(self.device_index):
+            if cluster > PORTABLE_CLUSTER:
+                kind = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                (code,) = cuda.cuFuncSetAttribute(cuda.CUfunction(self._function), kind, 1)
+                if int(code):
+                    return 0
+            buffer, config, _ = self._prepare(False, cluster)
+            sizes = cluster, 1, 1, block, 1, 1, smem, 0
+            struct.pack_into(f"<{LAUNCH_FORMAT}", buffer, config - ctypes.addressof(buffer), *sizes)
+            count = ctypes.c_int(0)
+            code = library.cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, config)
+            return 0 if code else count.value
+
     def _prepare(self, pdl: bool, cluster: int) -> tuple[Any, int, int]:
         """A thread's buffer for one kind of launch; addresses of its CUlaunchConfig and argument pointers."""
         cuda = driver.api()
         ids = cuda.CUlaunchAttributeID
-        hopper = int(self.compiled.arch.rstrip("af")) >= 90
-        if cluster != 1 and not (hopper and 1 <= cluster <= MAX_CLUSTER):
+        if cluster != 1 and not (self._hopper and 1 <= cluster <= MAX_CLUSTER):
             raise ValueError(
                 f"{self.compiled.spec.name}: clusters have 1 to {MAX_CLUSTER} blocks, and more than one from "
                 f"sm_90 on; got {cluster} on sm_{self.compiled.arch}."
             )
         attributes = []
-        if pdl and hopper:
+        if pdl and self._hopper:
             attributes.append((ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0)))
         if cluster > 1:
             attributes.append((ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, (cluster, 1, 1)))
@@ -184,7 +212,6 @@ class _PerThread(threading.local):
 
 
 _kernels: dict[tuple[KernelSpec, int, str, Path], Kernel] = {}
-_libraries: dict[tuple[KernelSpec, str, Path], tuple[CompiledKernel, Any]] = {}
 _locks: dict[tuple[KernelSpec, Path], threading.Lock] = {}
 
 
@@ -215,39 +242,13 @@ def load(spec: KernelSpec, device_index: int, format: str, *, csrc: Path = CSRC)
     # One lock per kernel: threads that need different ones compile at the same time.
     with _locks.setdefault((spec, csrc), threading.Lock()):
         if key not in _kernels:
-            compiled, handle = _library_kernel(spec, driver.device_arch(device_index), csrc)
+            compiled, handle = library_kernel(spec, driver.device_arch(device_index), csrc)
             with driver.current(device_index), driver.lenient_capture():
                 # The function of this device, not the library's kernel: getting it puts the code on the
                 # device now, and a launch with another device current is an error, not a run there.
                 function = driver.check(driver.api().cuKernelGetFunction(handle), "cuKernelGetFunction")
             _kernels[key] = Kernel(compiled, device_index, format, int(function))
     return _kernels[key]
-
-
-def _library_kernel(spec: KernelSpec, arch: str, csrc: Path) -> tuple[CompiledKernel, Any]:
-    """The kernel's handle in a library, which all devices of an architecture share."""
-    key = (spec, arch, csrc)
-    if key not in _libraries:
-        cuda, compiled = driver.api(), compile_kernel(spec, arch, csrc=csrc)
-        try:
-            with driver.lenient_capture():
-                library = driver.check(
-                    cuda.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), "cuLibraryLoadData"
-                )
-            handle = driver.check(cuda.cuLibraryGetKernel(library, spec.entry.encode()), "cuLibraryGetKernel")
-        except RuntimeError as error:  # also what cuda-bindings raises where the driver lacks the function
-            if isinstance(error, DriverError) and not any(word in str(error) for word in REFUSALS):
-                raise
-            version = driver.driver_version()
-            major = version.partition(".")[0]
-            package = "nvidia-cuda-nvrtc" if int(major) >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
-            raise DriverError(
-                f"the driver, made for CUDA {version}, does not take {spec.name} as {chosen_compiler().name} "
-                f"compiled it for sm_{arch} ({error}). Update the driver, or compile with its version: "
-                f"pip install '{package}=={version}.*' 'cuda-bindings=={major}.*'"
-            ) from error
-        _libraries[key] = compiled, handle
-    return _libraries[key]
 
 
 class Prepared(NamedTuple):

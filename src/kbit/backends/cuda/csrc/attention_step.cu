@@ -88,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
     const u32 base = shared_address(memory), ring = base + warp * kStages * kStageBytes;
     const u64 rows = (u64(batch) * key_heads + of_key) * room;
     const Cache cache{keys + rows * kPieces, values + rows * kPieces, room};
-    const int place = warp * blocks + rank, step = kWarps * blocks;  // of the warp's chunks
     const int items = count * kQuads;
     const Exchange exchange{base + kExchangeAt, rank, blocks, items / blocks};
     if (blocks > 1) {
@@ -98,31 +97,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         cluster_arrive();
     }
     const i64 expected = *const_cast<const volatile i64*>(length);
+    Share share(expected, room, rank, blocks, warp);
     for (int stage = 0; stage < kStages; ++stage) {
-        cache.fetch((place + stage * step) * kTokens, expected, lane);
+        cache.fetch(share.first + stage * kWarps, share.end, lane);
     }
     wait_for_previous();
     launch_late();
     forget(query, key, value, gate, query_norm, key_norm, cos, sin, mask, length);
 
-    const auto begin = [&](i64 last) {
+    const auto begin = [&] {
         for (int stage = 0; stage < kStages; ++stage) {
             const u32 to = ring + stage * kStageBytes;
-            const int first = (place + stage * step) * kTokens;
-            cache.ask(cache.keys, to, first, last, lane);
-            cache.ask(cache.values, to + kHalfBytes, first, last, lane);
+            const int chunk = share.first + stage * kWarps;
+            cache.ask(cache.keys, to, chunk, share.end, lane);
+            cache.ask(cache.values, to + kHalfBytes, chunk, share.end, lane);
         }
     };
-    begin(expected);
+    begin();
     const i64 there = *const_cast<const volatile i64*>(length);
     const int fresh = there < room ? int(there) : room;  // room: there is none for the new token
-    const int tokens = min(fresh + 1, room);
     if (there != expected) {
-        begin(there);
+        share = Share(there, room, rank, blocks, warp);
+        wait_for_stage<0>();  // or both copies would be under way
+        __syncwarp();
+        begin();
     }
     const u16* const its_mask = mask ? mask + batch * mask_batch : nullptr;
     Softmax softmax;
-    softmax.load(its_mask, place * kTokens, room, lane);
+    softmax.load(its_mask, share.first * kTokens, room, lane);
     NewToken token{{query + batch * query_batch + first_head * query_head, query_head, count},
                    key + batch * key_batch + of_key * key_head,
                    value + batch * value_batch + of_key * value_head,
@@ -150,9 +152,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
 
     float sums[kSteps][4] = {};
     int stage = 0;
-    for (int chunk = place; chunk * kTokens < tokens; chunk += step) {
+    for (int chunk = share.first; chunk < share.end; chunk += kWarps) {
         const u32 at = ring + stage * kStageBytes;
-        const int first = chunk * kTokens, next = (chunk + kStages * step) * kTokens;
+        const int first = chunk * kTokens, next = chunk + kStages * kWarps;
         const bool completes = first + kTokens > fresh;
         wait_for_stage<2 * kStages - 1>();
         __syncwarp();
@@ -163,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         float scores[4];
         multiply_queries(scores, queries, at, lane);
         __syncwarp();  // all have read what comes next into this half
-        cache.ask(cache.keys, at, next, there, lane);
-        softmax.weigh(scores, first, tokens, scaling * kLog2E, lane);
-        softmax.load(its_mask, first + step * kTokens, room, lane);
+        cache.ask(cache.keys, at, next, share.end, lane);
+        softmax.weigh(scores, first, min(fresh + 1, room), scaling * kLog2E, lane);
+        softmax.load(its_mask, first + kWarps * kTokens, room, lane);
         wait_for_stage<2 * kStages - 1>();
         __syncwarp();
         if (completes) {
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         }
         add_values(sums, softmax, at + kHalfBytes, lane);
         __syncwarp();
-        cache.ask(cache.values, at + kHalfBytes, next, there, lane);
+        cache.ask(cache.values, at + kHalfBytes, next, share.end, lane);
         stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     softmax.finish();
