@@ -11,16 +11,17 @@
 //   out        [batch, heads, pieces * 8]: what attention gives, times the gate's sigmoid
 //
 // Blocks: y takes up to 8 query heads of a head of keys (one of `groups`), z a sequence. Its tokens are split
-// in chunks of 16, dealt to the blocks x of a cluster and then to their warps, which run alone: a chunk's
-// keys and values come into stages of the warp's own. The cache's length is known on the device alone, so a
-// graph serves all lengths; what a launch reads follows from it, not from the room there is.
+// in chunks of 16, of which the blocks x of a cluster have a row each, dealt to their warps in turn, which
+// run alone: a chunk's keys and values come into stages of the warp's own. The cache's length is known on the
+// device alone, so a graph serves all lengths; what a launch reads follows from it, not from the room there
+// is.
 //
 // Scores: tokens are the rows of A, heads the columns of B. Their weights, turned over in registers, are B
 // once more; values, by ldmatrix.trans, are A, whose rows are columns of `out`.
 //
 // The softmax goes by a warp's largest score so far: weights are 2^(score - largest), rounded to 16 bits as
 // they are multiplied. Order of sums: k16 steps of a score, each fourth of them first; a warp's chunks
-// ascending, then warps, then blocks.
+// ascending, then warps, then blocks. Which chunks these are depends on the cache's length and room.
 //
 // `length` is read before the previous kernel is done, too, which may have written it: what that says is
 // fetched to L2 and asked for at once, and again where it was wrong.
