@@ -129,7 +129,15 @@ def test_gpus_that_have_a_kernel():
     assert config(H200, 128) == Config(128, 8, 1, blocks=2)
     assert config(RTX, 128) == Config(128, 8, 1, blocks=1)
     assert config(A100, 128) is config(H200, 96) is None
-    assert not kernels.takes(torch.device("cpu"), 128)
+    assert not kernels.takes(torch.device("cpu"), 128, 128)
+
+
+def test_columns_that_the_kernel_can_turn(monkeypatch):
+    monkeypatch.setattr(kernels.driver, "device_limits", lambda index: H200)
+    gpu = torch.device("cuda", 0)
+    assert kernels.takes(gpu, 128, 64)
+    assert not kernels.takes(gpu, 128, 24)
+    assert not kernels.takes(gpu, 96, 32)
 
 
 # -- layers of transformers ----------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ def calls(monkeypatch):
     """Calls of the op, which takes tensors of a CPU here, with caches as on a GPU."""
     made, own = [], ops.attention_step
     take_caches_of_a_cpu(monkeypatch)
-    monkeypatch.setattr(attention_heads, "takes", lambda device, columns: True)
+    monkeypatch.setattr(attention_heads, "takes", lambda device, columns, turned: True)
     monkeypatch.setattr(ops, "attention_step", lambda *given: made.append(given) or own(*given))
     return made
 
@@ -171,7 +179,7 @@ def test_layers_of_transformers_compute_the_same(name, layers, gated, calls):
 
 @pytest.mark.parametrize("how", ["", "prompt", "no mask", "float mask", "rows", "columns", "more", "device"])
 def test_what_the_op_does_not_take(how, monkeypatch):
-    monkeypatch.setattr(attention_heads, "takes", lambda device, columns: how != "device")
+    monkeypatch.setattr(attention_heads, "takes", lambda device, columns, turned: how != "device")
 
     class Layer:
         head_dim = 16
@@ -182,6 +190,7 @@ def test_what_the_op_does_not_take(how, monkeypatch):
     x, mask = torch.zeros(2, 2 if how == "prompt" else 1, 48).half(), torch.zeros(2, 1, 1, 8).half()
     masks = {"no mask": None, "float mask": mask.float(), "rows": mask[:, :, :0], "columns": mask[..., :7]}
     named = {"attention_mask": masks.get(how, mask), "output_attentions": how == "more"}
+    named["position_embeddings"] = (torch.zeros(1, 1, 16).half(),) * 2
     assert attention_heads._is_a_step(Layer, x, Cached, named) is (how == "")
 
 

@@ -16,6 +16,7 @@ from kbit.backends.reference import attention as reference
 _FORMAT = "Q" * 13 + "Q" * 10 + "iiiiiffii"
 _CLUSTERS_SINCE = 90  # sm_90
 _TOKENS, _HEADS = 16, 8  # of a chunk; of a block
+_TURNED = 2 * operands.PIECE  # columns that are turned are a multiple of it
 # Of a cache: room from which on uneven loads of multiprocessors cost more than idle ones, and from which on
 # up to _FEW clusters gain from being large.
 _LONG, _LARGE_CLUSTERS, _FEW = 8192, 2048, 4
@@ -77,9 +78,9 @@ def specs(arch: str, shared_bytes: int, columns: Iterable[int] = tuple(_CONFIGS)
     return [_spec(dtype, config) for dtype in operands.DTYPES for config in configs if config is not None]
 
 
-def takes(device: torch.device, columns: int) -> bool:
-    """Whether there is a kernel for heads of so many columns on a device."""
-    if device.type != "cuda" or device.index is None:
+def takes(device: torch.device, columns: int, turned: int) -> bool:
+    """Whether there is a kernel for heads of so many columns, `turned` of them by angles, on a device."""
+    if device.type != "cuda" or device.index is None or turned % _TURNED:
         return False
     limits = driver.device_limits(device.index)
     return config_for(columns, limits.arch, limits.shared_bytes) is not None
@@ -114,8 +115,8 @@ def plan(
     tokens, took 6.3 us with clusters of 4 on an H100, with 8 of them 10.3. With long caches some
     multiprocessors with two blocks, others with one, are as bad: 4 sequences of 8 heads, 16384 tokens, took
     99 us with clusters of 2, with 4 of them 116. Few clusters leave most of the machine idle, if they are no
-    larger than any GPU runs: one sequence of 2 heads of 256 columns, 16384 tokens, took 30 us with clusters of
-    16, with 8 of them 43.
+    larger than any GPU runs: one sequence of 2 heads of 256 columns, 16384 tokens, took 30 us with clusters
+    of 16, with 8 of them 43.
 
     Args:
         batch, heads, key_heads, room: of the problem.
@@ -170,7 +171,7 @@ def attention_step(
     rows = [operands.pieces(tensor) for tensor in (query, key, value, query if gate is None else gate, cos)]
     others = [operands.pieces(one) for one in (sin, query_norm, key_norm, keys, values) if one is not None]
     config = config_for(columns, device.arch, device.shared_bytes)
-    plain = query.dtype in operands.DTYPES and not turned % (2 * operands.PIECE) and room > 0
+    plain = query.dtype in operands.DTYPES and not turned % _TURNED and room > 0
     plain = plain and max(batch, heads) <= driver.MAX_GRID_Y and cos.stride() == sin.stride()
     whole = None not in (*rows, *others) and (mask is None or mask.stride(1) == 1)
     if config is None or not (plain and whole):
@@ -192,5 +193,5 @@ def attention_step(
         0 if len(cos) == 1 else by_angle[0],
         0 if mask is None or len(mask) == 1 else mask.stride(0),
     )
-    counts = heads, key_heads, groups, room, turned // (2 * operands.PIECE)
+    counts = heads, key_heads, groups, room, turned // _TURNED
     prepared.launch((*new, *cache, *by, *along, *counts, scaling, eps, plus_one, round_first))

@@ -135,8 +135,8 @@ def attend(
 
 def _is_a_step(layer: Any, x: torch.Tensor, cached: Any, named: dict[str, Any]) -> bool:
     """Whether `kbit::attention_step` may take what a layer is given, and has a kernel for it."""
-    keys, mask = cached.keys, named["attention_mask"]
-    if x.shape[1] != 1 or asks_for_more(named) or not takes(x.device, layer.head_dim):
+    keys, mask, turned = cached.keys, named["attention_mask"], named["position_embeddings"][0].shape[-1]
+    if x.shape[1] != 1 or asks_for_more(named) or not takes(x.device, layer.head_dim, turned):
         return False
     if mask is None or mask.dtype != x.dtype or mask.dim() != 4 or len(mask) not in (1, len(x)):
         return False
