@@ -1,4 +1,4 @@
-// Hopper's instructions, for wgmma.cu and, of clusters, stream.cu and gated_delta.cu: asynchronous matrix
+// Hopper's instructions, for wgmma.cu and, of clusters, several more kernels: asynchronous matrix
 // products, tensor maps, registers on demand, clusters.
 #pragma once
 
