@@ -182,8 +182,8 @@ def attention() -> str:
         cells = {(row["model"], row["batch"], row["tokens"] + 1): row for row in ours}
         body = []
         for model in dict.fromkeys(row["model"] for row in ours):
-            here = [row for (name, *_), row in cells.items() if name == model]
-            body.append([model, *(f"{row['us']:.1f} ({row['vs_torch']:.2f})" for row in here)])
+            here = [cells.get((model, *problem)) for problem in problems]
+            body.append([model, *(f"{row['us']:.1f} ({row['vs_torch']:.2f})" if row else "" for row in here)])
         header = ["layer of", *(f"{batch} x {tokens}" for batch, tokens in problems)]
         text = (
             "Microseconds (in brackets: times as fast as PyTorch's attention), by sequences x tokens of each."

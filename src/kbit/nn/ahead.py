@@ -117,8 +117,7 @@ def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelS
         found += gated_delta.specs(device.arch)
     if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
         found += latent.specs(device.shared_bytes)
-    parts = {*attention_schemas.PROJECTIONS, attention_schemas.OUT}
-    layers = (module for module in model.modules() if module._modules.keys() >= parts)
+    layers = (module for module in model.modules() if module._modules.keys() >= attention_schemas.LAYERS)
     columns = {vars(layer).get("head_dim", 0): None for layer in layers}
     found += attention.specs(device.arch, device.shared_bytes, columns)
     return found

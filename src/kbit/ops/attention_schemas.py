@@ -36,6 +36,7 @@ from kbit.ops.schemas import LIBRARY
 NAME = "attention_step"
 # Of transformers' layers of such attention: what makes queries, keys and values, and takes the result.
 PROJECTIONS, OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
+LAYERS = {*PROJECTIONS, OUT}
 
 LIBRARY.define(
     f"{NAME}(Tensor query, Tensor key, Tensor value, Tensor? gate, Tensor? query_norm, Tensor? key_norm, "
@@ -79,10 +80,8 @@ def check(
         raise ValueError(
             f"{NAME}: cos must have an even number of columns, up to the {columns} of a head, got {turned}."
         )
-    if (query_norm is None) != (key_norm is None):
-        raise ValueError(f"{NAME}: query_norm and key_norm are given both, or neither.")
-    if length.dtype != torch.int64 or length.numel() != 1:
-        raise TypeError(f"{NAME}: length must be one int64, got {length.numel()} of {length.dtype}.")
+    norm_schemas.check_pair(NAME, query_norm, key_norm)
+    operand_checks.one_length(NAME, length)
     angles = batch if len(cos) == batch else 1
     rows = batch if mask is None or len(mask) == batch else 1
     shapes = {

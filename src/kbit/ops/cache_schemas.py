@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kbit.ops import operand_checks
 from kbit.ops.schemas import LIBRARY
 
 LIBRARY.define(
@@ -44,8 +45,7 @@ def check(
             "cache_append: keys and values must be alike in all but columns, got "
             f"{keys.dtype} {tuple(keys.shape)} and {values.dtype} {tuple(values.shape)}."
         )
-    if length.dtype != torch.int64 or length.numel() != 1:
-        raise TypeError(f"cache_append: length must be one int64, got {length.numel()} of {length.dtype}.")
+    operand_checks.one_length("cache_append", length)
     devices = {str(tensor.device) for tensor in (keys, values, key, value, length)}
     if len(devices) > 1:
         raise ValueError(f"cache_append: tensors are on {' and '.join(sorted(devices))}. Move them to one.")

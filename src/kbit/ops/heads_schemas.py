@@ -48,8 +48,7 @@ def check(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"append_heads: {name} must be [B, T, heads, D], got {tuple(tensor.shape)}.")
-    if (query_norm is None) != (key_norm is None):
-        raise ValueError("append_heads: query_norm and key_norm are given both, or neither.")
+    norm_schemas.check_pair("append_heads", query_norm, key_norm)
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
         if norm is not None and norm.dtype != query.dtype:
             raise TypeError(f"append_heads: {name} must be {query.dtype} like query, got {norm.dtype}.")

@@ -78,8 +78,7 @@ def check(
     (batch, heads, columns), room, turned = absorbed.shape, latents.shape[1], cos.shape[1]
     if turned % 2:
         raise ValueError(f"{NAME}: cos must have an even number of columns, got {turned}.")
-    if length.dtype != torch.int64 or length.numel() != 1:
-        raise TypeError(f"{NAME}: length must be one int64, got {length.numel()} of {length.dtype}.")
+    operand_checks.one_length(NAME, length)
     shared = batch if len(cos) == batch else 1
     rows = batch if mask is None or len(mask) == batch else 1
     shapes = {

@@ -58,6 +58,12 @@ def check_eps(name: str, eps: float) -> None:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps}. Models have 1e-6 or so.")
 
 
+def check_pair(op: str, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None) -> None:
+    """Raise ValueError for a norm of queries without one of keys, or the other way round."""
+    if (query_norm is None) != (key_norm is None):
+        raise ValueError(f"{op}: query_norm and key_norm are given both, or neither.")
+
+
 def check_sum(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Check the arguments of `kbit::add_rms_norm`.
 

@@ -14,7 +14,6 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import attention as reference
 
 _FORMAT = "Q" * 13 + "Q" * 10 + "iiiiiffii"
-_CLUSTERS_SINCE = 90  # sm_90
 _TOKENS, _HEADS = 16, 8  # of a chunk; of a block
 _TURNED = 2 * operands.PIECE  # columns that are turned are a multiple of it
 # Of a cache: room from which on uneven loads of multiprocessors cost more than idle ones, and from which on
@@ -58,10 +57,9 @@ def config_for(columns: int, arch: str, shared_bytes: int) -> Config | None:
         shared_bytes: most shared memory of a block there.
     """
     config = _CONFIGS.get(columns)
-    if config is None or int(arch.rstrip("af")) < _CLUSTERS_SINCE or config.shared_bytes > shared_bytes:
+    if config is None or not driver.since_hopper(arch) or config.shared_bytes > shared_bytes:
         return None
-    reserved = driver.RESERVED_SHARED_BYTES
-    fits = config.blocks * (config.shared_bytes + reserved) <= shared_bytes + reserved
+    fits = config.shared_bytes <= driver.room(shared_bytes, config.blocks)
     return config if fits else config._replace(blocks=1)
 
 

@@ -172,6 +172,16 @@ def driver_version() -> str:
 CLUSTER_SHARES = {1: 1.0, 2: 1.0, 3: 0.887, 4: 0.91, 5: 0.834, 6: 0.773, 7: 0.796, 8: 0.91}
 
 
+def since_hopper(arch: str) -> bool:
+    """Whether an architecture, such as "90a", has clusters, and kernels that start before others end."""
+    return int(arch.rstrip("af")) >= 90
+
+
+def room(shared_bytes: int, blocks: int) -> int:
+    """Shared memory of each of so many blocks on a multiprocessor, of which one may have `shared_bytes`."""
+    return (shared_bytes + RESERVED_SHARED_BYTES) // blocks - RESERVED_SHARED_BYTES
+
+
 class DeviceLimits(NamedTuple):
     """What the plan of a launch depends on.
 

@@ -12,14 +12,13 @@ from kbit.ops.gated_delta_schemas import heads_of_keys
 _FORMAT = "Q" * 11 + "iif"
 _DIM, _TAPS = 128, 4
 _RATIOS = (1, 2)  # heads of values to one of keys
-_CLUSTERS_SINCE = 90  # sm_90
 # Of a block in a cluster; a block alone has all columns, and so many warps for each head.
 _COLUMNS, _WARPS = 64, 8
 
 
 def _blocks(ratio: int, arch: str) -> int:
     """Blocks that share a head of keys."""
-    return ratio * _DIM // _COLUMNS if int(arch.rstrip("af")) >= _CLUSTERS_SINCE else 1
+    return ratio * _DIM // _COLUMNS if driver.since_hopper(arch) else 1
 
 
 def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:

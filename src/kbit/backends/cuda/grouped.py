@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import operands, sorted_rows
+from kbit.backends.cuda import driver, operands, sorted_rows
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
@@ -176,7 +176,7 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
     tokens = max(most, TOKENS[0])
     parts_at = -(-(jobs_at + _JOB_BYTES * (jobs + 1)) // 16) * 16
     end = parts_at + config.warps // span * (span - 1) * tokens * _ROW_BYTES
-    room = sorted_rows.room(config.blocks, device)
+    room = driver.room(device.shared_bytes, config.blocks)
     if config.in_holes:
         x_at, x_room = 0, operands.HOLE_BYTES if end <= room else 0
     else:

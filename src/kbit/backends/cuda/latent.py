@@ -45,8 +45,7 @@ class Sizes(NamedTuple):
         """Stages, blocks of a multiprocessor, and their shared memory, where one may have `room` bytes."""
         stages = 2 if self._bytes(2) <= room else 1
         shared_bytes = self._bytes(stages)
-        reserved = driver.RESERVED_SHARED_BYTES
-        blocks = 2 if 2 * (shared_bytes + reserved) <= room + reserved else 1
+        blocks = 2 if shared_bytes <= driver.room(room, 2) else 1
         return {"stages": stages, "blocks": blocks, "shared_bytes": shared_bytes}
 
 

@@ -49,7 +49,7 @@ class Kernel:
     def __init__(self, compiled: CompiledKernel, device_index: int, format: str, function: int) -> None:
         self.compiled, self.device_index, self.format = compiled, device_index, format
         self._function = function
-        self._hopper = int(compiled.arch.rstrip("af")) >= 90
+        self._hopper = driver.since_hopper(compiled.arch)
         self._free_bytes = FREE_SHARED_BYTES - compiled.shared_bytes
         self._threads = _PerThread()
         self._takes: dict[tuple[int, int, int], bool] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import operands, sorted_rows, stream_config
+from kbit.backends.cuda import driver, operands, sorted_rows, stream_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
@@ -132,7 +132,7 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
         weights_at = operands.TABLE_BYTES + -(-config.warps * 8 // 128) * 128
         weight_bytes = most * 2 * k_tiles * words * 4
         places = _places(config, tokens, k_tiles, weights_at + weight_bytes)
-        if places is not None and places[-1] <= sorted_rows.room(config.blocks, device):
+        if places is not None and places[-1] <= driver.room(device.shared_bytes, config.blocks):
             x_at, parts_at, end = places
             return Plan(config, tokens, grid, each, rest, span, x_at, weights_at, weight_bytes, parts_at, end)
     return None

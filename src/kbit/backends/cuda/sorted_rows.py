@@ -54,11 +54,6 @@ class Plan(Protocol):
         """The kernel's own arguments, behind those of `FORMAT`."""
 
 
-def room(blocks: int, device: driver.DeviceLimits) -> int:
-    """Dynamic shared memory of each of so many blocks on a multiprocessor, in bytes."""
-    return (device.shared_bytes + driver.RESERVED_SHARED_BYTES) // blocks - driver.RESERVED_SHARED_BYTES
-
-
 def row_aligned(at: int) -> int:
     """A place in shared memory, or the next one, where rows of activations may begin.
 

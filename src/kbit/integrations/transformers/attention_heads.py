@@ -32,11 +32,11 @@ from kbit.integrations.transformers.attention_steps import (
 )
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.mixins import stand_in
-from kbit.ops.attention_schemas import OUT, PROJECTIONS
+from kbit.ops.attention_schemas import LAYERS, OUT, PROJECTIONS
 
 _NORMS = "q_norm", "k_norm"
 _ATTRIBUTES = ("config", "head_dim", "layer_idx", "scaling")
-_kinds = Kinds((*PROJECTIONS, OUT), _ATTRIBUTES)
+_kinds = Kinds(LAYERS, _ATTRIBUTES)
 
 
 class Form(NamedTuple):
@@ -78,8 +78,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(layer, hidden_states, *more, **named)
         cached = named.pop("past_key_values").layers[layer.layer_idx]
         settle(cached)
-        if not _is_a_step(layer, hidden_states, cached, named):
-            form = form._replace(one_op=False)
+        form = form._replace(one_op=form.one_op and _is_a_step(layer, hidden_states, cached, named))
         made = attend(layer, hidden_states, cached=cached, form=form, **named)
         grow(cached, hidden_states.shape[1])
         return made

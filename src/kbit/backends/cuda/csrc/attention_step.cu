@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         }
         cluster_arrive();
     }
-    const i64 expected = *const_cast<const volatile i64*>(length);
+    const auto length_now = [&] { return *const_cast<const volatile i64*>(length); };
+    const i64 expected = length_now();
     Share share(expected, room, rank, blocks, warp);
     for (int stage = 0; stage < kStages; ++stage) {
         cache.fetch(share.first + stage * kWarps, share.end, lane);
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::blocks)
         }
     };
     begin();
-    const i64 there = *const_cast<const volatile i64*>(length);
+    const i64 there = length_now();
     const int fresh = there < room ? int(there) : room;  // room: there is none for the new token
     if (there != expected) {
         share = Share(there, room, rank, blocks, warp);
