@@ -22,7 +22,7 @@ constexpr int kQuads = kColumns / 4, kItems = kHeads * kQuads;
 // all warps, the largest score and the sum of weights: [warp][head].
 constexpr u32 kSumPitch = (kColumns + 4) * 4, kSumBytes = kHeads * kSumPitch;
 constexpr u32 kStatesAt = kWarps * kSumBytes;
-static_assert(kColumns % 32 == 0 && kPieces <= 32);
+static_assert(kColumns % 32 == 0 && 32 % kPieces == 0);
 static_assert(kStatesAt + kWarps * kHeads * 8 <= kQueriesAt);
 static_assert(kExchangeAt + kItems * 24 + 16 == Config::shared_bytes);
 
@@ -92,14 +92,18 @@ struct Cache {
             }
         }
     }
-    // Half a stage: its keys or values.
+    // Half a stage: its keys or values, as far as there is room.
     DEVICE void ask(const uint4* from, u32 half, int chunk, int end, int lane) const {
         if (chunk < end) {
-#pragma unroll 8
-            for (int i = 0; i < kTokens * kPieces / 32; ++i) {
-                const int at = i * 32 + lane, token = at / kPieces, piece = at % kPieces;
-                const int row = min(chunk * kTokens + token, room - 1);
-                stage16(half + token * kPitch + piece * 16, from + u64(row) * kPieces + piece);
+            constexpr int kAtOnce = 32 / kPieces;  // rows
+            const int left = (room - chunk * kTokens) * kPieces - lane;
+            const uint4* const mine = from + u64(chunk) * (kTokens * kPieces) + lane;
+            const u32 to = half + lane / kPieces * kPitch + lane % kPieces * 16;
+#pragma unroll
+            for (int i = 0; i < kTokens / kAtOnce; ++i) {
+                if (i * 32 < left) {
+                    stage16(to + i * kAtOnce * kPitch, mine + i * 32);
+                }
             }
         }
         end_stage();
