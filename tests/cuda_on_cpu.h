@@ -370,6 +370,7 @@ inline void launch_dependents() {}
 inline void launch_early() {}
 inline void launch_late() {}
 inline void wait_for_previous() {}
+inline void wait_and_launch() {}
 template <class... T>
 inline void forget(T&...) {}
 template <class... T>

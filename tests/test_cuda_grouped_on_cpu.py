@@ -59,6 +59,10 @@ def check(
     y = torch.full((rows, n // 2 if gated else n), float("nan"), dtype=dtype)
     parts = (tiled, q.codebook.float(), q.scale.float(), offsets, source, n, k, gated)
     kernel.linear(x, *parts, y)
+    if kernel is grouped:
+        early = torch.full_like(y, float("nan"))
+        grouped.linear(x, *parts, early, settled=True)
+        assert torch.equal(early, y)
     x = x if source is None else x[source.long()]
     for expert in range(experts):
         mine = slice(int(offsets[expert]), int(offsets[expert + 1]))

@@ -218,6 +218,26 @@ def test_one_hot_rows_return_decoded_weights(kernel, sizes, rows, monkeypatch):
     assert torch.equal(kbit.ops.grouped_linear(x, q, offsets), decoded[expert, :, at])
 
 
+# Teams of warps, single warps, and several turns of both; down projections that follow gates and ups at once.
+@pytest.mark.parametrize("tokens", [2, 5, 24])
+def test_sorted_tokens_repeat_while_memory_is_busy(tokens, monkeypatch):
+    force("grouped", monkeypatch)
+    layer = quantized(torch.float16, experts=64, hidden=2048, intermediate=512)
+    x, ids, weights = inputs(uniform, tokens, torch.float16, choices=8, experts=64, hidden=2048)
+    require_repeats(layer, x, ids, weights)
+
+
+@pytest.mark.parametrize("tokens", [2, 24])
+def test_a_layer_gives_the_bits_of_its_steps(tokens):
+    layer, ops = quantized(torch.float16, experts=64, hidden=512, intermediate=256), torch.ops.kbit
+    x, ids, weights = inputs(uniform, tokens, torch.float16, choices=8, experts=64, hidden=512)
+    source, bounds, inverse = ops.moe_align(ids, 64)
+    with torch.no_grad():
+        rows = layer.grouped(x, "gate_up_proj", bounds, silu_and_mul=True, source=source)
+        steps = ops.moe_combine(layer.grouped(rows, "down_proj", bounds), inverse, weights, bounds)
+        assert torch.equal(layer(x, ids, weights), steps)
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_few_experts_repeat_while_memory_is_busy(rows, monkeypatch):
     force("resident", monkeypatch)

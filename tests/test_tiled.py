@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -86,8 +87,8 @@ def opcheck_cases():
             ops.grouped_linear_tiled_train.default,
             (learning[2], *stack, offsets, 24, 40),
         ),
-        "experts_one_token": (
-            ops.experts_one_token.default,
+        "experts_tiled": (
+            ops.experts_tiled.default,
             (
                 torch.randn(1, 40),
                 *(stack[0], tiled_parts(down)[0], stack[1], stack[2], down.scale),
@@ -122,25 +123,29 @@ def test_every_op_is_checked():
     assert {name.removesuffix(".out") for name in opcheck_cases()} == {"tile", "untile", *SCHEMAS}
 
 
-def test_one_token_of_experts_is_the_sum_of_theirs():
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_layer_of_experts_is_the_sum_of_theirs(tokens):
     gate_up, down = scaled(weight(5, 64, 96)), weight(5, 96, 32)
-    x, weights = torch.randn(1, 96), torch.rand(1, 4)
-    ids = torch.tensor([[4, 5, 0, -1]])  # two are another device's
+    x, weights = torch.randn(tokens, 96), torch.rand(tokens, 4)
+    ids = torch.tensor([[4, 5, 0, -1], [0, 0, 7, 5], [2, 3, 4, 1]])[:tokens]  # some are another device's
     dense = [kbit.dequantize(q, torch.float32).double() for q in (gate_up, down)]
     parts = (gate_up.tile().tiled, down.tile().tiled, gate_up.codebook, gate_up.scale, down.scale)
-    result = torch.ops.kbit.experts_one_token(x, *parts, ids, weights, 32)
-    expected = torch.zeros(96, dtype=torch.float64)
-    for slot, expert in ((0, 4), (2, 0)):
-        gate, up = (dense[0][expert] @ x[0].double()).chunk(2)
-        activated = torch.nn.functional.silu(gate) * up
-        expected += weights[0, slot].double() * (dense[1][expert] @ activated)
-    assert torch.allclose(result[0].double(), expected, rtol=1e-4, atol=1e-5)
+    result = torch.ops.kbit.experts_tiled(x, *parts, ids, weights, 32)
+    expected = torch.zeros(tokens, 96, dtype=torch.float64)
+    for token, slot in itertools.product(range(tokens), range(4)):
+        expert = int(ids[token, slot])
+        if 0 <= expert < 5:
+            gate, up = (dense[0][expert] @ x[token].double()).chunk(2)
+            activated = torch.nn.functional.silu(gate) * up
+            expected[token] += weights[token, slot].double() * (dense[1][expert] @ activated)
+    assert torch.allclose(result.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.randn(2, 96)}, "one token is"),
+        ({"x": torch.randn(96)}, "tokens are"),
+        ({"x": torch.randn(2, 96)}, "top_k_index"),
         ({"ids": torch.tensor([[0.0]])}, "ids must be int32 or int64"),
         ({"weights": torch.rand(1, 2)}, "top_k_weights"),
         ({"intermediate": 48}, "tiled"),
@@ -148,13 +153,13 @@ def test_one_token_of_experts_is_the_sum_of_theirs():
         ({"gate_up": weight(64, 96).tile().tiled, "gate_up_scale": torch.tensor(1.0)}, "as many experts"),
     ],
 )
-def test_one_token_of_experts_refuses(change, message):
+def test_a_layer_of_experts_refuses(change, message):
     gate_up, down = weight(5, 64, 96), weight(5, 96, 32)
     arguments = {"x": torch.randn(1, 96), "gate_up": gate_up.tile().tiled, "down": down.tile().tiled}
     arguments |= {"codebook": gate_up.codebook, "gate_up_scale": gate_up.scale, "down_scale": down.scale}
     arguments |= {"ids": torch.tensor([[0]]), "weights": torch.rand(1, 1), "intermediate": 32}
     with pytest.raises((TypeError, ValueError), match=message):
-        torch.ops.kbit.experts_one_token(**(arguments | change))
+        torch.ops.kbit.experts_tiled(**(arguments | change))
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

@@ -117,14 +117,14 @@ def _merged_linear(x, tiled, codebook, scale, bias, out_features, in_features, s
     return F.silu(parts[0]) * parts[1] if silu_and_mul else torch.cat(parts, dim=-1)
 
 
-@implement("experts_one_token")
-def _experts_one_token(x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate):
+@implement("experts_tiled")
+def _experts(x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate):
     arguments = (x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights)
-    tiled_checks.experts_one_token(*arguments, intermediate)
+    tiled_checks.experts_tiled(*arguments, intermediate)
     if not gate_up.numel() or not ids.numel():
-        return torch.zeros_like(x)
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run = backend_for("experts_one_token", x.device, torch.uint8).module.experts_one_token
+    run = backend_for("experts_tiled", x.device, torch.uint8).module.experts_tiled
     gate_up, codebook, gate_up_scale = _weight(gate_up, codebook, gate_up_scale)
     down, _, down_scale = _weight(down, codebook, down_scale)
     x, ids, weights = contiguous(x, ids, weights)
@@ -138,15 +138,9 @@ def _experts_with_shared(x, gate_up, down, codebook, scale, ids, weights, interm
     gates_ups, downs = as_one(gate_up), as_one(down)
     if gates_ups is None or downs is None or intermediate % TILE_ROWS:
         return _experts_beside_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate)
-    count, hidden = gate_up[0].shape[0] + 1, x.shape[1]
+    count = gate_up[0].shape[0] + 1
     stacks = [one.view(count, -1, *one.shape[1:]) for one in (gates_ups, downs)]
-    if x.shape[0] == 1:
-        return _experts_one_token(x, *stacks, codebook, scale, scale, ids, weights, intermediate)
-    source, bounds, inverse = moe.align(ids, count)
-    constants = (codebook, scale, bounds)
-    rows = _grouped(x, stacks[0], *constants, 2 * intermediate, hidden, True, source)
-    results = _grouped(rows, stacks[1], *constants, hidden, intermediate)
-    return moe.combine(results, inverse, weights, bounds)
+    return _experts(x, *stacks, codebook, scale, scale, ids, weights, intermediate)
 
 
 def _experts_beside_shared(x, gate_up, down, codebook, scale, ids, weights, intermediate):

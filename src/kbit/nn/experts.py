@@ -79,8 +79,8 @@ class KbitExperts(QuantizedModule):
 
     Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
     sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
-    (`kbit::moe_combine`), so equal inputs give equal bits. A single token on a GPU needs no sorting
-    (`kbit::experts_one_token`), and its experts' results are not rounded before they are added. Nothing
+    (`kbit::moe_combine`), so equal inputs give equal bits. A single token on a GPU needs no sorting, and
+    its experts' results are not rounded before they are added. Nothing
     waits for the device, and all sizes follow from those of the inputs: CUDA graphs record it, whatever the
     routing will be (not in float32, nor with block scales other than E4M4: then the host reads how many rows
     each expert has). An expert shared by all tokens is a module of its own in transformers, beside this one.
@@ -192,22 +192,21 @@ class KbitExperts(QuantizedModule):
         device, hidden_states = self.codebook.device, autocast(hidden_states)
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
         ops: Any = torch.ops.kbit
-        one = hidden_states.shape[0] == 1
-        tiles = self._one_token_tiles(hidden_states, top_k_weights) if one else None
+        tiles = self._layer_tiles(hidden_states, top_k_weights)
         if tiles is not None:
             scales = self.gate_up_proj_scale, self.down_proj_scale
             routed = top_k_index, top_k_weights, self.intermediate_dim
-            return ops.experts_one_token(hidden_states, *tiles, self.codebook, *scales, *routed)
+            return ops.experts_tiled(hidden_states, *tiles, self.codebook, *scales, *routed)
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
         results = self.grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
         if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
             return api.moe_combine(results, inverse, top_k_weights, bounds)
         return ops.moe_combine(results, inverse, top_k_weights, bounds)
 
-    def _one_token_tiles(
+    def _layer_tiles(
         self, x: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Both weights, if one op may take a token: nothing to differentiate, silu, one factor each."""
+        """Both weights, if `kbit::experts_tiled` may take them: no gradients, silu, one factor each."""
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
         # Of other ranks' experts sorting leaves nothing to do; without it they would be read.

@@ -168,7 +168,7 @@ def grouped_linear_tiled(
     return source.shape[0], columns
 
 
-def experts_one_token(
+def experts_tiled(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -179,14 +179,14 @@ def experts_one_token(
     weights: torch.Tensor,
     intermediate: int,
 ) -> None:
-    """Check the arguments of `kbit::experts_one_token`.
+    """Check the arguments of `kbit::experts_tiled`.
 
     Raises:
-        TypeError, ValueError: see `check_tiles`, `kbit.ops.moe_checks.moe_align` and `routing`; x is not one
-            token, weights are not of as many experts, or an argument is on another device.
+        TypeError, ValueError: see `check_tiles`, `kbit.ops.moe_checks.moe_align` and `routing`; x has not
+            two dimensions, weights are not of as many experts, or an argument is on another device.
     """
-    if x.dim() != 2 or x.shape[0] != 1:
-        raise ValueError(f"experts: one token is [1, hidden], got {tuple(x.shape)}. Sort more by expert.")
+    if x.dim() != 2:
+        raise ValueError(f"experts: tokens are [T, hidden], got {tuple(x.shape)}. Flatten what is in front.")
     if gate_up.dim() != 4 or down.dim() != 4 or gate_up.shape[0] != down.shape[0]:
         raise ValueError(
             f"experts: gate_up and down must be tiles of as many experts, got {tuple(gate_up.shape)} and "

@@ -9,14 +9,14 @@ merged_linear_tiled is the products of x by several weights side by side, or wit
 silu(first) * second. All have one codebook and one factor, and each has a bias, or none has: an empty list.
 Where tiles and biases are neighbours in memory, as `kbit.format.adjacent` makes them, it is one launch.
 
-experts_one_token(x [1, H], ..., ids [1, U], weights [1, U], I) is a whole layer of experts for one token: the
-sum over u of weights[u] * down(silu(gate(x)) * up(x)) of expert ids[u], without sorting. Ids outside 0..E - 1
-add nothing. Results of experts need not be rounded before they are added.
+experts_tiled(x [T, H], ..., ids [T, U], weights [T, U], I) is a whole layer of experts: for each token the
+sum over u of weights[u] * down(silu(gate(x)) * up(x)) of expert ids[u]. Ids outside 0..E - 1 add nothing.
+Results of experts need not be rounded before they are added.
 
-experts_with_shared(x [T, H], ..., ids [T, U], weights [T, U], I) is the same for any number of tokens, of E
-experts and a shared one, which is expert E and the last choice of every token: gate_up are the tiles of the
-experts, of the shared one's gate and of its up, down those of the experts and of the shared one. All factors
-are scale float32 [E + 1].
+experts_with_shared(x [T, H], ..., ids [T, U], weights [T, U], I) is the same of E experts and a shared one,
+which is expert E and the last choice of every token: gate_up are the tiles of the experts, of the shared
+one's gate and of its up, down those of the experts and of the shared one. All factors are scale float32
+[E + 1].
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
         "Tensor weights, SymInt intermediate)",
         False,
     ),
-    "experts_one_token": (
+    "experts_tiled": (
         "(Tensor x, Tensor gate_up, Tensor down, Tensor codebook, Tensor gate_up_scale, Tensor down_scale, "
         "Tensor ids, Tensor weights, SymInt intermediate)",
         False,
@@ -110,14 +110,14 @@ def grouped_linear_tiled(  # noqa: D103
     return x.new_empty(tiled_checks.grouped_linear_tiled(*arguments))
 
 
-@torch.library.register_fake("kbit::experts_one_token", lib=LIBRARY)
-def experts_one_token(  # noqa: D103
+@torch.library.register_fake("kbit::experts_tiled", lib=LIBRARY)
+def experts_tiled(  # noqa: D103
     x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate
 ):
-    tiled_checks.experts_one_token(
+    tiled_checks.experts_tiled(
         x, gate_up, down, codebook, gate_up_scale, down_scale, ids, weights, intermediate
     )
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("kbit::experts_with_shared", lib=LIBRARY)

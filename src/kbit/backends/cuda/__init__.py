@@ -20,7 +20,7 @@ from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.latent import latent_attention_step
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
-from kbit.backends.cuda.products import experts_one_token, grouped_linear_tiled, linear_tiled
+from kbit.backends.cuda.products import experts_tiled, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
     dequantize,
@@ -40,7 +40,7 @@ __all__ = [
     "dequantize",
     "dequantize_tiled",
     "embedding",
-    "experts_one_token",
+    "experts_tiled",
     "from_tiled",
     "gated_delta_step",
     "grouped_linear_tiled",

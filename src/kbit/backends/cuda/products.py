@@ -29,6 +29,7 @@ from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.reference.products import groups
 from kbit.format.codebook import bits_of
 from kbit.format.symmetry import is_symmetric
+from kbit.ops import moe_schemas
 
 
 def linear_tiled(
@@ -158,7 +159,8 @@ def grouped_linear_tiled(
     silu_and_mul: bool,
     source: torch.Tensor | None,
     out: torch.Tensor,
-) -> None:
+    settled: bool = False,
+) -> str:
     """Multiply rows sorted by expert, each by its expert's weight.
 
     Nothing waits, except where cuBLAS multiplies expert by expert (float32, more experts than kernels list,
@@ -175,6 +177,11 @@ def grouped_linear_tiled(
         silu_and_mul: the rows of a W are gates and then as many ups; out is silu(gate) * up.
         source: int32 [R], the row of x that a sorted row is; None if x is sorted.
         out: [R, N], or [R, N / 2] with silu_and_mul.
+        settled: the last kernel of the stream is one for which this returned "grouped", and offsets were
+            there before it; they may be read, and weights be asked for, while it still runs.
+
+    Returns:
+        The kernel that multiplied.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
@@ -186,27 +193,43 @@ def grouped_linear_tiled(
         weight = (tiled, codebook, scale, offsets)
         grouped_linear_tiled(x, *weight, out_features, in_features, False, source, both)
         operands.activate(both, out)
-        return
+        return "cublas"
     bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
     shape = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
     kernel = grouped_preference.choose(out.shape[0], x.dtype, tiled.shape[0], shape)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
-    if kernel in ("grouped", "resident"):
-        module = grouped if kernel == "grouped" else resident
-        module.linear(x, *weight, source, *sizes, out)
-        return
-    if source is not None:
-        x = x.index_select(0, source)
-    if kernel == "wgmma":
-        wgmma.grouped_linear(x, *weight, *sizes, out)
-        return
+    if kernel == "grouped":
+        grouped.linear(x, *weight, source, *sizes, out, settled=settled)
+    elif kernel == "resident":
+        resident.linear(x, *weight, source, *sizes, out)
+    else:
+        x = x if source is None else x.index_select(0, source)
+        if kernel == "wgmma":
+            wgmma.grouped_linear(x, *weight, *sizes, out)
+        else:
+            _expert_by_expert(x, *weight, *sizes, out)
+    return kernel
+
+
+def _expert_by_expert(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    silu_and_mul: bool,
+    out: torch.Tensor,
+) -> None:
+    """`grouped_linear_tiled` by cuBLAS, of sorted rows."""
     out.zero_()
-    for expert, rows_now in groups(offsets):
-        matrix = (tiled[expert], codebook, scale[expert])
-        decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
+    for expert, rows in groups(offsets):
+        weight = (tiled[expert], codebook, scale[expert], None)
+        decoded.linear_tiled(x[rows], *weight, out_features, in_features, silu_and_mul, out[rows])
 
 
-def experts_one_token(
+def experts_tiled(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -218,36 +241,36 @@ def experts_one_token(
     intermediate: int,
     out: torch.Tensor,
 ) -> None:
-    """A layer of experts for one token, in two launches of stream.cu without sorting.
+    """A layer of experts: one token in two launches of stream.cu without sorting, more of them sorted.
 
-    Where that may not take it, or KBIT_KERNEL names another kernel, by the ways of more tokens; in float32
+    One token is sorted, too, where stream.cu may not take it, or KBIT_KERNEL names another kernel. In float32
     the host then waits for the device.
 
     Args:
-        x: [1, H], float16, bfloat16 or float32.
+        x: [T, H], T >= 1, float16, bfloat16 or float32.
         gate_up, down: int32 [E, row tiles, column tiles, words].
         codebook: float32 [2^bits].
         gate_up_scale, down_scale: float32 [E].
-        ids, weights: [1, U].
+        ids, weights: [T, U].
         intermediate: I.
-        out: [1, H].
+        out: [T, H].
 
     Raises:
         KbitError: a kernel cannot be compiled or loaded.
         ValueError: KBIT_KERNEL is wrong; see `kbit.backends.cuda.grouped_preference.choose`.
     """
-    hidden, slots = x.shape[1], ids.shape[1]
+    hidden, (tokens, slots) = x.shape[1], ids.shape
     arch = driver.device_arch(x.device.index)
-    if one_token.is_chosen(x.dtype, weights.dtype, intermediate, slots, arch):
+    if tokens == 1 and one_token.is_chosen(x.dtype, weights.dtype, intermediate, slots, arch):
         rows = x.new_empty((slots, intermediate))
         one_token.rows(x, gate_up, codebook, gate_up_scale, ids[0], 2 * intermediate, hidden, True, rows)
         one_token.columns(rows, down, codebook, down_scale, ids[0], weights[0], hidden, intermediate, out)
         return
-    source = ids.new_empty((slots,), dtype=torch.int32)
-    bounds, inverse = source.new_empty((gate_up.shape[0] + 1,)), source.new_empty((1, slots))
+    source, bounds, inverse = moe_schemas.empty_routing(ids, gate_up.shape[0])
     routing.moe_align(ids, source, bounds, inverse)
-    rows, results = x.new_empty((slots, intermediate)), x.new_empty((slots, hidden))
-    weight = (gate_up, codebook, gate_up_scale, bounds)
-    grouped_linear_tiled(x, *weight, 2 * intermediate, hidden, True, source, rows)
-    grouped_linear_tiled(rows, down, codebook, down_scale, bounds, hidden, intermediate, False, None, results)
+    rows, results = (x.new_empty((tokens * slots, columns)) for columns in (intermediate, hidden))
+    first, second = (gate_up, codebook, gate_up_scale, bounds), (down, codebook, down_scale, bounds)
+    kernel = grouped_linear_tiled(x, *first, 2 * intermediate, hidden, True, source, rows)
+    settled = kernel == "grouped"
+    grouped_linear_tiled(rows, *second, hidden, intermediate, False, None, results, settled)
     routing.moe_combine(results, inverse, weights, bounds, out)

@@ -98,6 +98,7 @@ def linear(
     in_features: int,
     silu_and_mul: bool,
     out: torch.Tensor,
+    *more: int,
 ) -> None:
     """Launch a kernel on a legal problem; see `kbit.backends.cuda.products.grouped_linear_tiled`.
 
@@ -105,6 +106,7 @@ def linear(
         plan: the kernel's, which has one for the problem.
         format: of its arguments: `FORMAT`, then its own.
         x, tiled, codebook, scale, offsets, source, out_features, in_features, silu_and_mul, out: the problem.
+        more: arguments of the kernel behind those of the plan.
     """
     index, rows = x.device.index, out.shape[0]
     bits, experts = bits_of(codebook), tiled.shape[0]
@@ -122,7 +124,7 @@ def linear(
         kernel,
         (chosen.grid, 1, 1),
         chosen.config.warps * driver.WARP,
-        (*pointers, *sizes, *chosen.own),
+        (*pointers, *sizes, *chosen.own, *more),
         smem=chosen.shared_bytes,
         pdl=True,
     )

@@ -20,7 +20,7 @@ from kbit.backends.reference.position import rotary
 from kbit.backends.reference.products import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
-    experts_one_token,
+    experts_tiled,
     grouped_linear_tiled,
     linear_tiled,
 )
@@ -35,7 +35,7 @@ __all__ = [
     "dequantize",
     "dequantize_tiled",
     "embedding",
-    "experts_one_token",
+    "experts_tiled",
     "from_tiled",
     "gated_delta_step",
     "grad_input",

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from kbit.backends.reference import products
+from kbit.backends.reference import moe, products
 from kbit.format import reference as fmt
 from kbit.format.codebook import bits_of
 from kbit.format.layout import TILE_ROWS, from_tiled
+from kbit.ops import moe_schemas
 
 
 def _chunks(
@@ -94,7 +95,7 @@ def grouped_linear_tiled(
     return out
 
 
-def experts_one_token(
+def experts_tiled(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -106,13 +107,12 @@ def experts_one_token(
     intermediate: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`kbit::experts_one_token` into `out` [1, H]. Reads the ids on the host."""
-    total = torch.zeros_like(out, dtype=torch.float32)
-    rows, result = x.new_empty((1, intermediate)), torch.empty_like(out)
-    for slot, expert in enumerate(ids[0].tolist()):
-        if 0 <= expert < gate_up.shape[0]:
-            first, second = (gate_up[expert], codebook, gate_up_scale[expert]), (down[expert], codebook)
-            linear_tiled(x, *first, None, 2 * intermediate, x.shape[1], True, rows)
-            linear_tiled(rows, *second, down_scale[expert], None, x.shape[1], intermediate, False, result)
-            total += weights[0, slot].float() * result.float()
-    return out.copy_(total)
+    """`kbit::experts_tiled` into `out` [T, H]. Reads how many rows experts have on the host."""
+    source, bounds, inverse = moe_schemas.empty_routing(ids, gate_up.shape[0])
+    moe.moe_align(ids, source, bounds, inverse)
+    rows, results = (x.new_empty((len(source), columns)) for columns in (intermediate, x.shape[1]))
+    first, second = (gate_up, codebook, gate_up_scale, bounds), (down, codebook, down_scale, bounds)
+    grouped_linear_tiled(x, *first, 2 * intermediate, x.shape[1], True, source, rows)
+    grouped_linear_tiled(rows, *second, x.shape[1], intermediate, False, None, results)
+    moe.moe_combine(results, inverse, weights, bounds, out)
+    return out

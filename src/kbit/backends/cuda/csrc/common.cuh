@@ -265,6 +265,11 @@ template <class... T>
 DEVICE void forget(T*&... pointers) {
     ((void)[&] { asm volatile("" : "+l"(pointers)); }(), ...);
 }
+// The next kernel may start when the previous one is done, and so read what that one wrote before it waits.
+DEVICE void wait_and_launch() {
+    wait_for_previous();
+    launch_dependents();
+}
 // Lets the next kernel start and waits for the previous one, for a kernel that reads nothing before.
 template <class... T>
 DEVICE void follow_previous(T*&... pointers) {

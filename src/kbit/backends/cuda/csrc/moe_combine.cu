@@ -10,6 +10,8 @@
 //
 // A thread has 16 bytes of a token's columns (Config::vector: columns are a multiple of that and y and out
 // are aligned), else one element, and kBatch of a token's rows in flight: the kernel waits for memory only.
+// Which rows these are, and their weights, a warp loads at once, a lane each, from lines that have been asked
+// for while the previous kernel ran.
 //
 // grid: x tokens, y columns / kWidth / threads.
 #include "config.h"
@@ -44,38 +46,49 @@ extern "C" __global__ void __launch_bounds__(128)
     moe_combine(const u8* y, const u32* inverse, const void* weights, const int* end, u8* out, int rows,
                 int columns, int choices, int weights_dtype) {
     launch_early();
-    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    if (column >= columns) {
-        return;
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, lane = threadIdx.x & 31;
+    const bool has_column = column < columns;
+    const u64 token = u64(blockIdx.x) * choices;
+    if (threadIdx.x == 0) {
+        const u8* const its_weights = static_cast<const u8*>(weights) + token * (weights_dtype ? 2 : 4);
+        const void* const places[] = {y, inverse + token, its_weights,
+                                      end ? static_cast<const void*>(end) : y, out};
+#pragma unroll
+        for (const void* place : places) {
+            prefetch(place);
+        }
     }
     wait_for_previous();
     launch_late();
+    forget(y, inverse, weights, end);
     const int owned = end == nullptr ? rows : min(rows, *end);
-    const u64 token = u64(blockIdx.x) * choices;
     float sum[kWidth] = {};
     for (int first = 0; first < choices; first += kBatch) {
+        const bool there = lane < kBatch && first + lane < choices;
+        const int of_lane = there ? int(inverse[token + first + lane]) : -1;
+        const float its_weight = there ? load_widened(weights, token + first + lane, weights_dtype) : 0.0f;
         u32 piece[kBatch][4];
-        float weight[kBatch];
         bool mine[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const bool there = first + i < choices;
-            const int row = there ? int(inverse[token + first + i]) : -1;
-            weight[i] = there ? load_widened(weights, token + first + i, weights_dtype) : 0.0f;
-            mine[i] = row >= 0 && row < owned;
+            const int row = __shfl_sync(kAll, of_lane, i);
+            mine[i] = row >= 0 && row < owned && has_column;
             if (mine[i]) {
                 load_piece(piece[i], y + (u64(row) * columns + column) * D::kBytes);
             }
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            const float weight = __shfl_sync(kAll, its_weight, i);
             if (mine[i]) {
 #pragma unroll
                 for (int j = 0; j < kWidth; ++j) {
-                    sum[j] = __fadd_rn(sum[j], __fmul_rn(weight[i], D::get(piece[i], j)));
+                    sum[j] = __fadd_rn(sum[j], __fmul_rn(weight, D::get(piece[i], j)));
                 }
             }
         }
     }
-    store_piece(out + (u64(blockIdx.x) * columns + column) * D::kBytes, sum);
+    if (has_column) {
+        store_piece(out + (u64(blockIdx.x) * columns + column) * D::kBytes, sum);
+    }
 }
