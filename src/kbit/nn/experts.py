@@ -79,11 +79,11 @@ class KbitExperts(QuantizedModule):
 
     Each token goes through its chosen experts: down(act(gate(x)) * up(x)), weighted and summed. Rows are
     sorted by expert, stably (`kbit::moe_align`), and results are summed in the order of top_k_index
-    (`kbit::moe_combine`), so equal inputs give equal bits. A single token on a GPU needs no sorting, and
-    its experts' results are not rounded before they are added. Nothing
-    waits for the device, and all sizes follow from those of the inputs: CUDA graphs record it, whatever the
-    routing will be (not in float32, nor with block scales other than E4M4: then the host reads how many rows
-    each expert has). An expert shared by all tokens is a module of its own in transformers, beside this one.
+    (`kbit::moe_combine`), so equal inputs give equal bits. A single token on a GPU needs no sorting, and its
+    experts' results are not rounded before they are added. Nothing waits for the device, and all sizes follow
+    from those of the inputs: CUDA graphs record it, whatever the routing will be (not in float32, nor with
+    block scales other than E4M4: then the host reads how many rows each expert has). An expert shared by all
+    tokens is a module of its own in transformers, beside this one.
 
     A new one holds zeros; `from_experts` and `load_state_dict` fill it.
 
