@@ -181,7 +181,7 @@ def grouped_linear_tiled(
             there before it; they may be read, and weights be asked for, while it still runs.
 
     Returns:
-        The kernel that multiplied.
+        The kernel that was launched last; "cublas" stands for PyTorch's, too.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
@@ -207,26 +207,11 @@ def grouped_linear_tiled(
         if kernel == "wgmma":
             wgmma.grouped_linear(x, *weight, *sizes, out)
         else:
-            _expert_by_expert(x, *weight, *sizes, out)
+            out.zero_()
+            for expert, rows_now in groups(offsets):
+                matrix = (tiled[expert], codebook, scale[expert])
+                decoded.linear_tiled(x[rows_now], *matrix, None, *sizes, out[rows_now])
     return kernel
-
-
-def _expert_by_expert(
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    offsets: torch.Tensor,
-    out_features: int,
-    in_features: int,
-    silu_and_mul: bool,
-    out: torch.Tensor,
-) -> None:
-    """`grouped_linear_tiled` by cuBLAS, of sorted rows."""
-    out.zero_()
-    for expert, rows in groups(offsets):
-        weight = (tiled[expert], codebook, scale[expert], None)
-        decoded.linear_tiled(x[rows], *weight, out_features, in_features, silu_and_mul, out[rows])
 
 
 def experts_tiled(
