@@ -118,6 +118,16 @@ def test_teams_that_split_k(kernel: ModuleType, n: int, k: int, dealing: Sequenc
     check(kernel, dealing, rows, k, gated=gated)
 
 
+@pytest.mark.parametrize(("k", "span"), [(512, 1), (1024, 2), (2048, 4)])
+def test_teams_that_take_several_turns(k: int, span: int) -> None:
+    dealing, n = (1, 2, 1, 0, 3), 320
+    chosen = grouped.plan(sum(dealing), len(dealing), WeightShape(n, k, 4, False, LIMITS))
+    assert chosen is not None
+    assert (chosen.config.warps, chosen.span) == (16, span)
+    assert n // 32 * 4 > 16 * LIMITS.multiprocessors  # units of experts that have rows, and warps
+    check(grouped, dealing, n, k)
+
+
 @pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])
 @pytest.mark.parametrize("bits", [2, 4, 5])
 def test_other_machines(arch: str, kilobytes: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: i
     """
     each = _active(rows, experts) * units / grid
     if each > warps:  # several turns of all warps
-        return next(span for span in (4, 2, 1) if k_tiles >= 8 * span or span == 1)
+        return next((span for span in (4, 2) if k_tiles >= 8 * span), 1)
     span = 1
     while 2 * span <= warps and each * 2 * span <= warps and k_tiles >= 4 * span:
         span *= 2

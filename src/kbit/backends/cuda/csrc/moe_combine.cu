@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, lane = threadIdx.x & 31;
     const bool has_column = column < columns;
     const u64 token = u64(blockIdx.x) * choices;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // of y and out, whose content comes later, the addresses' translation
         const u8* const its_weights = static_cast<const u8*>(weights) + token * (weights_dtype ? 2 : 4);
         const void* const places[] = {y, inverse + token, its_weights,
                                       end ? static_cast<const void*>(end) : y, out};

@@ -171,8 +171,7 @@ extern "C" __global__ void __launch_bounds__(kTeams * 256, 1)
                const u8* w_scales, const float* w_scales_f32, const float* row_scale, void* y, u64* partial,
                int m, int n, int columns, int experts, float w_scale, int out_dtype) {
     extern __shared__ __align__(16) u8 memory[];
-    wait_for_previous();
-    launch_dependents();  // not before: their blocks would take the multiprocessors that these wait for
+    wait_and_launch();  // not before: their blocks would take the multiprocessors that these wait for
     forget(a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scales_f32, row_scale);
     const int threads = int(blockDim.x) / kTeams, warps = threads / 32;
     const int lane = int(threadIdx.x & 31), all = uniform(int(threadIdx.x >> 5));
