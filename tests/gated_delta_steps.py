@@ -1,8 +1,10 @@
-"""Operands of a step of gated delta linear attention, and how near results must be."""
+"""Operands of gated delta linear attention, and how near results must be."""
 
 from __future__ import annotations
 
 import torch
+
+from kbit.ops import gated_delta_schemas
 
 
 def operands(batch, k_heads, ratio, dtype, wide=False, dim=128, taps=4):
@@ -38,3 +40,35 @@ def compare(have, want):
     torch.testing.assert_close(have[0], want[0], rtol=1e-2, atol=16 * torch.finfo(dtype).eps)
     far = (have[0].float() - want[0].float()).abs() > 2 * torch.finfo(dtype).eps * want[0].float().abs()
     assert far.sum() <= have[0].numel() // 20
+
+
+def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, window=True):
+    """Operands of `kbit::gated_delta_inputs`; projections and gates are views of one tensor, as in models."""
+    given = operands(batch, k_heads, ratio, dtype, wide, dim, taps)
+    columns, more = (given[name].shape[1] for name in ("projected", "gates"))
+    both = torch.randn(batch, tokens, columns + -columns % 8 + more + -more % 8).to(dtype)
+    return {
+        "projected": both[..., :columns],
+        "gates": both[..., -more:],
+        "window": given["window"] if window else None,
+        **{name: given[name] for name in ("taps", "log_decay", "bias")},
+    }
+
+
+def run_inputs(given, module, guard=lambda tensor: tensor):
+    """The results of `gated_delta_inputs`, which were NaN before."""
+    heads = gated_delta_schemas.check_inputs(**given)
+    out = gated_delta_schemas.inputs(given["projected"], given["taps"], heads)
+    out = tuple(guard(torch.full_like(tensor, float("nan"))) for tensor in out)
+    module.gated_delta_inputs(*given.values(), heads, out)
+    return out
+
+
+def compare_inputs(have, want):
+    """Equal but for a rounding to 16 bits now and then, and in float32 for the last bits."""
+    eps = torch.finfo(want[0].dtype).eps
+    for mine, other in zip(have[:4], want[:4], strict=True):
+        torch.testing.assert_close(mine, other, rtol=2 * eps, atol=2 * eps)
+        assert (mine != other).sum() <= 2 + mine.numel() // 50
+    torch.testing.assert_close(have[4], want[4], rtol=1e-5, atol=1e-6)
+    assert torch.equal(have[5], want[5])

@@ -1,4 +1,4 @@
-"""gated_delta.cu, run on the CPU, gives what the reference gives, and touches nothing beside it."""
+"""gated_delta*.cu, run on the CPU, give what the reference gives, and touch nothing beside it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import torch
 
 import cuda_on_cpu
 import cuda_rows_on_cpu
-from gated_delta_steps import compare, operands, run
+from gated_delta_steps import compare, compare_inputs, operands, prompt, run, run_inputs
 from guards import guarded, untouched
 from kbit.backends import reference
 from kbit.backends.cuda import gated_delta
+from kbit.ops import gated_delta_schemas
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -64,4 +65,52 @@ def test_what_it_does_not_take_the_reference_computes(odd, monkeypatch):
     monkeypatch.setattr(gated_delta.launcher, "load", None)
     given = operands(**{"batch": 1, "k_heads": 1, "ratio": 1, "dtype": torch.float16} | odd)
     for have, want in zip(run(given, gated_delta), run(given, reference), strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("k_heads", "ratio"), [(1, 1), (3, 1), (2, 2)])
+def test_inputs_of_prompts(k_heads, ratio, wide, dtype):
+    # Fewer than taps; one thread's, one more; several threads'.
+    for tokens, window in ((1, False), (3, True), (16, False), (17, True), (40, True)):
+        given = prompt(2, tokens, k_heads, ratio, dtype, wide, window=window)
+        have = run_inputs(given, gated_delta, guarded)
+        assert all(map(untouched, have))
+        compare_inputs(have, run_inputs(given, reference))
+
+
+def test_a_prompt_in_parts_is_that_prompt():
+    given = prompt(1, 50, 1, 2, torch.bfloat16)
+    whole, parts, window = run_inputs(given, gated_delta), [], given["window"]
+    for part in (slice(0, 1), slice(1, 20), slice(20, 50)):
+        own = {name: given[name][:, part] for name in ("projected", "gates")} | {"window": window}
+        *results, last = run_inputs(given | own, gated_delta)
+        parts.append(results)
+        window = torch.cat((window, last), -1)[..., -4:].contiguous()
+    for together, pieces in zip(whole, map(list, zip(*parts, strict=True)), strict=False):
+        assert torch.equal(torch.cat(pieces, 1), together)
+    assert torch.equal(window, whole[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_outputs_of_prompts(ratio, dtype):
+    for tokens in (1, 7, 33):
+        projected = prompt(2, tokens, 3, ratio, dtype)["projected"]
+        x, norm = (torch.randn(shape).to(dtype) for shape in ((2, tokens, 3 * ratio, 128), (128,)))
+        heads = gated_delta_schemas.check_output(x, projected, norm)
+        have, want = guarded(torch.full_like(x, float("nan"))), torch.empty_like(x)
+        gated_delta.gated_delta_output(x, projected, norm, 1e-6, heads, have)
+        assert untouched(have)
+        reference.gated_delta_output(x, projected, norm, 1e-6, heads, want)
+        torch.testing.assert_close(have, want, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+        assert (have != want).sum() <= 2 + have.numel() // 50
+
+
+@pytest.mark.parametrize("odd", [{"dim": 64}, {"taps": 3}, {"ratio": 4}, {"dtype": torch.float32}], ids=str)
+def test_prompts_that_kernels_do_not_take(odd, monkeypatch):
+    monkeypatch.setattr(gated_delta.launcher, "load", None)
+    given = prompt(**{"batch": 1, "tokens": 5, "k_heads": 1, "ratio": 1, "dtype": torch.float16} | odd)
+    for have, want in zip(run_inputs(given, gated_delta), run_inputs(given, reference), strict=True):
         assert torch.equal(have, want)

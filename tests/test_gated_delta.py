@@ -1,20 +1,26 @@
-"""`kbit::gated_delta_step`: its checks, what transformers' layers compute, and the GPU's kernel."""
+"""The ops of gated delta attention: checks, what transformers' layers compute, and the GPU's kernels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from gated_delta_steps import compare, operands, run
+import kbit
+from gated_delta_steps import compare, compare_inputs, operands, prompt, run, run_inputs
 from kbit.backends import reference
 from kbit.backends.cuda import gated_delta
 from kbit.integrations.transformers import linear_attention
 from kbit.integrations.transformers.step_kernels import step_kernels
-from tiny_models import build
+from kbit.nn import gated_delta as layers
+from kbit.ops import gated_delta_schemas
+from tiny_models import ARCHITECTURES, build
 
 op = torch.ops.kbit.gated_delta_step
 GIVEN = operands(2, 2, 2, torch.float16, dim=8, taps=3)
+OF_PROMPT = prompt(2, 5, 2, 2, torch.float16, dim=8, taps=3)
+DIM = 16  # of heads of the tiny model
+PROMPTS = ["whole", "parts", "one token first", "then steps", "masked", "no cache"]
 
 
 class Op:
@@ -24,6 +30,12 @@ class Op:
     def gated_delta_step(**named):
         out = named.pop("out")
         out.copy_(op(**named))
+
+    @staticmethod
+    def gated_delta_inputs(*given):
+        *given, _, out = given
+        for to, result in zip(out, torch.ops.kbit.gated_delta_inputs(*given), strict=True):
+            to.copy_(result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -35,6 +47,43 @@ def test_on_a_cpu_it_is_the_reference(dtype):
 
 def test_opcheck():
     torch.library.opcheck(op.default, (*GIVEN.values(), 1e-6))
+    torch.library.opcheck(torch.ops.kbit.gated_delta_inputs.default, tuple(OF_PROMPT.values()))
+    x = torch.randn(2, 5, 4, 8).half()
+    given = (x, OF_PROMPT["projected"], GIVEN["norm"], 1e-6)
+    torch.library.opcheck(torch.ops.kbit.gated_delta_output.default, given)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"projected": OF_PROMPT["projected"].long()}, TypeError, "projected"),
+        ({"projected": OF_PROMPT["projected"][0]}, ValueError, r"must be \[B, T, P\]"),
+        ({"projected": OF_PROMPT["projected"][..., :-8]}, ValueError, "as many heads of keys as divide them"),
+        ({"gates": OF_PROMPT["gates"][:, :4]}, ValueError, r"gates must be \[2, 5, 8\]"),
+        ({"window": OF_PROMPT["window"][..., :2]}, ValueError, r"window must be \[2, 64, 3\]"),
+        ({"bias": OF_PROMPT["bias"].float()}, TypeError, "bias must be torch.float16"),
+        ({"taps": OF_PROMPT["taps"].to("meta")}, ValueError, "taps is on meta"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_prompts_that_do_not_belong_together_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        torch.ops.kbit.gated_delta_inputs(*(OF_PROMPT | change).values())
+
+
+def test_outputs_that_do_not_belong_together_are_refused():
+    x, projected, norm = torch.zeros(2, 5, 4, 8).half(), OF_PROMPT["projected"], GIVEN["norm"]
+    run_output = torch.ops.kbit.gated_delta_output
+    for given, words in (
+        ((x[0], projected, norm), r"x must be \[B, T, V, D\]"),
+        ((x, projected[:, :4], norm), r"projected must be \[2, 5, 96\]"),
+        ((x, projected[..., :64], norm), "as many heads of keys as divide them"),
+        ((x, projected, norm[:4]), r"norm must be \[8\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_output(*given, 1e-6)
+    with pytest.raises(TypeError, match="projected must be torch.float16"):
+        run_output(x, projected.float(), norm, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +108,28 @@ def test_what_does_not_belong_together_is_refused(change, error, words):
         op(**(GIVEN | change), eps=1e-6)
 
 
+@pytest.fixture
+def by_ops(monkeypatch):
+    """Layers on a CPU, too, go by the ops; the names of those that ran."""
+    ran = []
+
+    def counting(name):
+        run = getattr(torch.ops.kbit, name)
+        return lambda *given: ran.append(name) or run(*given)
+
+    for name in ("gated_delta_step", "gated_delta_inputs", "gated_delta_output"):
+        monkeypatch.setattr(torch.ops.kbit, name, counting(name))
+    monkeypatch.setattr(layers, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(gated_delta, "_DIM", DIM)
+    return ran
+
+
+def tiny():
+    model = build("qwen3_next", torch.float32, spread=False).eval()
+    assert model.config.linear_key_head_dim == DIM
+    return model
+
+
 def behind_a_prompt(model, device):
     """A cache that holds a prompt, and the next tokens."""
     cache = StaticCache(config=model.config, max_cache_len=16)
@@ -67,38 +138,87 @@ def behind_a_prompt(model, device):
     return cache, torch.tensor([[1], [4]], device=device)
 
 
-def logits_of_steps(model, device, fused, monkeypatch):
-    calls = []
-    with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(linear_attention, "_is_on_gpu", lambda x: fused)
-        patch.setattr(gated_delta, "_DIM", model.config.linear_key_head_dim)
-        real = linear_attention._states
-        patch.setattr(
-            linear_attention, "_states", lambda *given: (calls.append(1), real(*given))[1] if fused else None
-        )
-        cache, token = behind_a_prompt(model, device)
-        steps = []
-        for _ in range(3):
-            with linear_attention.fused_linear_attention():
-                steps.append(model(token, past_key_values=cache).logits)
-            token = (token + 5) % 32
-    assert bool(calls) == fused
+def logits_of_steps(model, device):
+    """Of a prompt's next three tokens."""
+    steps = []
+    cache, token = behind_a_prompt(model, device)
+    for _ in range(3):
+        steps.append(model(token, past_key_values=cache).logits)
+        token = (token + 5) % 32
     return torch.stack(steps)
 
 
-def test_layers_of_transformers_compute_the_same(monkeypatch):
-    model = build("qwen3_next", torch.float32, spread=False).eval()
-    own = logits_of_steps(model, "cpu", False, monkeypatch)
-    ops = []
-    monkeypatch.setattr(torch.ops.kbit, "gated_delta_step", lambda *given: ops.append(1) or op(*given))
-    fused = logits_of_steps(model, "cpu", True, monkeypatch)
-    assert ops
+def logits_of_prompts(model, device, how):
+    """Of a prompt of 2 x 70 tokens: whole, in parts, behind one token, with some of it masked, or alone."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(32, (2, 70), generator=generator).to(device)
+    if how == "no cache":
+        return model(ids, use_cache=False).logits
+    if how == "masked":
+        mask = torch.ones_like(ids)
+        mask[1, :9] = 0
+        return model(ids, attention_mask=mask).logits[mask.bool()]
+    sizes = {"whole": [70], "parts": [2, 65, 3], "one token first": [1, 69], "then steps": [67, 1, 1, 1]}[how]
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+
+
+def test_layers_of_transformers_compute_the_same(by_ops):
+    model = tiny()
+    with torch.no_grad():
+        own = logits_of_steps(model, "cpu")
+        assert not by_ops
+        with linear_attention.fused_linear_attention():
+            fused = logits_of_steps(model, "cpu")
+    assert set(by_ops) == {"gated_delta_step", "gated_delta_inputs", "gated_delta_output"}
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_and_other_devices_keep_their_own(monkeypatch):
-    model = build("qwen3_next", torch.float32, spread=False).eval()
-    monkeypatch.setattr(torch.ops.kbit, "gated_delta_step", None)
+@pytest.mark.parametrize("how", PROMPTS)
+def test_prompts_of_quantized_models(how, by_ops):
+    """Layers of quantized models go by the ops without being asked to."""
+    model = tiny()
+    policy = kbit.QuantizationPolicy(bits=4, search=False)
+    with torch.no_grad():
+        kbit.quantize_model(model, policy)
+        merged = [module for module in model.modules() if isinstance(module, layers.MergedGatedDelta)]
+        fused = logits_of_prompts(model, "cpu", how)
+        assert by_ops.count("gated_delta_output") >= len(merged) > 0
+        for layer in merged:
+            layer.__class__ = layer.own
+        by_ops.clear()
+        own = logits_of_prompts(model, "cpu", how)
+    assert not by_ops
+    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_stays_as_it_is():
+    """One with a projection that is not quantized, or a forward of other arguments."""
+    model = tiny()
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    layers.merge_gated_delta(model)
+    assert not isinstance(layer, layers.MergedGatedDelta)
+
+
+def test_prompts_that_are_left_to_the_class(by_ops):
+    """With gradients, of packed sequences, or in a cache that records its past."""
+    model = tiny()
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    x = torch.zeros(1, 5, model.config.hidden_size)
+    assert layers.by_kernels(layer, x, None, None, {}) is None
+    with torch.no_grad():
+        assert layers.by_kernels(layer, x, None, None, {"cu_seq_lens_q": torch.tensor([0, 2, 5])}) is None
+        cache = DynamicCache(config=model.config)
+        cache.layers[layer.layer_idx].activate_past_recording()
+        assert layers.by_kernels(layer, x, cache, None, {}) is None
+        assert not by_ops
+        assert layers.by_kernels(layer, x, None, None, {"cu_seq_lens_q": None}) is not None
+
+
+def test_other_devices_keep_their_own(monkeypatch):
+    model = tiny()
+    for name in ("gated_delta_step", "gated_delta_inputs"):
+        monkeypatch.setattr(torch.ops.kbit, name, None)
     with torch.no_grad(), step_kernels(model):
         cache, token = behind_a_prompt(model, "cpu")
         model(token, past_key_values=cache)
@@ -119,20 +239,20 @@ def unlike(layer, how):
 
 
 @pytest.mark.parametrize("how", ["", "activation", "bias", "weight", "gates", "offloaded", "width"])
-def test_layers_that_the_kernel_does_not_take(how, monkeypatch):
-    model = build("qwen3_next", torch.float32, spread=False).eval()
+def test_layers_that_the_kernel_does_not_take(how, by_ops, monkeypatch):
+    model = tiny()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     with torch.no_grad():
         cache, _ = behind_a_prompt(model, "cpu")
-    monkeypatch.setattr(linear_attention, "_is_on_gpu", lambda x: True)
-    if how != "width":
-        monkeypatch.setattr(gated_delta, "_DIM", model.config.linear_key_head_dim)
-    unlike(layer, how)
-    x = torch.zeros(2, 1, model.config.hidden_size)
-    assert (linear_attention._states(layer, x, cache, None) is None) == bool(how)
-    assert linear_attention._states(layer, x, cache, torch.ones(2, 1)) is None
-    assert linear_attention._states(layer, x, None, None) is None
-    assert linear_attention._states(layer, torch.cat((x, x), 1), cache, None) is None
+        if how == "width":
+            monkeypatch.setattr(gated_delta, "_DIM", 128)
+        unlike(layer, how)
+        x = torch.zeros(2, 1, model.config.hidden_size)
+        by_ops.clear()
+        for tokens in (x, torch.cat((x, x), 1)):
+            assert (layers.by_kernels(layer, tokens, cache, None, {}) is None) == bool(how)
+        assert layers.by_kernels(layer, x, cache, torch.ones(2, 1), {}) is None
+    assert len(by_ops) == (0 if how else 3)
 
 
 @pytest.mark.gpu
@@ -146,3 +266,44 @@ def test_on_a_gpu(batch, k_heads, ratio, wide, dtype):
     for _ in range(200):
         assert all(map(torch.equal, run(given, Op), have))
     torch.library.opcheck(op.default, (*given.values(), 1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "k_heads", "ratio"), [(1, 2048, 16, 2), (3, 129, 5, 1), (2, 3, 16, 2)]
+)
+def test_prompts_on_a_gpu(batch, tokens, k_heads, ratio, wide, dtype):
+    for window in (False, True):
+        given = prompt(batch, tokens, k_heads, ratio, dtype, wide, window=window)
+        given = {name: None if value is None else value.cuda() for name, value in given.items()}
+        have = run_inputs(given, Op)
+        compare_inputs(have, run_inputs(given, reference))
+        x, norm = torch.randn_like(have[2]), torch.randn(128, device="cuda", dtype=dtype)
+        operands_of_output = (x, given["projected"], norm)
+        y, want = torch.ops.kbit.gated_delta_output(*operands_of_output, 1e-6), torch.empty_like(x)
+        heads = gated_delta_schemas.check_output(*operands_of_output)
+        reference.gated_delta_output(*operands_of_output, 1e-6, heads, want)
+        torch.testing.assert_close(y, want, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+        for _ in range(50):
+            assert all(map(torch.equal, run_inputs(given, Op), have))
+            assert torch.equal(torch.ops.kbit.gated_delta_output(*operands_of_output, 1e-6), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", PROMPTS)
+def test_prompts_of_models_on_a_gpu(how):
+    """Heads of 128 columns, in 16 bits: as near to the class's own result as that is to float32's."""
+    torch.manual_seed(0)
+    config = ARCHITECTURES["qwen3_next"]()
+    config.linear_key_head_dim = config.linear_value_head_dim = 128
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().cuda()
+    with torch.no_grad():
+        exact = logits_of_prompts(model, "cuda", how)
+        model.bfloat16()
+        own = logits_of_prompts(model, "cuda", how).float()
+        with linear_attention.fused_linear_attention():
+            fused = logits_of_prompts(model, "cuda", how).float()
+    assert not torch.equal(own, fused) or how == "one token first"
+    assert (fused - exact).norm() <= 1.2 * (own - exact).norm() + 1e-3

@@ -1,7 +1,8 @@
-"""Implementation of `kbit::gated_delta_step`, in the steps of `kbit.dispatch.ops`."""
+"""Implementations of the ops of gated delta attention, in the steps of `kbit.dispatch.ops`."""
 
 from __future__ import annotations
 
+import torch
 from torch.autograd.graph import increment_version
 
 from kbit.dispatch.backends import module_on_gpus
@@ -16,4 +17,23 @@ def _gated_delta_step(projected, gates, window, state, taps, log_decay, bias, no
     out = gated_delta_schemas.output(projected, state)
     module_on_gpus("gated_delta_step", projected.device).gated_delta_step(*given, eps, out)
     increment_version((window, state))
+    return out
+
+
+@implement("gated_delta_inputs")
+def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias):
+    given = projected, gates, window, taps, log_decay, bias
+    heads = gated_delta_schemas.check_inputs(*given)
+    out = gated_delta_schemas.inputs(projected, taps, heads)
+    if out[0].numel():
+        module_on_gpus("gated_delta_inputs", projected.device).gated_delta_inputs(*given, heads, out)
+    return out
+
+
+@implement("gated_delta_output")
+def _gated_delta_output(x, projected, norm, eps):
+    heads = gated_delta_schemas.check_output(x, projected, norm)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel():
+        module_on_gpus("gated_delta_output", x.device).gated_delta_output(x, projected, norm, eps, heads, out)
     return out

@@ -1,4 +1,4 @@
-"""A token's step of gated delta linear attention as one op: schema, checks, and the fake kernel.
+"""Gated delta linear attention as ops: schemas, checks, and fake kernels.
 
     y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps)
 
@@ -15,10 +15,27 @@ keys, each of R heads of values, D columns, and C = (2 + R) H D channels (all qu
     eps                                  of that
     y           [B, H R * D]
 
+Of T tokens at once it is all but the recurrence itself, for which there are others' kernels:
+
+    query, key, value, beta, decay, last = torch.ops.kbit.gated_delta_inputs(
+        projected, gates, window, taps, log_decay, bias
+    )
+    y = torch.ops.kbit.gated_delta_output(x, projected, norm, eps)
+
+    projected, gates  likewise, [B, T, ...]
+    window            None, or [B, C, taps] as above, which is left as it is
+    query, key, value [B, T, H R, D], convolved and activated; a head of keys stands for R of values
+    beta              [B, T, H R], its sigmoid
+    decay             float32 [B, T, H R], the logarithm of what a state is multiplied by
+    last              [B, C, min(T, taps)], of `projected`, what a window is made of
+    x, y              [B, T, H R, D]: what the recurrence gives, and its gated norm
+
 What is not said to be float32 is of one dtype. Method: Yang et al. 2024 (arXiv:2412.06464).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +47,15 @@ LAYER = "Qwen3NextGatedDeltaNet"  # transformers' class
 LIBRARY.define(
     "gated_delta_step(Tensor projected, Tensor gates, Tensor(a!) window, Tensor(b!) state, Tensor taps, "
     "Tensor log_decay, Tensor bias, Tensor norm, float eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "gated_delta_inputs(Tensor projected, Tensor gates, Tensor? window, Tensor taps, Tensor log_decay, "
+    "Tensor bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "gated_delta_output(Tensor x, Tensor projected, Tensor norm, float eps) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -92,3 +118,113 @@ def output(projected: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 def gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps):  # noqa: D103
     check(projected, gates, window, state, taps, log_decay, bias, norm)
     return output(projected, state)
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer: heads of keys, of values, and columns of each."""
+
+    keys: int
+    values: int
+    columns: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return (2 * self.keys + self.values) * self.columns
+
+    @property
+    def projected(self) -> int:
+        """Columns of a token's projections: those, and gates."""
+        return self.channels + self.values * self.columns
+
+
+def check_inputs(
+    projected: torch.Tensor,
+    gates: torch.Tensor,
+    window: torch.Tensor | None,
+    taps: torch.Tensor,
+    log_decay: torch.Tensor,
+    bias: torch.Tensor,
+) -> Heads:
+    """Check the arguments of `kbit::gated_delta_inputs`; the layer's heads.
+
+    Raises:
+        TypeError: projected is not float, or another tensor of another dtype.
+        ValueError: shapes or devices do not belong together.
+    """
+    dtype, name = projected.dtype, "gated_delta_inputs"
+    checks.float_dtype(name, "projected", dtype)
+    if projected.dim() != 3 or taps.dim() != 2 or log_decay.dim() != 1:
+        shapes = [tuple(tensor.shape) for tensor in (projected, taps, log_decay)]
+        raise ValueError(
+            f"{name}: projected, taps and log_decay must be [B, T, P], [C, taps], [V], got {shapes}."
+        )
+    (batch, tokens, columns), v_heads = projected.shape, log_decay.shape[0]
+    of_values = columns - taps.shape[0]  # gates are as many
+    dim = of_values // v_heads if v_heads else 0
+    heads = Heads((taps.shape[0] - of_values) // (2 * dim) if dim > 0 else 0, v_heads, dim)
+    known = heads.keys > 0 and not v_heads % heads.keys
+    if not known or (heads.channels, heads.projected) != (taps.shape[0], columns):
+        raise ValueError(
+            f"{name}: {columns} columns of projected and {taps.shape[0]} channels of taps are not those of "
+            f"{v_heads} heads of values and of as many heads of keys as divide them."
+        )
+    wide = torch.float32 if log_decay.dtype == bias.dtype == torch.float32 else dtype
+    expected = {
+        "projected": (projected, dtype, (batch, tokens, columns)),
+        "gates": (gates, dtype, (batch, tokens, 2 * v_heads)),
+        "taps": (taps, dtype, tuple(taps.shape)),
+        "log_decay": (log_decay, wide, (v_heads,)),
+        "bias": (bias, wide, (v_heads,)),
+    }
+    if window is not None:
+        expected["window"] = window, dtype, (batch, *taps.shape)
+    operand_checks.operands(name, expected)
+    return heads
+
+
+def inputs(projected: torch.Tensor, taps: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
+    """The results of `kbit::gated_delta_inputs`, of any values."""
+    batch, tokens, _ = projected.shape
+    of_heads = (batch, tokens, heads.values)
+    made = [projected.new_empty(*of_heads, heads.columns) for _ in range(3)]
+    beta, decay = projected.new_empty(of_heads), projected.new_empty(of_heads, dtype=torch.float32)
+    return (*made, beta, decay, projected.new_empty(batch, heads.channels, min(tokens, taps.shape[1])))
+
+
+def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -> Heads:
+    """Check the arguments of `kbit::gated_delta_output`; the layer's heads.
+
+    Raises:
+        TypeError: x is not float, or another tensor of another dtype.
+        ValueError: shapes or devices do not belong together.
+    """
+    dtype, name = x.dtype, "gated_delta_output"
+    checks.float_dtype(name, "x", dtype)
+    if x.dim() != 4 or 0 in x.shape[2:]:
+        raise ValueError(f"{name}: x must be [B, T, V, D], neither of the last two 0, got {tuple(x.shape)}.")
+    batch, tokens, v_heads, dim = x.shape
+    heads = Heads((projected.shape[-1] - 2 * v_heads * dim) // (2 * dim), v_heads, dim)
+    if heads.keys < 1 or v_heads % heads.keys:
+        raise ValueError(
+            f"{name}: {projected.shape[-1]} columns of projected are not those of {v_heads} heads of values, "
+            f"{dim} columns each, and of as many heads of keys as divide them."
+        )
+    expected = {
+        "x": (x, dtype, tuple(x.shape)),
+        "projected": (projected, dtype, (batch, tokens, heads.projected)),
+        "norm": (norm, dtype, (dim,)),
+    }
+    operand_checks.operands(name, expected)
+    return heads
+
+
+@torch.library.register_fake("kbit::gated_delta_inputs", lib=LIBRARY)
+def gated_delta_inputs(projected, gates, window, taps, log_decay, bias):  # noqa: D103
+    return inputs(projected, taps, check_inputs(projected, gates, window, taps, log_decay, bias))
+
+
+@torch.library.register_fake("kbit::gated_delta_output", lib=LIBRARY)
+def gated_delta_output(x, projected, norm, eps):  # noqa: D103
+    check_output(x, projected, norm)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

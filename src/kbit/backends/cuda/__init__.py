@@ -15,7 +15,7 @@ from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.attention import attention_step
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
-from kbit.backends.cuda.gated_delta import gated_delta_step
+from kbit.backends.cuda.gated_delta import gated_delta_inputs, gated_delta_output, gated_delta_step
 from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.latent import latent_attention_step
 from kbit.backends.cuda.norm import rms_norm
@@ -42,6 +42,8 @@ __all__ = [
     "embedding",
     "experts_tiled",
     "from_tiled",
+    "gated_delta_inputs",
+    "gated_delta_output",
     "gated_delta_step",
     "grouped_linear_tiled",
     "latent_attention_step",

@@ -1,19 +1,24 @@
-"""A step of gated delta linear attention, csrc/gated_delta.cu: which it takes, and its launch."""
+"""Gated delta linear attention, csrc/gated_delta*.cu: what the kernels take, and their launches."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import gated_delta as reference
-from kbit.ops.gated_delta_schemas import heads_of_keys
+from kbit.ops.gated_delta_schemas import Heads, heads_of_keys
 
 _FORMAT = "Q" * 11 + "iif"
 _DIM, _TAPS = 128, 4
 _RATIOS = (1, 2)  # heads of values to one of keys
 # Of a block in a cluster; a block alone has all columns, and so many warps for each head.
 _COLUMNS, _WARPS = 64, 8
+_INPUTS_FORMAT, _OUTPUT_FORMAT = "Q" * 14 + "iiiii", "Q" * 6 + "if"
+# Tokens of a thread of gated_delta_inputs.cu; threads of a block, of either kernel of prompts.
+_TOKENS, _THREADS = 16, 256
 
 
 def _blocks(ratio: int, arch: str) -> int:
@@ -29,9 +34,21 @@ def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:
     )
 
 
+@functools.cache
+def _inputs_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
+    sizes = {"heads": ratio, "taps": _TAPS, "tokens": _TOKENS}
+    return KernelSpec.make("gated_delta_inputs.cu", bf16=dtype == torch.bfloat16, **sizes)
+
+
+@functools.cache
+def _output_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
+    return KernelSpec.make("gated_delta_output.cu", bf16=dtype == torch.bfloat16, heads=ratio)
+
+
 def specs(arch: str) -> list[KernelSpec]:
     """Every kernel of this module, for an architecture such as "90a"."""
-    return [_spec(dtype, ratio, arch) for dtype in operands.DTYPES for ratio in _RATIOS]
+    kinds = [(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
+    return [spec for kind in kinds for spec in (_spec(*kind, arch), _inputs_spec(*kind), _output_spec(*kind))]
 
 
 def takes(dim: int, taps: int, ratio: float) -> bool:
@@ -79,3 +96,76 @@ def gated_delta_step(
     places = operands.addresses(projected, gates, window, state, *weights, out)
     sizes = projected.stride(0), gates.stride(0), k_heads, bias.dtype == torch.float32, eps
     prepared.launch((*places, *sizes))
+
+
+def _row_pieces(projected: torch.Tensor) -> int | None:
+    """16-byte pieces from a token of [B, T, P] to the next; None if not all are as far from each other."""
+    batch, tokens, _ = projected.shape
+    steps = operands.pieces(projected)
+    return steps[1] if steps and (batch == 1 or steps[0] == tokens * steps[1]) else None
+
+
+def gated_delta_inputs(
+    projected: torch.Tensor,
+    gates: torch.Tensor,
+    window: torch.Tensor | None,
+    taps: torch.Tensor,
+    log_decay: torch.Tensor,
+    bias: torch.Tensor,
+    heads: Heads,
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """`kbit::gated_delta_inputs`; the reference where the kernel may not.
+
+    Args:
+        projected, gates, window, taps, log_decay, bias: as in `kbit.ops.gated_delta_schemas`.
+        heads: of them.
+        out: its results, contiguous, written; none is empty.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    (batch, tokens, _), ratio, dtype = projected.shape, heads.values // heads.keys, projected.dtype
+    given = [tensor for tensor in (taps, log_decay, bias, window) if tensor is not None]
+    plain = takes(heads.columns, taps.shape[1], ratio) and dtype in operands.DTYPES
+    row, steps = _row_pieces(projected), gates.stride()
+    rows = steps[2] == 1 and (batch == 1 or steps[0] == tokens * steps[1]) and not taps.data_ptr() % 8
+    threads = batch * -(-tokens // _TOKENS) * (heads.channels // operands.PIECE)
+    of_gates = batch * tokens * heads.values
+    few = max(threads, of_gates) < 1 << 31 and all(tensor.is_contiguous() for tensor in given)
+    if row is None or not (plain and rows and few):
+        reference.gated_delta_inputs(projected, gates, window, taps, log_decay, bias, heads, out)
+        return
+    index = projected.device.index
+    kernel = launcher.load(_inputs_spec(dtype, ratio), index, _INPUTS_FORMAT)
+    places = operands.addresses(projected, gates, window, taps, log_decay, bias, *out)
+    blocks, more = -(-threads // _THREADS), -(-of_gates // _THREADS)
+    sizes = row, steps[1], batch, tokens, heads.keys, int(bias.dtype == torch.float32), blocks
+    grid = (blocks + more, 1, 1)
+    launcher.launch_on(index, kernel, grid, _THREADS, (*places, *sizes), pdl=True)
+
+
+def gated_delta_output(
+    x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float, heads: Heads, out: torch.Tensor
+) -> None:
+    """`kbit::gated_delta_output`; the reference where the kernel may not.
+
+    Args:
+        x, projected, norm, eps: as in `kbit.ops.gated_delta_schemas`.
+        heads: of them.
+        out: like x, contiguous, written; not empty.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    row, ratio = _row_pieces(projected), heads.values // heads.keys
+    plain = takes(heads.columns, _TAPS, ratio) and x.dtype in operands.DTYPES
+    whole = all(tensor.is_contiguous() and not tensor.data_ptr() % 16 for tensor in (x, norm))
+    blocks = -(-x.numel() // (operands.PIECE * _THREADS))
+    if row is None or not (plain and whole and blocks < 1 << 31):
+        reference.gated_delta_output(x, projected, norm, eps, heads, out)
+        return
+    index = x.device.index
+    kernel = launcher.load(_output_spec(x.dtype, ratio), index, _OUTPUT_FORMAT)
+    args = (*operands.addresses(x, projected, norm, out), x.numel() // heads.columns, row, heads.keys, eps)
+    launcher.launch_on(index, kernel, (blocks, 1, 1), _THREADS, args, pdl=True)

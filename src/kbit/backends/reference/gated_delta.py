@@ -1,11 +1,11 @@
-"""A step of gated delta linear attention in PyTorch: the definition that the kernel is tested against."""
+"""Gated delta linear attention in PyTorch: the definitions that kernels are tested against."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from kbit.ops.gated_delta_schemas import heads_of_keys
+from kbit.ops.gated_delta_schemas import Heads, heads_of_keys
 
 
 def gated_delta_step(
@@ -42,6 +42,55 @@ def gated_delta_step(
     state += key[..., None] * change[..., None, :]
     y = (state * (query / dim**0.5)[..., None]).sum(-2).to(projected.dtype).float()
 
+    out.copy_(_gated_norm(y, gate.view_as(y), norm, eps).view(batch, -1))
+
+
+def _gated_norm(y: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """The gated norm of rows, float32."""
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    y = (norm * y.to(projected.dtype)).float() * F.silu(gate.float()).view_as(y)
-    out.copy_(y.view(batch, -1))
+    return (norm * y.to(norm.dtype)).float() * F.silu(gate.float())
+
+
+def gated_delta_inputs(
+    projected: torch.Tensor,
+    gates: torch.Tensor,
+    window: torch.Tensor | None,
+    taps: torch.Tensor,
+    log_decay: torch.Tensor,
+    bias: torch.Tensor,
+    heads: Heads,
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """`kbit::gated_delta_inputs` into `out`; rounds where transformers' modules do."""
+    (batch, tokens, _), (k_heads, v_heads, dim), ratio = projected.shape, heads, heads.values // heads.keys
+    sizes = [dim, dim, ratio * dim, ratio * dim]
+    *convolved, _ = projected.view(batch, tokens, k_heads, -1).split(sizes, -1)
+    mixed = torch.cat([part.reshape(batch, tokens, -1) for part in convolved], -1).transpose(1, 2)
+    count = taps.shape[1]
+    before = mixed.new_zeros(*mixed.shape[:2], count) if window is None else window
+    shifted = torch.cat((before[..., 1:], mixed), -1).float().unfold(-1, count, 1)
+    channels = F.silu((shifted * taps.float()[:, None]).sum(-1).to(projected.dtype)).transpose(1, 2)
+    made = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
+    query, key, value = (part.reshape(batch, tokens, -1, dim) for part in made)
+    beta, alpha = gates.view(batch, tokens, k_heads, -1).split(ratio, -1)
+    alpha = alpha.reshape(batch, tokens, v_heads).float()
+    results = (
+        query.repeat_interleave(ratio, 2),
+        key.repeat_interleave(ratio, 2),
+        value,
+        beta.reshape(batch, tokens, v_heads).sigmoid(),
+        -log_decay.float().exp() * F.softplus(alpha + bias.float()),
+        mixed[..., -count:],
+    )
+    for to, result in zip(out, results, strict=True):
+        to.copy_(result)
+
+
+def gated_delta_output(
+    x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float, heads: Heads, out: torch.Tensor
+) -> None:
+    """`kbit::gated_delta_output` into `out`."""
+    gates = projected.view(*projected.shape[:2], heads.keys, -1)[
+        ..., -heads.values // heads.keys * heads.columns :
+    ]
+    out.copy_(_gated_norm(x.float(), gates.reshape(x.shape), norm, eps))

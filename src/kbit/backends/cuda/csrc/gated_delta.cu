@@ -32,9 +32,8 @@
 //
 // grid: batch * k_heads * Config::blocks blocks
 // Method: Yang et al. 2024 (arXiv:2412.06464).
-#include "config.h"
+#include "gated_delta.cuh"
 #include "hopper.cuh"
-#include "rows.cuh"
 
 constexpr int kHeads = Config::heads, kTaps = Config::taps, kDim = 128;
 constexpr int kColumns = Config::columns, kBlocks = Config::blocks;  // of a block; of a head of keys
@@ -46,20 +45,7 @@ constexpr int kRows = kDim / kWarps / kTogether, kGroups = kDim / 32;      // of
 constexpr int kProjected = (2 + 2 * kHeads) * kDim, kShared = 2 * kDim;    // queries and keys
 constexpr int kValues = kUnits * kColumns, kChannels = kShared + kValues;  // of a block
 static_assert(kTaps == 4 && kDim + kValues <= kThreads && kBlocks == (kCluster ? kHeads * kPeers : 1));
-using H = Half<Config::bf16>;
 
-DEVICE float rounded(float value) {
-    return H::widen(H::narrow(value));
-}
-DEVICE float sigmoid(float value) {
-    return __fdividef(1.0f, 1.0f + expf(-value));
-}
-DEVICE float silu(float value) {
-    return value * sigmoid(value);
-}
-DEVICE float softplus(float value) {
-    return value > 20.0f ? value : log1pf(expf(value));
-}
 DEVICE float add_four(const float* of) {
     return ((of[0] + of[1]) + of[2]) + of[3];
 }
@@ -94,7 +80,7 @@ struct Convolution {
         sum = __fmaf_rn(H::widen(u16(now.x >> 16)), H::widen(u16(weights.x >> 16)), sum);
         sum = __fmaf_rn(H::widen(u16(now.y)), H::widen(u16(weights.y)), sum);
         sum = __fmaf_rn(H::widen(u16(now.y >> 16)), H::widen(u16(weights.y >> 16)), sum);
-        return rounded(silu(rounded(sum)));
+        return activated(sum);
     }
     DEVICE void shift() const { *window_at = next(); }
 };
@@ -198,14 +184,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     const bool finishes = at < kValues;  // a column of a head
     const int finished = first_value + at;
-    const u16 opened = finishes ? mine[kShared + kHeads * kDim + finished] : u16(0);
+    const u16 gate = finishes ? mine[kShared + kHeads * kDim + finished] : u16(0);
     const u16 weight = finishes ? norm[finished % kDim] : u16(0);
     if (warp == kUnits * kWarps - 1 && lane < kUnits) {
         const int of = kCluster ? head : lane, kind = wide ? 0 : Config::bf16 ? 2 : 1;
         const u16* const gate = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + of;
-        const float alpha = H::widen(gate[kHeads]) + load_widened(bias, k_head * kHeads + of, kind);
         factors[2 * lane] =
-            expf(-expf(load_widened(log_decay, k_head * kHeads + of, kind)) * softplus(alpha));
+            expf(log_of_decay(H::widen(gate[kHeads]), log_decay, bias, k_head * kHeads + of, kind));
         factors[2 * lane + 1] = rounded(sigmoid(H::widen(gate[0])));
     }
     if (has_key) {
@@ -287,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         const float* const of = squares + finished / kDim * 2 * kGroups;
         const float mean = ((of[0] + of[2]) + of[4] + of[6]) / float(kDim);
-        const float normed = rounded(H::widen(weight) * rounded(out * rsqrtf(mean + eps)));
-        y[i64(head_of_keys) * kHeads * kDim + finished] = H::narrow(normed * silu(H::widen(opened)));
+        y[i64(head_of_keys) * kHeads * kDim + finished] =
+            opened(out, mean, eps, H::widen(weight), H::widen(gate));
     }
 }

@@ -1,0 +1,32 @@
+// What the kernels of gated delta linear attention share: how its modules round and activate.
+#pragma once
+
+#include "config.h"
+#include "rows.cuh"
+
+using H = Half<Config::bf16>;
+
+DEVICE float rounded(float value) {
+    return H::widen(H::narrow(value));
+}
+DEVICE float sigmoid(float value) {
+    return __fdividef(1.0f, 1.0f + expf(-value));
+}
+DEVICE float silu(float value) {
+    return value * sigmoid(value);
+}
+DEVICE float softplus(float value) {
+    return value > 20.0f ? value : log1pf(expf(value));
+}
+// A convolved channel's activation.
+DEVICE float activated(float sum) {
+    return rounded(silu(rounded(sum)));
+}
+// The logarithm of a head's decay: -exp(log_decay) * softplus(alpha + bias).
+DEVICE float log_of_decay(float alpha, const void* log_decay, const void* bias, int head, int kind) {
+    return -expf(load_widened(log_decay, head, kind)) * softplus(alpha + load_widened(bias, head, kind));
+}
+// A column of the gated norm: x of a row whose mean square is `mean`.
+DEVICE u16 opened(float x, float mean, float eps, float weight, float gate) {
+    return H::narrow(rounded(weight * rounded(x * rsqrtf(mean + eps))) * silu(gate));
+}

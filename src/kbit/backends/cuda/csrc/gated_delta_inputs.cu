@@ -1,0 +1,154 @@
+// What the gated delta rule takes of a prompt, from its tokens' projections: queries, keys and values,
+// convolved over the last tokens of their channels and activated; beta and the logarithm of each head's
+// decay. Layout of projections and gates, channels and rounding as in gated_delta.cu.
+//
+//   projected  16-bit [batch, tokens, k_heads, (2 + 2 * heads) * 128], tokens `row` pieces of 16 bytes apart
+//   gates      16-bit [batch, tokens, k_heads, 2 * heads], tokens `gates_row` elements apart
+//   window     null, or 16-bit [batch, channels, taps]: projections of the tokens before, the newest last
+//   taps       16-bit [channels, taps]; log_decay, bias [v_heads], float32 if wide, else 16-bit
+//   query, key, value  16-bit [batch, tokens, v_heads, 128]: a head of keys stands once for each of values
+//   beta       16-bit [batch, tokens, v_heads]; decay float32, likewise
+//   last       16-bit [batch, channels, min(tokens, taps)]: the last tokens' projections
+//
+// A thread has 8 neighbouring channels of kTokens tokens, and reads each once but for the first of the next
+// thread; kAtOnce of them are in flight. Blocks behind these have the gates, a thread one head of a token.
+//
+// grid: ceil(batch * ceil(tokens / kTokens) * pieces / threads), pieces = k_heads * (2 + heads) * 16, and
+// ceil(batch * tokens * v_heads / threads); threads = blockDim.x
+// Method: Yang et al. 2024 (arXiv:2412.06464).
+#include "gated_delta.cuh"
+
+constexpr int kHeads = Config::heads, kTaps = Config::taps, kTokens = Config::tokens, kDim = 128;
+constexpr int kAtOnce = 4, kPieces = (2 + kHeads) * kDim / 8, kRow = (2 + 2 * kHeads) * kDim / 8;
+static_assert(kTaps == 4 && kTokens % kAtOnce == 0);
+
+using D = Dense<Config::bf16 ? 2 : 1>;
+
+DEVICE float channel_of(uint4 piece, int i) {
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+    return D::get(words, i);
+}
+
+// 8 channels of a token: their convolutions over the tokens before it, oldest first, and itself.
+DEVICE uint4 convolved(const uint4 (&before)[kTaps - 1], uint4 now, const float (&taps)[8][kTaps]) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < kTaps - 1; ++tap) {
+            sum = __fmaf_rn(channel_of(before[tap], i), taps[i][tap], sum);
+        }
+        y[i] = activated(__fmaf_rn(channel_of(now, i), taps[i][kTaps - 1], sum));
+    }
+    return D::piece(y);
+}
+
+// The same channels of one of the tokens before the first: `place` of a window.
+DEVICE uint4 from_window(const u16* window, int place) {
+    u16 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        v[i] = window[i * kTaps + place];
+    }
+    return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | u32(v[7]) << 16};
+}
+
+// 8 channels of one of the last tokens, of which `kept` are kept.
+DEVICE void store_last(u16* to, uint4 piece, int kept) {
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        to[i * kept] = u16(words[i / 2] >> (i % 2 * 16));
+    }
+}
+
+DEVICE void compute_gates(const u16* gates, const void* log_decay, const void* bias, u16* beta, float* decay,
+                          i64 at, i64 count, u64 gates_row, int k_heads, int wide) {
+    if (at >= count) {
+        return;
+    }
+    const int v_heads = k_heads * kHeads, head = int(at % v_heads), kind = wide ? 0 : Config::bf16 ? 2 : 1;
+    const u16* const gate =
+        gates + u64(at / v_heads) * gates_row + head / kHeads * 2 * kHeads + head % kHeads;
+    beta[at] = H::narrow(sigmoid(H::widen(gate[0])));
+    decay[at] = log_of_decay(H::widen(gate[kHeads]), log_decay, bias, head, kind);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    gated_delta_inputs(const uint4* projected, const u16* gates, const u16* window, const uint2* taps,
+                       const void* log_decay, const void* bias, uint4* query, uint4* key, uint4* value,
+                       u16* beta, float* decay, u16* last, u64 row, u64 gates_row, int batch, int tokens,
+                       int k_heads, int wide, int blocks) {
+    follow_previous(projected, gates, window);
+    const int of_keys = k_heads * kDim, channels = (2 + kHeads) * of_keys, kept = min(tokens, kTaps);
+    if (int(blockIdx.x) >= blocks) {
+        const i64 at = i64(int(blockIdx.x) - blocks) * blockDim.x + threadIdx.x;
+        compute_gates(gates, log_decay, bias, beta, decay, at, i64(batch) * tokens * k_heads * kHeads,
+                      gates_row, k_heads, wide);
+        return;
+    }
+    const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int pieces = k_heads * kPieces, chunks = (tokens + kTokens - 1) / kTokens;
+    const int piece = int(at % pieces), chunk = int(at / pieces % chunks),
+              of_batch = int(at / pieces / chunks);
+    if (of_batch >= batch) {
+        return;
+    }
+    const int k_head = piece / kPieces, column = piece % kPieces * 8;  // of a head of keys
+    const bool is_value = column >= 2 * kDim;
+    const int within = is_value ? column - 2 * kDim : column % kDim;
+    const int channel = is_value ? 2 * of_keys + k_head * kHeads * kDim + within
+                                 : column / kDim * of_keys + k_head * kDim + within;
+    float weights[8][kTaps];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint2 four = taps[channel + i];
+        const u32 words[2] = {four.x, four.y};
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+            weights[i][tap] = D::get(words, tap);
+        }
+    }
+    const uint4* const of_token = projected + u64(of_batch) * tokens * row + u64(k_head) * kRow + column / 8;
+    const int first = chunk * kTokens, end = min(first + kTokens, tokens);
+    uint4 before[kTaps - 1];
+#pragma unroll
+    for (int i = 0; i < kTaps - 1; ++i) {
+        const int token = first - (kTaps - 1) + i;
+        const u16* const kept_before = window + (u64(of_batch) * channels + channel) * kTaps;
+        before[i] = token >= 0 ? of_token[token * row]
+                    : window   ? from_window(kept_before, kTaps + token)
+                               : uint4{};
+    }
+    uint4* const to = is_value ? value : column < kDim ? query : key;
+    const int copies = is_value ? 1 : kHeads;
+#pragma unroll 1
+    for (int token = first; token < end; token += kAtOnce) {
+        uint4 raw[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            raw[i] = token + i < end ? of_token[(token + i) * row] : uint4{};
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (token + i >= end) {
+                break;
+            }
+            const uint4 y = convolved(before, raw[i], weights);
+            const u64 head = (u64(of_batch) * tokens + token + i) * k_heads * kHeads + k_head * kHeads;
+            for (int copy = 0; copy < copies; ++copy) {
+                to[((head + copy) * kDim + within) / 8] = y;
+            }
+            const int place = token + i - (tokens - kept);
+            if (place >= 0) {
+                store_last(last + (u64(of_batch) * channels + channel) * kept + place, raw[i], kept);
+            }
+#pragma unroll
+            for (int tap = 0; tap < kTaps - 2; ++tap) {
+                before[tap] = before[tap + 1];
+            }
+            before[kTaps - 2] = raw[i];
+        }
+    }
+}

@@ -1,0 +1,56 @@
+// The gated RMS norm behind the gated delta rule of a prompt: of every token and head of values,
+// y = norm * x / sqrt(mean(x^2) + eps) * silu(gate), rounded as in gated_delta.cu.
+//
+//   x          16-bit [rows, 128], rows = tokens * k_heads * heads, 16-byte aligned as the others
+//   projected  16-bit [tokens, k_heads, (2 + 2 * heads) * 128], tokens `row_pieces` pieces of 16 bytes apart:
+//   gates
+//              are the last columns of a head of keys
+//   norm       16-bit [128]; y 16-bit [rows, 128]
+//
+// 16 lanes have a row. Order of the sum of squares: a lane's 8 columns, then lanes by halves.
+//
+// grid: ceil(rows * 16 / blockDim.x)
+#include "gated_delta.cuh"
+
+constexpr int kHeads = Config::heads, kLanes = 16, kRow = (2 + 2 * kHeads) * kLanes;
+using D = Dense<Config::bf16 ? 2 : 1>;
+
+extern "C" __global__ void __launch_bounds__(256)
+    gated_delta_output(const uint4* x, const uint4* projected, const uint4* norm, uint4* y, u64 rows,
+                       u64 row_pieces, int k_heads, float eps) {
+    follow_previous(x, projected, norm);
+    const u64 row = (u64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
+    const int lane = threadIdx.x % kLanes;
+    const bool there = row < rows;
+    const u64 of_keys = row / kHeads, token = of_keys / u32(k_heads);
+    const u32 k_head = u32(of_keys % u32(k_heads)), head = u32(row % kHeads);
+    const u64 gate_at = token * row_pieces + k_head * kRow + (2 + kHeads + head) * kLanes + lane;
+    const uint4 mine = there ? x[row * kLanes + lane] : uint4{}, gate = there ? projected[gate_at] : uint4{};
+    const uint4 weight = norm[lane];
+    const u32 of_x[4] = {mine.x, mine.y, mine.z, mine.w}, of_gate[4] = {gate.x, gate.y, gate.z, gate.w};
+    const u32 of_norm[4] = {weight.x, weight.y, weight.z, weight.w};
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        squares = __fmaf_rn(D::get(of_x, i), D::get(of_x, i), squares);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+        squares += __shfl_xor_sync(kAll, squares, step);
+    }
+    const float mean = squares / float(8 * kLanes);
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u16 two[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int at = 2 * i + j;
+            two[j] = opened(D::get(of_x, at), mean, eps, D::get(of_norm, at), D::get(of_gate, at));
+        }
+        words[i] = two[0] | u32(two[1]) << 16;
+    }
+    if (there) {
+        y[row * kLanes + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}

@@ -1,0 +1,153 @@
+"""Layers of gated delta linear attention, by kernels between their projections.
+
+transformers runs thirty small operators there. For a token of a decoding step, whose launches would take a
+GPU several times as long as the layer's quantized weights, there is one kernel, `kbit::gated_delta_step`. For
+the tokens of a prompt there are two around the recurrence, which stays the model's own: those operators read
+and write a prompt a dozen times, and take longer than the layer's products and its recurrence together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbit.backends.cuda.gated_delta import takes
+from kbit.nn.linear import KbitLinear
+from kbit.nn.merged import MergedProjections
+from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.support import has_own_forward
+from kbit.ops import grad_checks
+from kbit.ops.gated_delta_schemas import LAYER
+
+# Functions beside the layer's class, in its module.
+_RULE, _MASKED = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
+_ARGUMENTS = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
+_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
+_PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
+
+
+def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[str, Any]) -> Any:
+    """What a layer's forward returns, by our kernels; None where it is left to that.
+
+    Args:
+        layer: of the class that `LAYER` names.
+        x: hidden states [B, T, hidden].
+        cache, mask: its cache_params and attention_mask.
+        named: what else its forward was given.
+    """
+    if not _may_take(layer, x, cache, mask):
+        return None
+    cached = None if cache is None else cache.layers[layer.layer_idx]
+    if cached is not None and getattr(cached, "record_past", True):
+        return None
+    states = None
+    if cached is not None and cache.has_previous_state(layer.layer_idx):
+        states = cached.conv_states[0], cached.recurrent_states[0]
+        if not _fit(layer, x, *states):
+            return None
+    if x.shape[1] == 1 and states is not None:
+        return None if mask is not None else _step(layer, x, *states)
+    module = sys.modules.get(
+        type(layer).__module__ if not isinstance(layer, MixedIn) else layer.own.__module__
+    )
+    rule, masked = getattr(module, _RULE, None), getattr(module, _MASKED, None)
+    packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
+    if rule is None or masked is None or packed or torch.is_grad_enabled():
+        return None
+    named = {name: value for name, value in named.items() if not name.startswith(_PACKED)}
+    return _prompt(layer, masked(x, mask), cache, states, rule, named)
+
+
+def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
+    y = torch.ops.kbit.gated_delta_step(
+        projected.squeeze(1),
+        gates.squeeze(1),
+        window,
+        state,
+        *_weights(layer),
+        layer.norm.weight,
+        layer.norm.variance_epsilon,
+    )
+    return layer.out_proj(y.unsqueeze(1))
+
+
+def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any, rule: Any, named: dict[str, Any]) -> Any:
+    window, state = states or (None, None)
+    projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
+    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(projected, gates, window, *_weights(layer))
+    if cache is not None:
+        cache.update_conv_state(last, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
+    how = {"output_final_state": cache is not None, "use_qk_l2norm_in_kernel": True, "cu_seqlens": None}
+    y, state = rule(*rows, g=decay, beta=beta, initial_state=state, **how, **named)
+    if cache is not None:
+        cache.update_recurrent_state(state, layer.layer_idx)
+    norm = layer.norm
+    y = torch.ops.kbit.gated_delta_output(y.contiguous(), projected, norm.weight, norm.variance_epsilon)
+    return layer.out_proj(y.flatten(2))
+
+
+def _weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias
+
+
+def _is_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _may_take(layer: Any, x: Any, cache: Any, mask: Any) -> bool:
+    """Whether kernels take a layer's input and weights; what a cache holds aside."""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not _is_on_gpu(x):
+        return False
+    if (torch.is_grad_enabled() and x.requires_grad) or grad_checks.in_transform():
+        return False
+    weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
+    if any(tensor.device != x.device for tensor in (*weights, *of_heads)):  # offloaded
+        return False
+    if torch.is_autocast_enabled(x.device.type) or any(tensor.dtype != x.dtype for tensor in weights):
+        return False
+    others = layer.A_log.dtype == layer.dt_bias.dtype and layer.A_log.dtype in (x.dtype, torch.float32)
+    usual = layer.conv1d.bias is None and layer.activation == "silu" == layer.norm.activation
+    # Of others the ops run as many small operators as the layer's own forward.
+    square, taps = layer.head_k_dim == layer.head_v_dim, layer.conv1d.weight.shape[2]
+    taken = square and takes(layer.head_k_dim, taps, layer.num_v_heads / layer.num_k_heads)
+    return others and usual and taken
+
+
+def _fit(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether what a cache holds is as the ops take it."""
+    if window.device != x.device or state.device != x.device:  # offloaded
+        return False
+    if window.shape[2] != layer.conv1d.weight.shape[2] or len(window) != len(x):
+        return False
+    alike = window.dtype == x.dtype and state.dtype == torch.float32
+    return alike and window.is_contiguous() and state.is_contiguous()
+
+
+class _ByKernels(MixedIn):
+    def forward(
+        self, hidden_states: Any, cache_params: Any = None, attention_mask: Any = None, **named: Any
+    ) -> Any:
+        """As its own class."""
+        y = by_kernels(self, hidden_states, cache_params, attention_mask, named)
+        return y if y is not None else super().forward(hidden_states, cache_params, attention_mask, **named)
+
+
+class MergedGatedDelta(MergedProjections, _ByKernels):
+    """A layer whose projections are multiplied in one launch, and whose rest runs by few kernels."""
+
+
+def merge_gated_delta(model: nn.Module) -> None:
+    """Have layers of gated delta attention run by few kernels from now on, in place."""
+    for module in model.modules():
+        if isinstance(module, MixedIn) or has_own_forward(module) or type(module).__name__ != LAYER:
+            continue
+        known = list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
+        if known and all(isinstance(module._modules.get(name), KbitLinear) for name in _PROJECTIONS):
+            mix_in(module, MergedGatedDelta)
+            assert isinstance(module, MergedGatedDelta)
+            module.join()
