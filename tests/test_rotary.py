@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kbit.integrations.transformers import rotary
+import kbit
+from kbit.nn import rotary
 from tiny_models import build
 
 ops = torch.ops.kbit
@@ -119,6 +120,15 @@ def test_models_give_the_same_logits(architecture, monkeypatch):
     assert module.apply_rotary_pos_emb is own
 
 
+def test_which_classes_turn_heads():
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    assert rotary.modules_of(modeling_llama.LlamaAttention.forward) == [modeling_llama]
+    assert rotary.modules_of(modeling_qwen3_next.Qwen3NextAttention.forward) == [modeling_qwen3_next]
+    assert rotary.modules_of(modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward) == []
+
+
 def test_contexts_that_overlap():
     # Not Llama's, for which a server that an earlier test ran in this process may have something stand in.
     module = importlib.import_module("transformers.models.mistral.modeling_mistral")
@@ -195,3 +205,18 @@ def test_steps_of_a_model_use_it(monkeypatch):
         with rotary.fused_rotary(rotary.rotary_modules(model)):
             assert torch.equal(model(ids).logits, want)
     assert len(calls) == model.config.num_hidden_layers
+
+
+@gpu
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+def test_prompts_of_quantized_models_use_it(architecture, monkeypatch):
+    model, ids = build(architecture, torch.bfloat16).cuda(), torch.tensor([[3, 5, 7]], device="cuda")
+    kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
+    calls, op = [], ops.rotary
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(rotary, "_takes", lambda *given: False)
+        want = model(ids).logits
+        patch.undo()
+        patch.setattr(ops, "rotary", lambda *given: calls.append(given) or op(*given))
+        assert torch.equal(model(ids).logits, want)
+    assert len(calls) == sum(hasattr(module, "o_proj") for module in model.modules())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
+from kbit.nn.rotary import fused_rotary, rotary_modules
 
 NAME = "kbit_flash"  # among transformers' ways of computing attention; "flash" in it says: without masks
 _INFER = "infer_max_batch_tokens_and_num_blocks"

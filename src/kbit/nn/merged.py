@@ -8,6 +8,7 @@ still are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
+from kbit.nn.rotary import fused_rotary, modules_of
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import checks, direct, grad_checks
@@ -103,7 +105,10 @@ class Merged(Joining):
 
 
 class MergedProjections(Merged):
-    """Attention, or what stands for it: the first of siblings that is called computes for all."""
+    """Attention, or what stands for it: the first of siblings that is called computes for all.
+
+    On a GPU, queries and keys are turned in one launch, too.
+    """
 
     def siblings(self) -> list[Siblings]:
         """See the base class."""
@@ -120,8 +125,10 @@ class MergedProjections(Merged):
             call = Call(group)
             for layer in group.layers:
                 _set_call(layer, call)
+        on_gpu = bool(groups) and groups[0].tiles[0].is_cuda and not torch.compiler.is_compiling()
         try:
-            return super().forward(*args, **kwargs)
+            with fused_rotary(modules_of(self.own.forward)) if on_gpu else contextlib.nullcontext():
+                return super().forward(*args, **kwargs)
         finally:
             for group in groups:
                 for layer in group.layers:

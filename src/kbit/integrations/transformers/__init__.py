@@ -12,12 +12,12 @@ transformers; asking it for `KbitConfig` does.
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
     late_masks                   masks that such steps make themselves
-    step_kernels, attention, rotary  what such steps run: fewer kernels, no copies of the cache
+    step_kernels, attention      what such steps run: fewer kernels, no copies of the cache
     attention_heads              what is between attention's projections and attention, in one kernel
     latent_attention             multi-head latent attention, of latents that are not expanded
     attention_steps              what both ask of layers and caches, and how they try a class
-    linear_attention             that of Qwen3-Next, in one kernel
-    standing_in, stop_checks     functions that others stand in for; ends of answers, looked for a step late
+    linear_attention             that of Qwen3-Next, in few kernels
+    stop_checks                  ends of answers, looked for a step late
     compiled_layers, token_times torch.compile for them; when their tokens come
     parallel, parallel_layers, sharded, collectives  models that are split over ranks
 """

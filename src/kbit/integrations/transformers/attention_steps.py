@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from kbit.integrations.transformers.attention import NAME
-from kbit.integrations.transformers.standing_in import standing_in
 from kbit.integrations.transformers.static_caches import appends
 from kbit.nn.mixins import MixedIn
 from kbit.nn.norm import FusedNorm
+from kbit.nn.standing_in import standing_in
 from kbit.nn.support import has_own_forward
 from kbit.ops import grad_checks
 

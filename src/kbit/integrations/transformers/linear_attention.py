@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kbit.integrations.transformers.standing_in import standing_in
 from kbit.nn.gated_delta import by_kernels
+from kbit.nn.standing_in import standing_in
 from kbit.ops.gated_delta_schemas import LAYER
 
 # Where transformers has the class whose forward this stands in for, by the model's own order of projections.

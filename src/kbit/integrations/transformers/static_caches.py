@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.standing_in import standing_in
 from kbit.integrations.transformers.stop_checks import check_late
+from kbit.nn.standing_in import standing_in
 
 LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
 

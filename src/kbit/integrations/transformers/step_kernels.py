@@ -11,8 +11,8 @@ from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.attention_heads import fused_heads
 from kbit.integrations.transformers.latent_attention import fused_latents
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
-from kbit.integrations.transformers.rotary import fused_rotary, rotary_modules
 from kbit.integrations.transformers.static_caches import fused_updates
+from kbit.nn.rotary import fused_rotary, rotary_modules
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Rotary embeddings of decoding steps in one kernel, `kbit::rotary`.
+"""Rotary embeddings in one kernel, `kbit::rotary`.
 
 transformers turns queries and keys by `apply_rotary_pos_emb`, of which most families have a copy: ten small
-operators, whose launches take a GPU longer than a quantized layer's weights. A family's function is tried
-first: what gives something else, stays. torch.compile fuses it by itself.
+operators, whose launches take a GPU longer than a quantized layer's weights, and of a prompt they read and
+write queries and keys ten times. A family's function is tried first: what gives something else, stays.
+torch.compile fuses it by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.standing_in import standing_in
+from kbit.nn.standing_in import standing_in
 from kbit.ops import checks, grad_checks
 
 NAME = "apply_rotary_pos_emb"
@@ -29,10 +30,22 @@ _modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDict
 def rotary_modules(model: Any) -> list[ModuleType]:
     """The Python modules of a model's classes that have such a function."""
     if model not in _modules:
-        names = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
-        found = (sys.modules[name] for name in sorted(names) if name in sys.modules)
-        _modules[model] = [module for module in found if inspect.isfunction(getattr(module, NAME, None))]
+        _modules[model] = _having(
+            {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
+        )
     return _modules[model]
+
+
+@functools.cache
+def modules_of(forward: Callable[..., Any]) -> list[ModuleType]:
+    """That whose function an attention's forward turns by; none for one that is given no angles."""
+    given = inspect.signature(forward).parameters
+    return _having({forward.__module__}) if "position_embeddings" in given else []
+
+
+def _having(names: Iterable[str]) -> list[ModuleType]:
+    found = (sys.modules[name] for name in sorted(names) if name in sys.modules)
+    return [module for module in found if inspect.isfunction(getattr(module, NAME, None))]
 
 
 @contextlib.contextmanager
