@@ -38,13 +38,14 @@ def operands(batch, heads, tokens, columns, turned, dtype, angles):
 @pytest.mark.parametrize(
     ("heads", "columns", "turned"), [((4, 2), 64, 64), ((1, 3), 128, 32), ((2, 0), 16, 16), ((0, 2), 24, 16)]
 )
-def test_heads(heads, columns, turned, dtype):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads(heads, columns, turned, interleaved, dtype):
     for batch, tokens, angles in ((1, 1, 1), (2, 3, 1), (2, 3, 2)):
         given = operands(batch, heads, tokens, columns, turned, dtype, angles)
         outs = [guarded(torch.full((batch, tokens, of, columns), float("nan"), dtype=dtype)) for of in heads]
-        position.rotary(*given, *outs)
+        position.rotary(*given, *outs, interleaved)
         want = [torch.empty_like(out) for out in outs]
-        reference.rotary(*given, *want)
+        reference.rotary(*given, *want, interleaved)
         for out, expected in zip(outs, want, strict=True):
             assert untouched(out)
             assert torch.equal(out, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import weakref
 
 import hypothesis.strategies as st
@@ -27,10 +28,13 @@ def operands(batch, heads, tokens, columns, turned, dtype=torch.float32, device=
     return query, key, cos, sin
 
 
-def defined(x, cos, sin):
+def defined(x, cos, sin, interleaved=False):
     """In transformers' words, in the dtype of x."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
+    if interleaved:
+        turned = turned.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
+        cos, sin = (torch.cat((angles[..., :half],) * 2, -1) for angles in (cos, sin))
     rotated = torch.cat((-turned[..., half:], turned[..., :half]), -1)
     return torch.cat(((turned * cos.unsqueeze(1)) + (rotated * sin.unsqueeze(1)), rest), -1)
 
@@ -44,12 +48,13 @@ def defined(x, cos, sin):
     st.sampled_from([(8, 8), (8, 2), (6, 6), (16, 6)]),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.booleans(),
+    st.booleans(),
 )
-def test_the_definition(shape, columns, dtype, one_angle):
+def test_the_definition(shape, columns, dtype, one_angle, interleaved):
     batch, *heads, tokens = shape
     given = operands(batch, heads, tokens, *columns, dtype, angles=1 if one_angle else None)
-    for x, y in zip(given[:2], ops.rotary(*given), strict=True):
-        assert torch.equal(y, defined(x, *given[2:]))
+    for x, y in zip(given[:2], ops.rotary(*given, interleaved), strict=True):
+        assert torch.equal(y, defined(x, *given[2:], interleaved))
 
 
 ARGUMENTS = dict(zip(("query", "key", "cos", "sin"), operands(2, (4, 2), 3, 8, 8), strict=True))
@@ -103,7 +108,16 @@ def test_families_are_known(family, turned):
     assert (rotary._fused(own) is own) == (not turned)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v3"])
+def test_families_that_interleave_are_known(family):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    own = module.apply_rotary_pos_emb_interleave
+    assert {columns for columns in PARTLY if rotary._is_rotary(own, columns, True)} == WHOLE
+    assert rotary._INTERLEAVED(own) is not own
+    assert rotary._fused(own) is own
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "glm4_moe_lite"])
 def test_models_give_the_same_logits(architecture, monkeypatch):
     model, ids = build(architecture, torch.bfloat16), torch.tensor([[3, 5, 7]])
     module = importlib.import_module(type(model).__module__)
@@ -166,7 +180,7 @@ def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
     monkeypatch.setattr(ops, "rotary", None)
     own = own_of("llama")
     fused, given = rotary._fused.__wrapped__, operands(1, (4, 2), 3, 32, 32)
-    monkeypatch.setattr(rotary, "_is_rotary", lambda own, turned: True)
+    monkeypatch.setattr(rotary, "_is_rotary", lambda *given: True)
     for one, other in zip(fused(own)(*given), own(*given), strict=True):  # on a CPU
         assert torch.equal(one, other)
 
@@ -188,10 +202,10 @@ def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
     ],
 )
 def test_the_kernel_gives_the_definition(batch, heads, tokens, columns, turned, dtype):
-    for angles in (None, 1):
+    for angles, interleaved in itertools.product((None, 1), (False, True)):
         given = operands(batch, heads, tokens, columns, turned, dtype, "cuda", angles)
-        for x, y in zip(given[:2], ops.rotary(*given), strict=True):
-            assert torch.equal(y, defined(x, *given[2:]))
+        for x, y in zip(given[:2], ops.rotary(*given, interleaved), strict=True):
+            assert torch.equal(y, defined(x, *given[2:], interleaved))
 
 
 @gpu
@@ -208,7 +222,7 @@ def test_steps_of_a_model_use_it(monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "glm4_moe_lite"])
 def test_prompts_of_quantized_models_use_it(architecture, monkeypatch):
     model, ids = build(architecture, torch.bfloat16).cuda(), torch.tensor([[3, 5, 7]], device="cuda")
     kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))

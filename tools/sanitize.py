@@ -106,7 +106,9 @@ def run_around_products() -> None:
     for columns, turned, tokens in ((64, 64, 1), (128, 128, 7), (256, 64, 3)):
         query, key = (torch.randn(2, heads, tokens, columns, device="cuda").half() for heads in (6, 2))
         cos, sin = torch.randn(2, 1, tokens, turned, device="cuda").half()
-        assert all(torch.isfinite(x).all() for x in torch.ops.kbit.rotary(query, key, cos, sin))
+        for interleaved in (False, True):
+            turned_both = torch.ops.kbit.rotary(query, key, cos, sin, interleaved)
+            assert all(torch.isfinite(x).all() for x in turned_both)
         value = key[..., : columns // 2]
         keys, values = (torch.zeros(2, 2, 9, x.shape[-1], device="cuda").half() for x in (key, value))
         for length in (0, 8, 20):  # there is room for all, for one token, for none
@@ -145,6 +147,14 @@ def run_around_products() -> None:
         state, norm = torch.zeros(3, v_heads, 128, 128, device="cuda"), torch.ones(128, device="cuda").half()
         y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, *of_heads, norm, 1e-6)
         assert torch.isfinite(y).all()
+        for tokens in (1, 3, 17, 40):
+            prompt = (x[:, None].expand(-1, tokens, -1).contiguous() for x in (projected, gates))
+            given, weights = tuple(prompt), (taps, *of_heads)
+            for before in (None, window):
+                made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights)
+                assert all(torch.isfinite(x).all() for x in made)
+            y = torch.ops.kbit.gated_delta_output(made[2], given[0], norm, 1e-6)
+            assert torch.isfinite(y).all()
 
 
 def run_nvfp4() -> None:

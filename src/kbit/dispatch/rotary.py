@@ -8,10 +8,10 @@ from kbit.ops import rotary_schemas
 
 
 @implement("rotary")
-def _rotary(query, key, cos, sin):
+def _rotary(query, key, cos, sin, interleaved=False):
     rotary_schemas.check(query, key, cos, sin)
     outputs = rotary_schemas.outputs(query, key)
     if query.numel() or key.numel():
         module = module_on_gpus("rotary", query.device)
-        module.rotary(query, key, cos, sin, *(out.transpose(1, 2) for out in outputs))
+        module.rotary(query, key, cos, sin, *(out.transpose(1, 2) for out in outputs), interleaved)
     return outputs

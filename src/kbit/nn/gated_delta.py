@@ -56,7 +56,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     )
     rule, masked = getattr(module, _RULE, None), getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
-    if rule is None or masked is None or packed or torch.is_grad_enabled():
+    if rule is None or masked is None or packed:
         return None
     named = {name: value for name, value in named.items() if not name.startswith(_PACKED)}
     return _prompt(layer, masked(x, mask), cache, states, rule, named)
@@ -103,7 +103,7 @@ def _may_take(layer: Any, x: Any, cache: Any, mask: Any) -> bool:
     """Whether kernels take a layer's input and weights; what a cache holds aside."""
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not _is_on_gpu(x):
         return False
-    if (torch.is_grad_enabled() and x.requires_grad) or grad_checks.in_transform():
+    if torch.is_grad_enabled() or grad_checks.in_transform():
         return False
     weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
     if any(tensor.device != x.device for tensor in (*weights, *of_heads)):  # offloaded

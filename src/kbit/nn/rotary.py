@@ -22,7 +22,8 @@ import torch
 from kbit.nn.standing_in import standing_in
 from kbit.ops import checks, grad_checks
 
-NAME = "apply_rotary_pos_emb"
+# What families call their functions, and whether neighbouring columns are pairs in them.
+NAMES = {"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}
 _TRIED_COLUMNS, _TRIED_TOKENS = 32, 3
 _modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDictionary()
 
@@ -45,7 +46,9 @@ def modules_of(forward: Callable[..., Any]) -> list[ModuleType]:
 
 def _having(names: Iterable[str]) -> list[ModuleType]:
     found = (sys.modules[name] for name in sorted(names) if name in sys.modules)
-    return [module for module in found if inspect.isfunction(getattr(module, NAME, None))]
+    return [
+        module for module in found if any(inspect.isfunction(getattr(module, name, None)) for name in NAMES)
+    ]
 
 
 @contextlib.contextmanager
@@ -53,14 +56,17 @@ def fused_rotary(modules: Iterable[ModuleType]) -> Iterator[None]:
     """Layers of these modules turn queries and keys in one kernel where that gives what they give."""
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(standing_in(module, NAME, _fused))
+            for name, interleaved in NAMES.items():
+                if inspect.isfunction(getattr(module, name, None)):
+                    stack.enter_context(standing_in(module, name, _INTERLEAVED if interleaved else _fused))
         yield
 
 
 @functools.cache
-def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(own: Callable[..., Any], interleaved: bool = False) -> Callable[..., Any]:
     """A family's function, by the kernel where that gives the same; itself where it never does."""
-    turned = {columns for columns in (_TRIED_COLUMNS, _TRIED_COLUMNS // 2) if _is_rotary(own, columns)}
+    tried = (_TRIED_COLUMNS, _TRIED_COLUMNS // 2)
+    turned = {columns for columns in tried if _is_rotary(own, columns, interleaved)}
     if not turned:
         return own
     partly = _TRIED_COLUMNS // 2 in turned
@@ -71,9 +77,12 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(query, key, cos, sin, *more, **named)
         if cos.shape[-1] != query.shape[-1] and not partly:
             return own(query, key, cos, sin)  # which refuses them
-        return torch.ops.kbit.rotary(query, key, cos, sin)
+        return torch.ops.kbit.rotary(query, key, cos, sin, interleaved)
 
     return fused
+
+
+_INTERLEAVED = functools.partial(_fused, interleaved=True)
 
 
 def _takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -96,7 +105,7 @@ def _belong(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torc
 
 
 @torch.no_grad()
-def _is_rotary(own: Callable[..., Any], turned: int) -> bool:
+def _is_rotary(own: Callable[..., Any], turned: int, interleaved: bool = False) -> bool:
     """Whether a function gives what `kbit::rotary` gives, of heads whose first columns are turned."""
     generator = torch.Generator().manual_seed(0)
 
@@ -107,6 +116,6 @@ def _is_rotary(own: Callable[..., Any], turned: int) -> bool:
     given = (query, key, normal(2, _TRIED_TOKENS, turned), normal(2, _TRIED_TOKENS, turned))
     try:
         made = own(*given)
-        return all(map(torch.equal, made, torch.ops.kbit.rotary(*given))) and len(made) == 2
+        return all(map(torch.equal, made, torch.ops.kbit.rotary(*given, interleaved))) and len(made) == 2
     except Exception:  # a function that wants something else stays as it is
         return False

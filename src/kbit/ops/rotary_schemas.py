@@ -1,10 +1,12 @@
 """Rotary position embedding as one op: schema, checks, and the fake kernel.
 
-    query, key = torch.ops.kbit.rotary(query, key, cos, sin)
+    query, key = torch.ops.kbit.rotary(query, key, cos, sin, interleaved)
 
 query [B, H, T, D] and key [B, H', T, D] by the angles of their positions, cos and sin [B or 1, T, R], as
 transformers' `apply_rotary_pos_emb` (Su et al. 2021, arXiv:2104.09864): x * cos + rotate_half(x) * sin over
-the first R columns, each product and the sum rounded to the dtype; other columns stay.
+the first R columns, each product and the sum rounded to the dtype; other columns stay. `interleaved`, as
+`apply_rotary_pos_emb_interleave`: of these columns all even ones are taken first and then the odd ones, and
+the first R / 2 of cos and sin are the angles of both.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from kbit.ops import checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
-    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -60,6 +62,6 @@ def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 @torch.library.register_fake("kbit::rotary", lib=LIBRARY)
-def rotary(query, key, cos, sin):  # noqa: D103
+def rotary(query, key, cos, sin, interleaved=False):  # noqa: D103
     check(query, key, cos, sin)
     return outputs(query, key)

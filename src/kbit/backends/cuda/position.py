@@ -10,7 +10,7 @@ from kbit.backends.cuda import launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import position as reference
 
-_FORMAT = "QQQQQQ" + "Q" * 8 + "i" * 6
+_FORMAT = "QQQQQQ" + "Q" * 8 + "i" * 7
 _THREADS = 128
 _MOST_THREADS = 2**31 - _THREADS
 
@@ -32,6 +32,7 @@ def rotary(
     sin: torch.Tensor,
     out_query: torch.Tensor,
     out_key: torch.Tensor,
+    interleaved: bool = False,
 ) -> None:
     """`kbit::rotary` into contiguous outputs; the reference where the kernel may not.
 
@@ -40,6 +41,7 @@ def rotary(
         key: [B, H', T, D].
         cos, sin: [B or 1, T, R], R even and at most D.
         out_query, out_key: [B, T, H, D] and [B, T, H', D].
+        interleaved: as in `kbit.ops.rotary_schemas`.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
@@ -51,13 +53,13 @@ def rotary(
     whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
     takes = query.dtype in operands.DTYPES and whole and None not in strides and strides[2] == strides[3]
     if not takes or count > _MOST_THREADS:
-        reference.rotary(query, key, cos, sin, out_query, out_key)
+        reference.rotary(query, key, cos, sin, out_query, out_key, interleaved)
         return
     by_query, by_key, by_angle, _ = (stride or () for stride in strides)
     along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
     prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
-    sizes = (count, tokens, heads, key.shape[1], pieces, half)
+    sizes = (count, tokens, heads, key.shape[1], pieces, half, int(interleaved))
     places = operands.addresses(query, key, cos, sin, out_query, out_key)
     prepared.launch((*places, *by_query, *by_key, *along, *sizes))
