@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 import kbit
-from kbit.nn import rotary
+from kbit.nn import merged, rotary
 from tiny_models import build
 
 ops = torch.ops.kbit
@@ -183,6 +183,30 @@ def test_what_the_kernel_is_not_for_is_left_to_the_model(monkeypatch):
     monkeypatch.setattr(rotary, "_is_rotary", lambda *given: True)
     for one, other in zip(fused(own)(*given), own(*given), strict=True):  # on a CPU
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "glm4_moe_lite"])
+def test_attention_of_quantized_models_uses_it(architecture, monkeypatch):
+    """Without being asked to, in prompts and steps; not on a CPU, nor where torch.compile traces."""
+    model, ids = build(architecture, torch.bfloat16), torch.tensor([[3, 5, 7]])
+    kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
+    layers = [module for module in model.modules() if hasattr(module, "o_proj")]
+    calls, op = [], ops.rotary
+    monkeypatch.setattr(rotary, "_takes", lambda *given: True)
+    for module in {type(layer).own for layer in layers}:  # tried by now
+        for python_module in rotary.modules_of(module.forward):
+            with rotary.fused_rotary([python_module]):
+                pass
+    monkeypatch.setattr(ops, "rotary", lambda *given: calls.append(given) or op(*given))
+    with torch.no_grad():
+        want = model(ids).logits
+        assert not calls
+        monkeypatch.setattr(merged, "_is_on_gpu", lambda module: True)
+        assert torch.equal(model(ids).logits, want)
+        assert len(calls) == len(layers) > 0
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        model(ids)
+    assert len(calls) == len(layers)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

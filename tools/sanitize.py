@@ -143,7 +143,7 @@ def run_around_products() -> None:
         v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
         shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)
         projected, gates, window, taps = (torch.randn(shape, device="cuda").half() for shape in shapes)
-        of_heads = (torch.rand(v_heads, device="cuda") for _ in range(2))
+        of_heads = [torch.rand(v_heads, device="cuda") for _ in range(2)]
         state, norm = torch.zeros(3, v_heads, 128, 128, device="cuda"), torch.ones(128, device="cuda").half()
         y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, *of_heads, norm, 1e-6)
         assert torch.isfinite(y).all()

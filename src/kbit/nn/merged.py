@@ -8,7 +8,6 @@ still are.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
@@ -125,9 +124,10 @@ class MergedProjections(Merged):
             call = Call(group)
             for layer in group.layers:
                 _set_call(layer, call)
-        on_gpu = bool(groups) and groups[0].tiles[0].is_cuda and not torch.compiler.is_compiling()
         try:
-            with fused_rotary(modules_of(self.own.forward)) if on_gpu else contextlib.nullcontext():
+            if torch.compiler.is_compiling() or not _is_on_gpu(self):
+                return super().forward(*args, **kwargs)
+            with fused_rotary(modules_of(self.own.forward)):
                 return super().forward(*args, **kwargs)
         finally:
             for group in groups:
@@ -152,6 +152,10 @@ class MergedMLP(Merged):
             if y is not None:
                 return self.down_proj(y)
         return super().forward(*args, **kwargs)
+
+
+def _is_on_gpu(module: nn.Module) -> bool:
+    return any(type(layer) is KbitLinear and layer.codebook.is_cuda for layer in module._modules.values())
 
 
 def _set_call(layer: KbitLinear, call: Call | None) -> None:
