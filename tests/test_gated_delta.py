@@ -242,9 +242,11 @@ def unlike(layer, how):
         layer.A_log.data = layer.A_log.data.double()
     elif how == "offloaded":
         layer.conv1d.to("meta")
+    elif how == "hook":
+        layer.norm.register_forward_hook(lambda *given: None)
 
 
-@pytest.mark.parametrize("how", ["", "activation", "bias", "weight", "gates", "offloaded", "width"])
+@pytest.mark.parametrize("how", ["", "activation", "bias", "weight", "gates", "offloaded", "hook", "width"])
 def test_layers_that_the_kernel_does_not_take(how, by_ops, monkeypatch):
     model = tiny()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))

@@ -39,7 +39,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
         cache, mask: its cache_params and attention_mask.
         named: what else its forward was given.
     """
-    if not _may_take(layer, x, cache, mask):
+    if not _may_take(layer, x):
         return None
     cached = None if cache is None else cache.layers[layer.layer_idx]
     if cached is not None and getattr(cached, "record_past", True):
@@ -99,11 +99,13 @@ def _is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _may_take(layer: Any, x: Any, cache: Any, mask: Any) -> bool:
-    """Whether kernels take a layer's input and weights; what a cache holds aside."""
+def _may_take(layer: Any, x: Any) -> bool:
+    """Whether kernels take a layer's input and weights, and nobody listens to its norm."""
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not _is_on_gpu(x):
         return False
     if torch.is_grad_enabled() or grad_checks.in_transform():
+        return False
+    if layer.norm._forward_hooks or layer.norm._forward_pre_hooks or has_own_forward(layer.norm):
         return False
     weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
     if any(tensor.device != x.device for tensor in (*weights, *of_heads)):  # offloaded

@@ -90,7 +90,6 @@ def gated_delta_output(
     x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float, heads: Heads, out: torch.Tensor
 ) -> None:
     """`kbit::gated_delta_output` into `out`."""
-    gates = projected.view(*projected.shape[:2], heads.keys, -1)[
-        ..., -heads.values // heads.keys * heads.columns :
-    ]
+    opening = heads.values // heads.keys * heads.columns  # of a head of keys
+    gates = projected.view(*projected.shape[:2], heads.keys, -1)[..., -opening:]
     out.copy_(_gated_norm(x.float(), gates.reshape(x.shape), norm, eps))

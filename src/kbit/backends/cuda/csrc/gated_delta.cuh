@@ -5,6 +5,7 @@
 #include "rows.cuh"
 
 using H = Half<Config::bf16>;
+using D = Dense<Config::bf16 ? 2 : 1>;
 
 DEVICE float rounded(float value) {
     return H::widen(H::narrow(value));

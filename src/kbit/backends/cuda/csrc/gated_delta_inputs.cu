@@ -22,8 +22,6 @@ constexpr int kHeads = Config::heads, kTaps = Config::taps, kTokens = Config::to
 constexpr int kAtOnce = 4, kPieces = (2 + kHeads) * kDim / 8, kRow = (2 + 2 * kHeads) * kDim / 8;
 static_assert(kTaps == 4 && kTokens % kAtOnce == 0);
 
-using D = Dense<Config::bf16 ? 2 : 1>;
-
 DEVICE float channel_of(uint4 piece, int i) {
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
     return D::get(words, i);

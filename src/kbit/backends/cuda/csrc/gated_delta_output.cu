@@ -2,9 +2,8 @@
 // y = norm * x / sqrt(mean(x^2) + eps) * silu(gate), rounded as in gated_delta.cu.
 //
 //   x          16-bit [rows, 128], rows = tokens * k_heads * heads, 16-byte aligned as the others
-//   projected  16-bit [tokens, k_heads, (2 + 2 * heads) * 128], tokens `row_pieces` pieces of 16 bytes apart:
-//   gates
-//              are the last columns of a head of keys
+//   projected  16-bit [tokens, k_heads, (2 + 2 * heads) * 128], of which a head's last columns are gates;
+//              tokens `row_pieces` pieces of 16 bytes apart
 //   norm       16-bit [128]; y 16-bit [rows, 128]
 //
 // 16 lanes have a row. Order of the sum of squares: a lane's 8 columns, then lanes by halves.
@@ -13,7 +12,6 @@
 #include "gated_delta.cuh"
 
 constexpr int kHeads = Config::heads, kLanes = 16, kRow = (2 + 2 * kHeads) * kLanes;
-using D = Dense<Config::bf16 ? 2 : 1>;
 
 extern "C" __global__ void __launch_bounds__(256)
     gated_delta_output(const uint4* x, const uint4* projected, const uint4* norm, uint4* y, u64 rows,
