@@ -217,6 +217,8 @@ def test_prompts_that_are_left_to_the_class(by_ops):
         cache = DynamicCache(config=model.config)
         cache.layers[layer.layer_idx].activate_past_recording()
         assert layers.by_kernels(layer, x, cache, None, {}) is None
+        for other in (object(), DynamicCache()):  # of another kind, or without this layer
+            assert layers.by_kernels(layer, x, other, None, {}) is None
         assert not by_ops
         assert layers.by_kernels(layer, x, None, None, {"cu_seq_lens_q": None}) is not None
 

@@ -41,14 +41,16 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     """
     if not _may_take(layer, x):
         return None
-    cached = None if cache is None else cache.layers[layer.layer_idx]
-    if cached is not None and getattr(cached, "record_past", True):
-        return None
     states = None
-    if cached is not None and cache.has_previous_state(layer.layer_idx):
-        states = cached.conv_states[0], cached.recurrent_states[0]
-        if not _fit(layer, x, *states):
+    if cache is not None:
+        index, of_layers = layer.layer_idx, getattr(cache, "layers", ())
+        cached = of_layers[index] if index < len(of_layers) else None
+        if getattr(cached, "record_past", True):  # or it is a cache of another kind
             return None
+        if cache.has_previous_state(index):
+            states = cached.conv_states[0], cached.recurrent_states[0]
+            if not _fit(layer, x, *states):
+                return None
     if x.shape[1] == 1 and states is not None:
         return None if mask is not None else _step(layer, x, *states)
     module = sys.modules.get(
