@@ -44,7 +44,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     states = None
     if cache is not None:
         index, of_layers = layer.layer_idx, getattr(cache, "layers", ())
-        cached = of_layers[index] if index < len(of_layers) else None
+        cached: Any = of_layers[index] if index < len(of_layers) else None
         if getattr(cached, "record_past", True):  # or it is a cache of another kind
             return None
         if cache.has_previous_state(index):
