@@ -113,7 +113,7 @@ def test_families_that_interleave_are_known(family):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     own = module.apply_rotary_pos_emb_interleave
     assert {columns for columns in PARTLY if rotary._is_rotary(own, columns, True)} == WHOLE
-    assert rotary._INTERLEAVED(own) is not own
+    assert rotary._MAKERS[rotary.INTERLEAVING](own) is not own
     assert rotary._fused(own) is own
 
 
@@ -135,12 +135,14 @@ def test_models_give_the_same_logits(architecture, monkeypatch):
 
 
 def test_which_classes_turn_heads():
+    from transformers.models.cohere import modeling_cohere
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     assert rotary.modules_of(modeling_llama.LlamaAttention.forward) == [modeling_llama]
     assert rotary.modules_of(modeling_qwen3_next.Qwen3NextAttention.forward) == [modeling_qwen3_next]
     assert rotary.modules_of(modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward) == []
+    assert rotary.modules_of(modeling_cohere.CohereAttention.forward) == []  # its function is not known
 
 
 def test_contexts_that_overlap():

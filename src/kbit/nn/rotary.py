@@ -22,8 +22,8 @@ import torch
 from kbit.nn.standing_in import standing_in
 from kbit.ops import checks, grad_checks
 
-# What families call their functions, and whether neighbouring columns are pairs in them.
-NAMES = {"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}
+# What families call their functions; in the second neighbouring columns are pairs.
+NAMES = (NAME, INTERLEAVING) = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _TRIED_COLUMNS, _TRIED_TOKENS = 32, 3
 _modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDictionary()
 
@@ -39,16 +39,28 @@ def rotary_modules(model: Any) -> list[ModuleType]:
 
 @functools.cache
 def modules_of(forward: Callable[..., Any]) -> list[ModuleType]:
-    """That whose function an attention's forward turns by; none for one that is given no angles."""
-    given = inspect.signature(forward).parameters
-    return _having({forward.__module__}) if "position_embeddings" in given else []
+    """That whose function an attention's forward turns by; none for one that is given no angles.
+
+    Nor for one that the kernel could never stand in for: whoever asks does so in every layer's call.
+    """
+    if "position_embeddings" not in inspect.signature(forward).parameters:
+        return []
+    return [module for module in _having({forward.__module__}) if any(_known_in(module))]
 
 
 def _having(names: Iterable[str]) -> list[ModuleType]:
     found = (sys.modules[name] for name in sorted(names) if name in sys.modules)
-    return [
-        module for module in found if any(inspect.isfunction(getattr(module, name, None)) for name in NAMES)
-    ]
+    return [module for module in found if _functions(module)]
+
+
+def _functions(module: ModuleType) -> list[str]:
+    return [name for name in NAMES if inspect.isfunction(getattr(module, name, None))]
+
+
+def _known_in(module: ModuleType) -> Iterator[bool]:
+    for name in _functions(module):
+        own = getattr(module, name)
+        yield _MAKERS[name](own) is not own
 
 
 @contextlib.contextmanager
@@ -56,9 +68,8 @@ def fused_rotary(modules: Iterable[ModuleType]) -> Iterator[None]:
     """Layers of these modules turn queries and keys in one kernel where that gives what they give."""
     with contextlib.ExitStack() as stack:
         for module in modules:
-            for name, interleaved in NAMES.items():
-                if inspect.isfunction(getattr(module, name, None)):
-                    stack.enter_context(standing_in(module, name, _INTERLEAVED if interleaved else _fused))
+            for name in _functions(module):
+                stack.enter_context(standing_in(module, name, _MAKERS[name]))
         yield
 
 
@@ -82,7 +93,11 @@ def _fused(own: Callable[..., Any], interleaved: bool = False) -> Callable[..., 
     return fused
 
 
-_INTERLEAVED = functools.partial(_fused, interleaved=True)
+# What makes what stands in for functions of these names.
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    NAME: _fused,
+    INTERLEAVING: functools.partial(_fused, interleaved=True),
+}
 
 
 def _takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
