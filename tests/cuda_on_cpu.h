@@ -540,6 +540,9 @@ void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bo
     cluster_blocks = cluster;
     cluster_barrier.init(cluster * threads);
     for (int rank = 0; rank < cluster; ++rank) {
+        for (Named& one : named[rank]) {
+            one = {};  // all libraries of the process share it, and the kernel before may have been another
+        }
         block_barriers[rank].init(threads);
         for (int w = 0; w < threads / 32; ++w) {
             warps[rank][w].barrier.init(32);
