@@ -204,6 +204,9 @@ def test_a_layer_that_stays_as_it_is():
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layers.merge_gated_delta(model)
     assert not isinstance(layer, layers.MergedGatedDelta)
+    layer.__class__ = type(layers.LAYER, (type(layer),), {"forward": lambda self, hidden_states: None})
+    kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
+    assert not isinstance(layer, layers.MergedGatedDelta)
 
 
 def test_prompts_that_are_left_to_the_class(by_ops):

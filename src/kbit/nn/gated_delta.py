@@ -19,7 +19,7 @@ from kbit.backends.cuda.gated_delta import takes
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
 from kbit.nn.mixins import MixedIn, mix_in
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import grad_checks
 from kbit.ops.gated_delta_schemas import LAYER
 
@@ -53,9 +53,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
                 return None
     if x.shape[1] == 1 and states is not None:
         return None if mask is not None else _step(layer, x, *states)
-    module = sys.modules.get(
-        type(layer).__module__ if not isinstance(layer, MixedIn) else layer.own.__module__
-    )
+    module = sys.modules.get(getattr(layer, "own", type(layer)).__module__)
     rule, masked = getattr(module, _RULE, None), getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
     if rule is None or masked is None or packed:
@@ -107,7 +105,7 @@ def _may_take(layer: Any, x: Any) -> bool:
         return False
     if torch.is_grad_enabled() or grad_checks.in_transform():
         return False
-    if layer.norm._forward_hooks or layer.norm._forward_pre_hooks or has_own_forward(layer.norm):
+    if is_apart(layer.norm):
         return False
     weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
     if any(tensor.device != x.device for tensor in (*weights, *of_heads)):  # offloaded

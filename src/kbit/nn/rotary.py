@@ -23,7 +23,7 @@ from kbit.nn.standing_in import standing_in
 from kbit.ops import checks, grad_checks
 
 # What families call their functions; in the second neighbouring columns are pairs.
-NAMES = (NAME, INTERLEAVING) = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+NAME, INTERLEAVING = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 _TRIED_COLUMNS, _TRIED_TOKENS = 32, 3
 _modules: weakref.WeakKeyDictionary[Any, list[ModuleType]] = weakref.WeakKeyDictionary()
 
@@ -54,7 +54,7 @@ def _having(names: Iterable[str]) -> list[ModuleType]:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    return [name for name in NAMES if inspect.isfunction(getattr(module, name, None))]
+    return [name for name in _MAKERS if inspect.isfunction(getattr(module, name, None))]
 
 
 def _known_in(module: ModuleType) -> Iterator[bool]:

@@ -82,6 +82,11 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None and not usual
 
 
+def is_apart(module: nn.Module) -> bool:
+    """Whether a module's call is more than its class's forward: somebody listens, or it has its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_forward(module)
+
+
 def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
     """All names of every module: what replaces it is to be found by each, and files may hold it under any."""
     names: dict[nn.Module, list[str]] = {}

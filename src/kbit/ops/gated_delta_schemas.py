@@ -60,10 +60,42 @@ LIBRARY.define(
 )
 
 
+class Heads(NamedTuple):
+    """Sizes of a layer: heads of keys, of values, and columns of each."""
+
+    keys: int
+    values: int
+    columns: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return (2 * self.keys + self.values) * self.columns
+
+    @property
+    def projected(self) -> int:
+        """Columns of a token's projections: those, and gates."""
+        return self.channels + self.values * self.columns
+
+
+def _heads(name: str, columns: int, v_heads: int, dim: int) -> Heads:
+    """Those whose projections have so many columns, but for what the shapes of operands have to say.
+
+    Raises:
+        ValueError: no heads of keys have.
+    """
+    keys = (columns - 2 * v_heads * dim) // (2 * dim) if dim > 0 else 0
+    if keys < 1 or v_heads % keys:
+        raise ValueError(
+            f"{name}: {columns} columns of projected are not those of {v_heads} heads of values, "
+            f"{dim} columns each, and of as many heads of keys as divide them."
+        )
+    return Heads(keys, v_heads, dim)
+
+
 def heads_of_keys(projected: torch.Tensor, state: torch.Tensor) -> int:
     """H, of projected and state as `kbit::gated_delta_step` takes them."""
-    _, v_heads, dim, _ = state.shape
-    return (projected.shape[-1] - 2 * v_heads * dim) // (2 * dim)
+    return _heads("gated_delta_step", projected.shape[-1], *state.shape[1:3]).keys
 
 
 def check(
@@ -87,16 +119,11 @@ def check(
     if state.dim() != 4 or state.shape[2] != state.shape[3] or 0 in state.shape:
         raise ValueError(f"{name}: state must be [B, V, D, D], none of them 0, got {tuple(state.shape)}.")
     batch, v_heads, dim, _ = state.shape
-    k_heads = heads_of_keys(projected, state)
-    if k_heads < 1 or v_heads % k_heads:
-        raise ValueError(
-            f"{name}: {projected.shape[-1]} columns of projected are not those of {v_heads} heads of values, "
-            f"{dim} columns each, and of as many heads of keys as divide them."
-        )
-    channels = 2 * k_heads * dim + v_heads * dim
+    heads = _heads(name, projected.shape[-1], v_heads, dim)
+    channels = heads.channels
     wide = torch.float32 if log_decay.dtype == bias.dtype == torch.float32 else dtype
     expected = {
-        "projected": (projected, dtype, (batch, 2 * k_heads * dim + 2 * v_heads * dim)),
+        "projected": (projected, dtype, (batch, heads.projected)),
         "gates": (gates, dtype, (batch, 2 * v_heads)),
         "window": (window, dtype, (batch, channels, *window.shape[2:3])),
         "state": (state, torch.float32, (batch, v_heads, dim, dim)),
@@ -118,24 +145,6 @@ def output(projected: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 def gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps):  # noqa: D103
     check(projected, gates, window, state, taps, log_decay, bias, norm)
     return output(projected, state)
-
-
-class Heads(NamedTuple):
-    """Sizes of a layer: heads of keys, of values, and columns of each."""
-
-    keys: int
-    values: int
-    columns: int
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: all queries, keys and values."""
-        return (2 * self.keys + self.values) * self.columns
-
-    @property
-    def projected(self) -> int:
-        """Columns of a token's projections: those, and gates."""
-        return self.channels + self.values * self.columns
 
 
 def check_inputs(
@@ -161,19 +170,12 @@ def check_inputs(
         )
     (batch, tokens, columns), v_heads = projected.shape, log_decay.shape[0]
     of_values = columns - taps.shape[0]  # gates are as many
-    dim = of_values // v_heads if v_heads else 0
-    heads = Heads((taps.shape[0] - of_values) // (2 * dim) if dim > 0 else 0, v_heads, dim)
-    known = heads.keys > 0 and not v_heads % heads.keys
-    if not known or (heads.channels, heads.projected) != (taps.shape[0], columns):
-        raise ValueError(
-            f"{name}: {columns} columns of projected and {taps.shape[0]} channels of taps are not those of "
-            f"{v_heads} heads of values and of as many heads of keys as divide them."
-        )
+    heads = _heads(name, columns, v_heads, of_values // v_heads if v_heads else 0)
     wide = torch.float32 if log_decay.dtype == bias.dtype == torch.float32 else dtype
     expected = {
-        "projected": (projected, dtype, (batch, tokens, columns)),
+        "projected": (projected, dtype, (batch, tokens, heads.projected)),
         "gates": (gates, dtype, (batch, tokens, 2 * v_heads)),
-        "taps": (taps, dtype, tuple(taps.shape)),
+        "taps": (taps, dtype, (heads.channels, *taps.shape[1:])),
         "log_decay": (log_decay, wide, (v_heads,)),
         "bias": (bias, wide, (v_heads,)),
     }
@@ -204,12 +206,7 @@ def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -
     if x.dim() != 4 or 0 in x.shape[2:]:
         raise ValueError(f"{name}: x must be [B, T, V, D], neither of the last two 0, got {tuple(x.shape)}.")
     batch, tokens, v_heads, dim = x.shape
-    heads = Heads((projected.shape[-1] - 2 * v_heads * dim) // (2 * dim), v_heads, dim)
-    if heads.keys < 1 or v_heads % heads.keys:
-        raise ValueError(
-            f"{name}: {projected.shape[-1]} columns of projected are not those of {v_heads} heads of values, "
-            f"{dim} columns each, and of as many heads of keys as divide them."
-        )
+    heads = _heads(name, projected.shape[-1], v_heads, dim)
     expected = {
         "x": (x, dtype, tuple(x.shape)),
         "projected": (projected, dtype, (batch, tokens, heads.projected)),

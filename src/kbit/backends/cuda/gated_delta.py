@@ -100,9 +100,13 @@ def gated_delta_step(
 
 def _row_pieces(projected: torch.Tensor) -> int | None:
     """16-byte pieces from a token of [B, T, P] to the next; None if not all are as far from each other."""
-    batch, tokens, _ = projected.shape
     steps = operands.pieces(projected)
-    return steps[1] if steps and (batch == 1 or steps[0] == tokens * steps[1]) else None
+    return steps[1] if steps and _is_one_row_of_tokens(projected) else None
+
+
+def _is_one_row_of_tokens(x: torch.Tensor) -> bool:
+    """Whether all tokens of [B, T, ...] are as far from each other, those of two sequences included."""
+    return len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def gated_delta_inputs(
@@ -128,8 +132,8 @@ def gated_delta_inputs(
     (batch, tokens, _), ratio, dtype = projected.shape, heads.values // heads.keys, projected.dtype
     given = [tensor for tensor in (taps, log_decay, bias, window) if tensor is not None]
     plain = takes(heads.columns, taps.shape[1], ratio) and dtype in operands.DTYPES
-    row, steps = _row_pieces(projected), gates.stride()
-    rows = steps[2] == 1 and (batch == 1 or steps[0] == tokens * steps[1]) and not taps.data_ptr() % 8
+    row = _row_pieces(projected)
+    rows = gates.stride(2) == 1 and _is_one_row_of_tokens(gates) and not taps.data_ptr() % 8
     threads = batch * -(-tokens // _TOKENS) * (heads.channels // operands.PIECE)
     of_gates = batch * tokens * heads.values
     few = max(threads, of_gates) < 1 << 31 and all(tensor.is_contiguous() for tensor in given)
@@ -140,7 +144,7 @@ def gated_delta_inputs(
     kernel = launcher.load(_inputs_spec(dtype, ratio), index, _INPUTS_FORMAT)
     places = operands.addresses(projected, gates, window, taps, log_decay, bias, *out)
     blocks, more = -(-threads // _THREADS), -(-of_gates // _THREADS)
-    sizes = row, steps[1], batch, tokens, heads.keys, int(bias.dtype == torch.float32), blocks
+    sizes = row, gates.stride(1), batch, tokens, heads.keys, int(bias.dtype == torch.float32), blocks
     grid = (blocks + more, 1, 1)
     launcher.launch_on(index, kernel, grid, _THREADS, (*places, *sizes), pdl=True)
 

@@ -15,7 +15,7 @@ from kbit.integrations.transformers.static_caches import appends
 from kbit.nn.mixins import MixedIn
 from kbit.nn.norm import FusedNorm
 from kbit.nn.standing_in import standing_in
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import is_apart
 from kbit.ops import grad_checks
 
 TRIED_BATCH, TRIED_ROOM, TRIED_LENGTH = 2, 5, 2
@@ -95,7 +95,7 @@ def is_plain_norm(norm: Any, columns: int) -> bool:
         return False
     if type(norm.weight) is not nn.Parameter:  # a DTensor, say
         return False
-    return not (norm._forward_hooks or norm._forward_pre_hooks or has_own_forward(norm))
+    return not is_apart(norm)
 
 
 def normals(dtype: torch.dtype) -> Callable[..., torch.Tensor]:

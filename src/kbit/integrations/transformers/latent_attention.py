@@ -36,7 +36,7 @@ from kbit.integrations.transformers.attention_steps import (
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import is_apart
 from kbit.ops.latent_schemas import EXPAND, LATENT, LAYERS, NORM
 
 _OUT = "o_proj"
@@ -148,7 +148,7 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """
     if type(expand) not in (nn.Linear, KbitLinear) or expand.bias is not None:
         return None
-    if expand._forward_hooks or expand._forward_pre_hooks or has_own_forward(expand):
+    if is_apart(expand):
         return None
     weight = expand.weight
     if type(weight) not in (nn.Parameter, torch.Tensor) or weight.device != x.device:

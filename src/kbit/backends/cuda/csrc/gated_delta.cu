@@ -188,10 +188,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u16 weight = finishes ? norm[finished % kDim] : u16(0);
     if (warp == kUnits * kWarps - 1 && lane < kUnits) {
         const int of = kCluster ? head : lane, kind = wide ? 0 : Config::bf16 ? 2 : 1;
-        const u16* const gate = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + of;
+        const u16* const of_head = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + of;
         factors[2 * lane] =
-            expf(log_of_decay(H::widen(gate[kHeads]), log_decay, bias, k_head * kHeads + of, kind));
-        factors[2 * lane + 1] = rounded(sigmoid(H::widen(gate[0])));
+            expf(log_of_decay(H::widen(of_head[kHeads]), log_decay, bias, k_head * kHeads + of, kind));
+        factors[2 * lane + 1] = rounded(sigmoid(H::widen(of_head[0])));
     }
     if (has_key) {
         const float q = other.value(), k = key.value();
@@ -273,6 +273,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const float* const of = squares + finished / kDim * 2 * kGroups;
         const float mean = ((of[0] + of[2]) + of[4] + of[6]) / float(kDim);
         y[i64(head_of_keys) * kHeads * kDim + finished] =
-            opened(out, mean, eps, H::widen(weight), H::widen(gate));
+            H::narrow(opened(out, mean, eps, H::widen(weight), H::widen(gate)));
     }
 }

@@ -5,7 +5,6 @@
 #include "rows.cuh"
 
 using H = Half<Config::bf16>;
-using D = Dense<Config::bf16 ? 2 : 1>;
 
 DEVICE float rounded(float value) {
     return H::widen(H::narrow(value));
@@ -27,7 +26,7 @@ DEVICE float activated(float sum) {
 DEVICE float log_of_decay(float alpha, const void* log_decay, const void* bias, int head, int kind) {
     return -expf(load_widened(log_decay, head, kind)) * softplus(alpha + load_widened(bias, head, kind));
 }
-// A column of the gated norm: x of a row whose mean square is `mean`.
-DEVICE u16 opened(float x, float mean, float eps, float weight, float gate) {
-    return H::narrow(rounded(weight * rounded(x * rsqrtf(mean + eps))) * silu(gate));
+// A column of the gated norm, to be rounded: x of a row whose mean square is `mean`.
+DEVICE float opened(float x, float mean, float eps, float weight, float gate) {
+    return rounded(weight * rounded(x * rsqrtf(mean + eps))) * silu(gate);
 }

@@ -17,6 +17,7 @@
 // ceil(batch * tokens * v_heads / threads); threads = blockDim.x
 // Method: Yang et al. 2024 (arXiv:2412.06464).
 #include "gated_delta.cuh"
+#include "heads.cuh"
 
 constexpr int kHeads = Config::heads, kTaps = Config::taps, kTokens = Config::tokens, kDim = 128;
 constexpr int kAtOnce = 4, kPieces = (2 + kHeads) * kDim / 8, kRow = (2 + 2 * kHeads) * kDim / 8;

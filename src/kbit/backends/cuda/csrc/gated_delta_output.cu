@@ -10,6 +10,7 @@
 //
 // grid: ceil(rows * 16 / blockDim.x)
 #include "gated_delta.cuh"
+#include "heads.cuh"
 
 constexpr int kHeads = Config::heads, kLanes = 16, kRow = (2 + 2 * kHeads) * kLanes;
 
@@ -25,30 +26,16 @@ extern "C" __global__ void __launch_bounds__(256)
     const u64 gate_at = token * row_pieces + k_head * kRow + (2 + kHeads + head) * kLanes + lane;
     const uint4 mine = there ? x[row * kLanes + lane] : uint4{}, gate = there ? projected[gate_at] : uint4{};
     const uint4 weight = norm[lane];
-    const u32 of_x[4] = {mine.x, mine.y, mine.z, mine.w}, of_gate[4] = {gate.x, gate.y, gate.z, gate.w};
-    const u32 of_norm[4] = {weight.x, weight.y, weight.z, weight.w};
-    float squares = 0.0f;
+    const float mean = sum_lanes(add_squares(0.0f, mine), kLanes) / float(8 * kLanes);
+    float of_x[8], of_gate[8], of_norm[8];
+    widen(of_x, mine);
+    widen(of_gate, gate);
+    widen(of_norm, weight);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        squares = __fmaf_rn(D::get(of_x, i), D::get(of_x, i), squares);
-    }
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-        squares += __shfl_xor_sync(kAll, squares, step);
-    }
-    const float mean = squares / float(8 * kLanes);
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        u16 two[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int at = 2 * i + j;
-            two[j] = opened(D::get(of_x, at), mean, eps, D::get(of_norm, at), D::get(of_gate, at));
-        }
-        words[i] = two[0] | u32(two[1]) << 16;
+        of_x[i] = opened(of_x[i], mean, eps, of_norm[i], of_gate[i]);
     }
     if (there) {
-        y[row * kLanes + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+        y[row * kLanes + lane] = D::piece(of_x);
     }
 }
