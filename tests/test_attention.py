@@ -7,11 +7,16 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from transformers import LlavaConfig, StaticCache
+from transformers import LlavaConfig, StaticCache, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kbit.integrations.transformers import attention
-from kbit.integrations.transformers.attention import NAME, shared_heads, with_additive_masks
+from kbit.integrations.transformers.attention import (
+    NAME,
+    causal_without_masks,
+    shared_heads,
+    with_additive_masks,
+)
 from tiny_models import build
 
 gpu = pytest.mark.gpu
@@ -99,6 +104,31 @@ def test_a_models_way_of_attention_is_put_back():
     model.set_attn_implementation("eager")
     with shared_heads(model):
         assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "glm4_moe_lite"])
+def test_prompts_without_masks_are_causal(architecture, monkeypatch):
+    """Also where transformers, as while a graph is recorded, would make a mask in any case."""
+    model, ids = build(architecture, torch.float32), torch.randint(8, (2, 7))
+    masks, own = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*given, attn_mask=None, **named):
+        masks.append(attn_mask)
+        return own(*given, attn_mask=attn_mask, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
+    with torch.no_grad():
+        want = model(ids).logits
+        assert masks
+        assert all(mask is not None for mask in masks)
+        masks.clear()
+        with causal_without_masks(model):
+            have = model(ids).logits
+    assert masks
+    assert all(mask is None for mask in masks)
+    torch.testing.assert_close(have, want)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_parts_of_a_model_keep_their_own_way():

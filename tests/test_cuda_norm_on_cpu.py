@@ -59,6 +59,45 @@ def test_sums(columns, dtype):
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 4])
+@pytest.mark.parametrize("columns", [8, 128, 256, 2048])
+def test_rows_in_their_places(columns, rows_at_once, monkeypatch):
+    if rows_at_once > 1:
+        monkeypatch.setattr(norm, "_MANY_LANES", 1)
+        norm._prepared.cache_clear()
+    weight = torch.randn(columns).bfloat16()
+    memory = guarded(torch.randn(2, 23, 5, 2 * columns).bfloat16())
+    heads = memory[..., columns:]
+    for x in (
+        memory.reshape(-1, columns),
+        heads,
+        heads[:, :, 1],
+        heads[:1, :, 2:4],
+        heads[1, :1],
+        heads[:, 1:2].transpose(0, 1),
+        memory[0, 0, :1, :columns].expand(37, columns),
+    ):
+        out = guarded(torch.full(x.shape, float("nan"), dtype=x.dtype))
+        assert norm.takes(x, weight)
+        norm.rms_norm(x, weight, 1e-6, False, True, out)
+        assert untouched(out)
+        alone = torch.empty(1, columns, dtype=x.dtype)
+        for row, have in zip(x.reshape(-1, columns), out.view(-1, columns), strict=True):
+            norm.rms_norm(row[None], weight, 1e-6, False, True, alone)
+            assert torch.equal(have[None], alone)
+    norm._prepared.cache_clear()
+
+
+def test_sums_of_rows_in_their_places():
+    x = torch.randn(3, 4, 2, 512).bfloat16()[..., :256]
+    added, weight = torch.randn(3, 4, 2, 256).bfloat16(), torch.randn(256).bfloat16()
+    total, out, want = (torch.empty_like(added) for _ in range(3))
+    norm.rms_norm(x, weight, 1e-6, True, False, out, added, total)
+    norm.rms_norm(x + added, weight, 1e-6, True, False, want)
+    assert torch.equal(total, x + added)
+    assert torch.equal(out, want)
+
+
 def test_one_row_is_one_of_many():
     x, weight = torch.randn(9, 576).bfloat16(), torch.randn(576).bfloat16()
     out, alone = torch.empty_like(x), torch.empty(1, 576, dtype=torch.bfloat16)
@@ -74,7 +113,7 @@ def test_one_row_is_one_of_many():
         (torch.zeros(2, 12).half(), torch.zeros(12).half()),
         (torch.zeros(2, 8), torch.zeros(8)),
         (torch.zeros(2, 16392).half(), torch.zeros(16392).half()),
-        (torch.zeros(2, 16).half()[:, ::2], torch.zeros(8).half()),
+        (torch.zeros(2, 3, 5, 7, 8).half()[:, :2, :4, :6], torch.zeros(9).half()[1:]),
         (torch.zeros(2, 8).half(), torch.zeros(9).half()[1:]),
     ],
 )
@@ -84,6 +123,24 @@ def test_what_it_does_not_take_the_reference_computes(x, weight, monkeypatch):
     out = torch.empty(x.shape, dtype=x.dtype)
     norm.rms_norm(x.fill_(1), weight.fill_(2), 0.0, False, True, out)
     assert torch.equal(out, torch.full_like(out, 2))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 16).half()[:, ::2],
+        torch.randn(2, 12).half()[:, 4:],
+        torch.randn(2, 3, 5, 7, 8).half()[:, :2, :4, :6],
+    ],
+)
+def test_rows_of_other_strides_are_copied_first(x, monkeypatch):
+    monkeypatch.setattr(norm, "reference", None)
+    weight = torch.randn(8).half()
+    assert not norm.takes(x, weight)
+    out, want = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
+    norm.rms_norm(x, weight, 1e-6, False, True, out)
+    norm.rms_norm(x.clone(memory_format=torch.contiguous_format), weight, 1e-6, False, True, want)
+    assert torch.equal(out, want)
 
 
 def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):

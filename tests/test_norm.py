@@ -282,6 +282,21 @@ def test_the_kernel_gives_the_definition(columns, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [3, 2048])
+def test_heads_of_a_projection_are_read_in_their_places(columns, tokens):
+    projected = torch.randn(2, tokens, 20 * columns, device="cuda").bfloat16()
+    weight = torch.randn(columns, device="cuda").bfloat16()
+    for part in (projected[..., : 16 * columns], projected[..., 16 * columns :]):
+        heads = part.unflatten(-1, (-1, columns))
+        for x in (heads, heads[..., ::2, :], heads.transpose(1, 2)):
+            want = ops.rms_norm(x.contiguous(), weight, 1e-6)
+            for _ in range(20):
+                assert torch.equal(ops.rms_norm(x, weight, 1e-6), want)
+            require_norm(want, x, weight, 1e-6, False)
+
+
+@gpu
 @pytest.mark.parametrize("name", CLASSES)
 def test_norms_run_by_it(name, monkeypatch):
     own = made(name, 2048, device="cuda")

@@ -103,6 +103,8 @@ def run_around_products() -> None:
             total, y = torch.ops.kbit.add_rms_norm(x, x.flip(0), weight, 1e-6, *how)
             assert torch.equal(total, x + x.flip(0))
             assert torch.isfinite(y).all()
+    heads = torch.randn(1100, 32, 256, device="cuda").half()[..., 128:]
+    assert torch.isfinite(torch.ops.kbit.rms_norm(heads, heads[0, 0].contiguous(), 1e-6)).all()
     for columns, turned, tokens in ((64, 64, 1), (128, 128, 7), (256, 64, 3)):
         query, key = (torch.randn(2, heads, tokens, columns, device="cuda").half() for heads in (6, 2))
         cos, sin = torch.randn(2, 1, tokens, turned, device="cuda").half()

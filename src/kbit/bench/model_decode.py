@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from kbit.bench.repeats import median_and_spread
+from kbit.integrations.transformers.attention import causal_without_masks
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.rotary import fused_rotary, rotary_modules
@@ -194,7 +195,8 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
     """Time of reading one prompt into an empty, growing cache and making its last token's logits.
 
     In a CUDA graph, or it would be the host's time, which differs by a third from run to run. A growing cache
-    has its length on the host, so that attention is causal without a mask; a static one would need a mask.
+    has its length on the host, so that attention is causal without a mask (`causal_without_masks`); a static
+    one would need a mask.
     What quantized models run around their products, those of 16 bits do here, too.
     """
     from transformers import DynamicCache
@@ -205,7 +207,7 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        with fused_rotary(rotary_modules(model)), fused_linear_attention():
+        with fused_rotary(rotary_modules(model)), fused_linear_attention(), causal_without_masks(model):
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     run()

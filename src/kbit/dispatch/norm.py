@@ -29,7 +29,7 @@ def _module_for(x):
 def _run(x, weight, eps, plus_one, round_first):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
-        _module_for(x).rms_norm(x.contiguous(), weight.contiguous(), eps, plus_one, round_first, out)
+        _module_for(x).rms_norm(x, weight.contiguous(), eps, plus_one, round_first, out)
     return out
 
 
@@ -37,7 +37,7 @@ def _run_sum(x, added, weight, eps, plus_one, round_first):
     total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     if out.numel():
         settings = weight.contiguous(), eps, plus_one, round_first
-        _module_for(x).rms_norm(x.contiguous(), *settings, out, added.contiguous(), total)
+        _module_for(x).rms_norm(x, *settings, out, added.contiguous(), total)
     return total, out
 
 

@@ -1,16 +1,19 @@
 // RMS norm of rows: y = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded as models round it.
 //
-//   x, y    float16, or bfloat16 with Config::bf16: [rows, pieces * 8], 16-byte aligned
-//   added   like x, or null: x + added, rounded and written to total, takes the place of x
+//   x       float16, or bfloat16 with Config::bf16: rows of pieces * 8, 16-byte aligned. Row r is `outer`
+//           pieces times r / inner and `step` pieces times r % inner behind x
+//   y       like x, contiguous
+//   added   like y, or null, as with more than a row a thread: x + added, rounded and written to total, takes the place of x
 //   weight  [pieces * 8] of the same dtype
-//   lanes   of a row: 16, or whole warps. A block has as many rows as its threads allow, one if a row has
-//           more than a warp
+//   lanes   of a row: 16, or whole warps. A block has as many rows at a time as its threads allow, one if a
+//           row has more than a warp
 //   plus_one  the weight is stored minus 1
 //   round_first  the quotient is rounded before it is multiplied by the weight, and the product again
 //
-// A thread keeps up to Config::pieces pieces of 16 bytes. Order of the sum of squares: a thread's by column,
-// then lanes by halves, then warps by halves. Of the weight only the fetch to L2 goes ahead of the kernel in
-// front: it may be what that kernel writes.
+// A thread keeps up to Config::pieces pieces of 16 bytes of Config::rows rows: more than one of many short
+// rows, or too little would be on its way to keep memory busy. Order of the sum of squares: a thread's by
+// column, then lanes by halves, then warps by halves. Of the weight only the fetch to L2 goes ahead of the
+// kernel in front: it may be what that kernel writes.
 //
 // grid: ceil(rows / rows of a block)
 #include "config.h"
@@ -30,60 +33,81 @@ DEVICE uint4 sum_of(uint4 a, uint4 b) {
     return D::piece(v);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y, u64 rows,
-             int pieces, int lanes, float eps, int plus_one, int round_first) {
+extern "C" __global__ void __launch_bounds__(Config::rows > 1 ? 256 : 1024)
+    rms_norm(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y, u64 outer,
+             u64 step, u64 rows, int inner, int pieces, int lanes, float eps, int plus_one, int round_first) {
+    constexpr int kPieces = Config::pieces, kRows = Config::rows;
+    static_assert(kPieces == 1 || kRows == 1);
     __shared__ float sums[32];
     if (gridDim.x <= kFewBlocks) {
         launch_early();
     }
     const int within = int(threadIdx.x) % lanes;
-    const u64 row = u64(blockIdx.x) * (blockDim.x / u32(lanes)) + threadIdx.x / u32(lanes);
+    const u32 groups = blockDim.x / u32(lanes);
+    const u64 first = u64(blockIdx.x) * (groups * kRows) + threadIdx.x / u32(lanes);
     if (within * kLine < pieces) {
         prefetch(weight + within * kLine);
     }
     wait_for_previous();
     launch_late();
     forget(x, added, weight);
-    uint4 mine[Config::pieces], beside[Config::pieces], own[Config::pieces];
-    float sum = 0.0f;
+    // Item i: piece within + i % kPieces * lanes of row first + i / kPieces * groups.
+    constexpr int kItems = kPieces * kRows;
+    const auto piece_of = [&](int i) { return within + i % kPieces * lanes; };
+    const auto row_of = [&](int i) { return first + u32(i / kPieces) * groups; };
+    const auto is_there = [&](int i) { return piece_of(i) < pieces && row_of(i) < rows; };
+    const auto place_of = [&](int i) { return row_of(i) * u32(pieces) + u32(piece_of(i)); };
+    uint4 mine[kItems], own[kPieces];
+    float sum[kRows] = {};
 #pragma unroll
-    for (int i = 0; i < Config::pieces; ++i) {
-        const int piece = within + i * lanes;
-        const bool there = piece < pieces && row < rows;
-        mine[i] = there ? x[row * u32(pieces) + u32(piece)] : make_uint4(0, 0, 0, 0);
-        beside[i] = there && added ? added[row * u32(pieces) + u32(piece)] : make_uint4(0, 0, 0, 0);
-        own[i] = there ? weight[piece] : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < kPieces; ++i) {
+        own[i] = piece_of(i) < pieces ? weight[piece_of(i)] : make_uint4(0, 0, 0, 0);
     }
-    if (added) {
 #pragma unroll
-        for (int i = 0; i < Config::pieces; ++i) {
-            const int piece = within + i * lanes;
+    for (int i = 0; i < kItems; ++i) {
+        u64 at = row_of(i) * outer;
+        if (inner > 1) {
+            const u32 row = u32(row_of(i)), place = row / u32(inner);
+            at = place * outer + (row - place * u32(inner)) * step;
+        }
+        mine[i] = is_there(i) ? x[at + u32(piece_of(i))] : make_uint4(0, 0, 0, 0);
+    }
+    if (kRows == 1 && added) {
+        uint4 beside[kPieces];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            beside[i] = is_there(i) ? added[place_of(i)] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
             mine[i] = sum_of(mine[i], beside[i]);
-            if (piece < pieces && row < rows) {
-                total[row * u32(pieces) + u32(piece)] = mine[i];
+            if (is_there(i)) {
+                total[place_of(i)] = mine[i];
             }
         }
     }
 #pragma unroll
-    for (int i = 0; i < Config::pieces; ++i) {
-        sum = add_squares(sum, mine[i]);
+    for (int i = 0; i < kItems; ++i) {
+        sum[i / kPieces] = add_squares(sum[i / kPieces], mine[i]);
     }
-    sum = sum_lanes(sum, min(lanes, 32));
-    if (lanes > 32) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        sum[r] = sum_lanes(sum[r], min(lanes, 32));
+    }
+    if (kRows == 1 && lanes > 32) {
         const int lane = threadIdx.x & 31;
         if (lane == 0) {
-            sums[threadIdx.x >> 5] = sum;
+            sums[threadIdx.x >> 5] = sum[0];
         }
         __syncthreads();
-        sum = warp_sum(lane < lanes / 32 ? sums[lane] : 0.0f);
+        sum[0] = warp_sum(lane < lanes / 32 ? sums[lane] : 0.0f);
     }
-    const float factor = norm_factor(sum, pieces, eps), more = plus_one ? 1.0f : 0.0f;
+    const float more = plus_one ? 1.0f : 0.0f;
 #pragma unroll
-    for (int i = 0; i < Config::pieces; ++i) {
-        const int piece = within + i * lanes;
-        if (piece < pieces && row < rows) {
-            y[row * u32(pieces) + u32(piece)] = normed(mine[i], own[i], factor, more, round_first);
+    for (int i = 0; i < kItems; ++i) {
+        const float factor = norm_factor(sum[i / kPieces], pieces, eps);
+        if (is_there(i)) {
+            y[place_of(i)] = normed(mine[i], own[i % kPieces], factor, more, round_first);
         }
     }
 }
