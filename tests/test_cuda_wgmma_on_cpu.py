@@ -115,7 +115,7 @@ def test_nvfp4_with_factors_of_rows(m: int, n: int, k: int) -> None:
     assert bool(((y.double() - want).abs() <= bound + want.abs() * 2.0**-8).all())
 
 
-@pytest.mark.parametrize("dealing", [(20, 0, 3), (0, 33), (1, 1, 1, 40)], ids=str)
+@pytest.mark.parametrize("dealing", [(20, 0, 3), (0, 33), (1, 1, 1, 40), (30, 35, 0, 65)], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts(dealing: Sequence[int], gated: bool) -> None:
     experts, rows, n, k = len(dealing), sum(dealing), 96, 200

@@ -3,9 +3,9 @@
 //   x       float16, or bfloat16 with Config::bf16: rows of pieces * 8, 16-byte aligned. Row r is `outer`
 //           pieces times r / inner and `step` pieces times r % inner behind x
 //   y       like x, contiguous
-//   added   like y, or null, as with more than a row a thread: x + added, rounded and written to total, takes the place of x
-//   weight  [pieces * 8] of the same dtype
-//   lanes   of a row: 16, or whole warps. A block has as many rows at a time as its threads allow, one if a
+//   added   like y, or null, as with more than a row a thread: x + added, rounded and written to total, takes
+//   the place of x weight  [pieces * 8] of the same dtype lanes   of a row: 16, or whole warps. A block has
+//   as many rows at a time as its threads allow, one if a
 //           row has more than a warp
 //   plus_one  the weight is stored minus 1
 //   round_first  the quotient is rounded before it is multiplied by the weight, and the product again
