@@ -28,7 +28,7 @@ _MOST_STRIDED = 2**31  # rows, which are divided in 32 bits
 class _Rows(NamedTuple):
     """Where rows lie: row r is outer * (r // inner) + step * (r % inner) elements behind the first."""
 
-    count: int
+    number: int
     inner: int
     outer: int
     step: int
@@ -125,10 +125,10 @@ def _prepared(
     each = next(count for count, most in _PIECES.items() if pieces <= most)
     lanes = _FEW_LANES if pieces <= _FEW_LANES else -(-pieces // (each * driver.WARP)) * driver.WARP
     short = lanes <= driver.WARP
-    at_once = _ROWS if short and not of_sums and rows.count * lanes >= _MANY_LANES else 1
-    threads = lanes if not short else _THREADS if rows.count < _MANY else _MANY_THREADS
+    at_once = _ROWS if short and not of_sums and rows.number * lanes >= _MANY_LANES else 1
+    threads = lanes if not short else _THREADS if rows.number < _MANY else _MANY_THREADS
     threads = _ROWS_THREADS if at_once > 1 else threads
     kernel = launcher.load(_spec(dtype, each, at_once), index, _FORMAT)
-    grid = (-(-rows.count * lanes // (threads * at_once)), 1, 1)
+    grid = (-(-rows.number * lanes // (threads * at_once)), 1, 1)
     strides = (stride // operands.PIECE for stride in (rows.outer, rows.step))
-    return launcher.Prepared(index, kernel, grid, threads), (*strides, rows.count, rows.inner, pieces, lanes)
+    return launcher.Prepared(index, kernel, grid, threads), (*strides, rows.number, rows.inner, pieces, lanes)
