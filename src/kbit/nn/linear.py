@@ -154,11 +154,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
-        parts: tuple[torch.Tensor, ...]
-        if tiled is None:
-            parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
-        else:
-            parts = (tiled, self.codebook, self.weight_scale)
+        parts = self._parts(tiled)
         if needs_grad:
             grad_checks.no_transform("linear", self.layer_name)
         elif (y := direct.linear(x, parts, bias, *sizes)) is not None:
@@ -173,6 +169,20 @@ class KbitLinear(QuantizedModule, nn.Linear):
             return op(x, *parts, bias, *sizes)
         op = torch.ops.kbit.linear_train if needs_grad else torch.ops.kbit.linear
         return op(x, *parts, bias, self.in_features)
+
+    def _parts(self, tiled: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """The weight, of these tiles or canonical, as ops take it."""
+        # Where a layer usually has them: attributes of a module take a microsecond each to find.
+        parameters, buffers = self._parameters, self._buffers
+        codebook, scale = buffers.get("codebook"), buffers.get("weight_scale")
+        if codebook is None or scale is None:
+            codebook, scale = self.codebook, self.weight_scale
+        if tiled is not None:
+            return tiled, codebook, scale
+        packed, absmax = parameters.get("weight_packed"), parameters.get("weight_absmax")
+        if packed is None or absmax is None:
+            return self.weight_packed, self.weight_absmax, codebook, scale
+        return packed, absmax, codebook, scale
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -125,6 +125,9 @@ class TileableModule(nn.Module):
         tiled = self._held(name)
         if tiled is not None or torch.compiler.is_compiling():
             return tiled
+        codes = self._parameters.get(name + self._canonical_parts[0])
+        if codes is None or not self._tiles_pay(codes.device):  # as in every call on a CPU
+            return None
         if not self._offloaded():
             self._change_to_tiles(name, force=False)
         return self._held(name)
