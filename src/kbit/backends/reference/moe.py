@@ -69,10 +69,10 @@ def moe_combine(
         return
     end = y.shape[0] if bounds is None else bounds[-1].clamp(max=y.shape[0])
     mine = (inverse >= 0) & (inverse < end)
-    slots = torch.where(mine, inverse, 0)
+    rows = y.index_select(0, torch.where(mine, inverse, 0).flatten()).view(*inverse.shape, y.shape[1])
+    products = rows.float() * weights.unsqueeze(-1).float()
+    products.masked_fill_(~mine.unsqueeze(-1), 0.0)  # rows of no expert may hold anything, NaN too
     total = y.new_zeros(out.shape, dtype=torch.float32)
     for choice in range(inverse.shape[1]):
-        product = y.index_select(0, slots[:, choice]).float() * weights[:, choice, None].float()
-        # Rows of no expert may hold anything, NaN too.
-        total += torch.where(mine[:, choice, None], product, 0.0)
+        total += products[:, choice]
     out.copy_(total)

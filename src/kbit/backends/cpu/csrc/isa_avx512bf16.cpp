@@ -88,32 +88,34 @@ inline void bf16_gemv(const LinearJob& job, int64_t row_begin, int64_t row_end, 
     const Weight& w = job.weight;
     const uint16_t* x = static_cast<const uint16_t*>(job.x);
     const D decode(w.table);
-    gemv_quads<TOKENS>(job, row_begin, row_end, [&](int64_t row, Vec* sums) __attribute__((always_inline)) {
-        decode_scales(w, row, 0, w.blocks, round_up(w.blocks, D::kBlocks), scales);
-        Vec even[TOKENS], odd[TOKENS];
-        for (int t = 0; t < TOKENS; ++t) {
-            even[t] = odd[t] = splat(0.0f);
-        }
-        for_each_group<D>(
-            w, row, 0, w.blocks, kGemvAhead, [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
-                __m512i v[D::kBlocks];
-                decode(p, v);
+    gemv_quads<TOKENS, D::kBlocks>(
+        job, row_begin, row_end, scales,
+        [&](int64_t row, const float* its_scales, Vec* sums) __attribute__((always_inline)) {
+            Vec even[TOKENS], odd[TOKENS];
+            for (int t = 0; t < TOKENS; ++t) {
+                even[t] = odd[t] = splat(0.0f);
+            }
+            for_each_group<D>(
+                w, row, 0, w.blocks, kGemvAhead,
+                [&](int64_t g, const uint8_t* p) __attribute__((always_inline)) {
+                    __m512i v[D::kBlocks];
+                    decode(p, v);
 #pragma GCC unroll 8
-                for (int b = 0; b < D::kBlocks; ++b) {
-                    const Vec scale = splat(scales[g * D::kBlocks + b]);
+                    for (int b = 0; b < D::kBlocks; ++b) {
+                        const Vec scale = splat(its_scales[g * D::kBlocks + b]);
 #pragma GCC unroll 4
-                    for (int t = 0; t < TOKENS; ++t) {
-                        const uint16_t* xt = x + t * job.x_stride + (g * D::kBlocks + b) * kBlock;
-                        const Vec dot = _mm512_dpbf16_ps(splat(0.0f), (__m512bh)v[b], load_bf16(xt));
-                        Vec& acc = b % 2 == 0 ? even[t] : odd[t];
-                        acc = fma(dot, scale, acc);
+                        for (int t = 0; t < TOKENS; ++t) {
+                            const uint16_t* xt = x + t * job.x_stride + (g * D::kBlocks + b) * kBlock;
+                            const Vec dot = _mm512_dpbf16_ps(splat(0.0f), (__m512bh)v[b], load_bf16(xt));
+                            Vec& acc = b % 2 == 0 ? even[t] : odd[t];
+                            acc = fma(dot, scale, acc);
+                        }
                     }
-                }
-            });
-        for (int t = 0; t < TOKENS; ++t) {
-            sums[4 * t] = even[t] + odd[t];
-        }
-    });
+                });
+            for (int t = 0; t < TOKENS; ++t) {
+                sums[4 * t] = even[t] + odd[t];
+            }
+        });
 }
 
 template <int TOKENS>
