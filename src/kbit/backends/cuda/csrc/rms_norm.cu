@@ -3,9 +3,9 @@
 //   x       float16, or bfloat16 with Config::bf16: rows of pieces * 8, 16-byte aligned. Row r is `outer`
 //           pieces times r / inner and `step` pieces times r % inner behind x
 //   y       like x, contiguous
-//   added   like y, or null, as with more than a row a thread: x + added, rounded and written to total, takes
-//   the place of x weight  [pieces * 8] of the same dtype lanes   of a row: 16, or whole warps. A block has
-//   as many rows at a time as its threads allow, one if a
+//   added   like y, or null: x + added, rounded and written to total, takes the place of x; Config::rows is 1
+//   weight  [pieces * 8] of the same dtype
+//   lanes   of a row: 16, or whole warps. A block has as many rows at a time as its threads allow, one if a
 //           row has more than a warp
 //   plus_one  the weight is stored minus 1
 //   round_first  the quotient is rounded before it is multiplied by the weight, and the product again
@@ -33,7 +33,7 @@ DEVICE uint4 sum_of(uint4 a, uint4 b) {
     return D::piece(v);
 }
 
-extern "C" __global__ void __launch_bounds__(Config::rows > 1 ? 256 : 1024)
+extern "C" __global__ void __launch_bounds__(Config::rows > 1 ? 128 : 1024)
     rms_norm(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y, u64 outer,
              u64 step, u64 rows, int inner, int pieces, int lanes, float eps, int plus_one, int round_first) {
     constexpr int kPieces = Config::pieces, kRows = Config::rows;
