@@ -380,16 +380,3 @@ def test_plain_variant_answers_to_the_short_name(name: str, monkeypatch: pytest.
     assert cpu._isa_index.__wrapped__(short) == cpu._isa_index.__wrapped__(name) == 0
     monkeypatch.setattr(cpu, "_isa_index", lambda _: 0)
     assert cpu.isa() == short
-
-
-@pytest.mark.skipif(not {"avx2_nogfni", "avx512"} <= set(ISAS), reason="needs AVX-512 and AVX2 with GFNI")
-@pytest.mark.parametrize(
-    ("tokens", "k", "expected"), [(1, 576, "avx2"), (1, 4096, "avx512"), (5, 576, "avx512")]
-)
-def test_short_rows_take_avx2(tokens: int, k: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KBIT_CPU_ISA", "")  # which forces none
-    assert cpu.isa_for(tokens, k, torch.bfloat16).partition("_")[0] == expected
-    x, weight = torch.randn(tokens, k).bfloat16(), make_weight(40, k, 4)
-    out = torch.empty(tokens, 40, dtype=torch.bfloat16)
-    cpu.linear(x, *weight, None, k, out)
-    assert torch.equal(out, run_linear(x, weight, None, expected))

@@ -79,14 +79,13 @@ def explain(
     if chosen.name == "cuda":
         lines += _cuda_lines(m, dtype, q, fused) if tiled else ["  cublas: taken, on decoded weights"]
     elif chosen.name == "cpu":
-        lines.append(f"  {_cpu_kernel(m, k, dtype, experts)}")
+        lines.append(f"  {_cpu_kernel(m, dtype, experts)}")
     return "\n".join(lines)
 
 
-def _cpu_kernel(m: int, k: int, dtype: torch.dtype, experts: bool) -> str:
-    isa = cpu.isa() if experts else cpu.isa_for(m, k, dtype)
-    panels = not experts and cpu.panels_win(m, dtype, isa)
-    return f"instruction set {isa}" + ", for decoding; torch multiplies" * panels
+def _cpu_kernel(m: int, dtype: torch.dtype, experts: bool) -> str:
+    panels = not experts and cpu.panels_win(m, dtype, cpu.variant())
+    return f"instruction set {cpu.isa()}" + ", for decoding; torch multiplies" * panels
 
 
 def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, silu_and_mul: bool) -> list[str]:

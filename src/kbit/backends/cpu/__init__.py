@@ -82,28 +82,22 @@ def _isa_index(name: str | None) -> int:
     return names.index(name)
 
 
-def _isa_for_short_rows(tokens: int, in_features: int, dtype: torch.dtype) -> str | None:
-    """ "avx2" where it beats AVX-512, since ends of rows cost it less; None where the usual choice stands.
-
-    One token of 576 x 49152 in bfloat16 takes 0.93 ms instead of 1.78 on two threads of a Zen 5.
-    """
-    if tokens > 4 or in_features >= 1024 or dtype != torch.bfloat16 or os.environ.get("KBIT_CPU_ISA"):
-        return None
-    return "avx2" if "avx2_nogfni" in _isa_names() else None
-
-
 def isa() -> str:
     """The instruction set in use, without its variant: "avx512", "avx2" or "portable".
 
     Raises:
         ValueError: KBIT_CPU_ISA names one that this machine does not support.
     """
-    return supported_isas()[_isa_index(None)].removesuffix("_nobf16").removesuffix("_nogfni")
+    return variant().removesuffix("_nobf16").removesuffix("_nogfni")
 
 
-def isa_for(tokens: int, in_features: int, dtype: torch.dtype) -> str:
-    """The instruction set that `linear` uses for a problem."""
-    return supported_isas()[_isa_index(_isa_for_short_rows(tokens, in_features, dtype))]
+def variant() -> str:
+    """The instruction set in use, as `supported_isas` names it.
+
+    Raises:
+        ValueError: see `isa`.
+    """
+    return _isa_names()[_isa_index(None)]
 
 
 def _weight(
@@ -211,7 +205,7 @@ def linear(
 ) -> None:
     """out [M, N] = x [M, K] @ W.T (+ bias [N]); x, bias and out of one dtype."""
     tokens, threads = x.shape[0], torch.get_num_threads()
-    index = _isa_index(isa or _isa_for_short_rows(tokens, in_features, x.dtype))
+    index = _isa_index(isa)
     weight = _weight(packed, absmax, codebook, scale, in_features)
     if panels_win(tokens, x.dtype, _isa_names()[index]):
         native, rows, dtype = _module(), packed.shape[0], DTYPES[x.dtype]

@@ -95,26 +95,28 @@ inline void write_output(const LinearJob& job, int64_t token, int64_t row, const
 }
 
 // ROW(row, scales, sums) leaves one vector of partial sums per token at sums[4 * t]; four rows share a lane
-// reduction, and scales that are decoded at once, where no row has a partial group.
+// reduction, and scales that are decoded at once.
 template <int TOKENS, int BLOCKS, class Row>
 inline void gemv_quads(const LinearJob& job, int64_t row_begin, int64_t row_end, float* scales,
                        Row row_sums) {
     const Weight& w = job.weight;
-    const bool whole = w.blocks % BLOCKS == 0;
+    // A partial group meets scales of the next row, which are finite in E4M4 whatever their bytes, and
+    // activations of zero.
+    const bool together = w.format == ScaleFormat::kE4M4 || w.blocks % BLOCKS == 0;
     for (int64_t row = row_begin; row < row_end; row += 4) {
         const int64_t count = row_end - row < 4 ? row_end - row : 4;
         Vec sums[4 * TOKENS];
         for (int i = 0; i < 4 * TOKENS; ++i) {
             sums[i] = splat(0.0f);
         }
-        if (whole) {
-            decode_scales(w, row, 0, count * w.blocks, count * w.blocks, scales);
+        if (together) {
+            decode_scales(w, row, 0, count * w.blocks, count * w.blocks + BLOCKS, scales);
         }
         for (int64_t i = 0; i < count; ++i) {
-            if (!whole) {
+            if (!together) {
                 decode_scales(w, row + i, 0, w.blocks, round_up(w.blocks, BLOCKS), scales);
             }
-            row_sums(row + i, whole ? scales + i * w.blocks : scales, sums + i);
+            row_sums(row + i, together ? scales + i * w.blocks : scales, sums + i);
         }
         for (int t = 0; t < TOKENS; ++t) {
             float y[4] = {};
