@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import norm
+from kbit.backends.cuda import driver, norm
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -59,12 +60,19 @@ def test_sums(columns, dtype):
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 4])
+@pytest.fixture(params=["one", "several"])
+def rows_of_a_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "several":
+        monkeypatch.setattr(norm, "_MANY_LANES", 2 * driver.WARP)  # what a single short row has not
+    norm._prepared.cache_clear()
+    yield
+    norm._prepared.cache_clear()
+
+
+@pytest.mark.usefixtures("rows_of_a_thread")
 @pytest.mark.parametrize("columns", [8, 128, 256, 2048])
-def test_rows_in_their_places(columns, rows_at_once, monkeypatch):
-    if rows_at_once > 1:
-        monkeypatch.setattr(norm, "_MANY_LANES", 1)
-        norm._prepared.cache_clear()
+def test_rows_in_their_places(columns):
+    """Each gives what it gives alone, by a thread that has no other row."""
     weight = torch.randn(columns).bfloat16()
     memory = guarded(torch.randn(2, 23, 5, 2 * columns).bfloat16())
     heads = memory[..., columns:]
@@ -85,7 +93,6 @@ def test_rows_in_their_places(columns, rows_at_once, monkeypatch):
         for row, have in zip(x.reshape(-1, columns), out.view(-1, columns), strict=True):
             norm.rms_norm(row[None], weight, 1e-6, False, True, alone)
             assert torch.equal(have[None], alone)
-    norm._prepared.cache_clear()
 
 
 def test_sums_of_rows_in_their_places():

@@ -57,7 +57,6 @@ backends: tuple[Backend, ...] = (
     Backend("reference", reference, lambda op, device, absmax_dtype: None),
 )
 
-_OF_DEVICES = ("cuda", "cpu")  # backends that take their own device's tensors alone
 _warned: set[str] = set()
 
 
@@ -71,8 +70,8 @@ def backend_for(op: str, device: torch.device, absmax_dtype: torch.dtype) -> Bac
     if forced:
         return _forced(forced, op, device, absmax_dtype)
     for backend in backends:
-        if backend.name in _OF_DEVICES and backend.name != device.type:
-            continue  # which `legal` would say, in words
+        if backend.name not in (device.type, "reference"):
+            continue  # its kernels are for another device, which `legal` would say in words
         if backend.legal(op, device, absmax_dtype) is None:
             if backend.name == "reference":
                 _say_once_that_kernels_are_missing(device)

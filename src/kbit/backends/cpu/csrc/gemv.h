@@ -22,6 +22,8 @@ namespace kbit {
 namespace {
 
 constexpr int kGemvTokens = 4;
+constexpr int kGemvRows = 4;          // that share a lane reduction, add_sums
+constexpr int kGemvMostBlocks = 8;    // of a group of any decoder
 constexpr int64_t kGemvAhead = 4096;  // bytes prefetched before those being decoded
 
 template <int TOKENS, class D>
@@ -79,7 +81,7 @@ inline __attribute__((always_inline)) void gemv_row(const LinearJob& job, const 
         for_each_group<D>(w, row, 0, w.blocks, kGemvAhead, group);
     }
     for (int t = 0; t < TOKENS; ++t) {
-        sums[4 * t] = even[t] + odd[t];
+        sums[kGemvRows * t] = even[t] + odd[t];
     }
 }
 
@@ -94,19 +96,24 @@ inline void write_output(const LinearJob& job, int64_t token, int64_t row, const
     });
 }
 
-// ROW(row, scales, sums) leaves one vector of partial sums per token at sums[4 * t]; four rows share a lane
-// reduction, and scales that are decoded at once.
+// Floats of workspace.
+inline int64_t gemv_scales(const Weight& w) {
+    return kGemvRows * w.blocks + kGemvMostBlocks;
+}
+
+// ROW(row, scales, sums) leaves one vector of partial sums per token at sums[kGemvRows * t]; four rows share
+// a lane reduction, and E4M4 scales that are decoded at once: a partial group meets those of the next row,
+// which are finite whatever their bytes, and activations of zero.
 template <int TOKENS, int BLOCKS, class Row>
 inline void gemv_quads(const LinearJob& job, int64_t row_begin, int64_t row_end, float* scales,
                        Row row_sums) {
     const Weight& w = job.weight;
-    // A partial group meets scales of the next row, which are finite in E4M4 whatever their bytes, and
-    // activations of zero.
-    const bool together = w.format == ScaleFormat::kE4M4 || w.blocks % BLOCKS == 0;
-    for (int64_t row = row_begin; row < row_end; row += 4) {
-        const int64_t count = row_end - row < 4 ? row_end - row : 4;
-        Vec sums[4 * TOKENS];
-        for (int i = 0; i < 4 * TOKENS; ++i) {
+    static_assert(BLOCKS <= kGemvMostBlocks);
+    const bool together = w.format == ScaleFormat::kE4M4;
+    for (int64_t row = row_begin; row < row_end; row += kGemvRows) {
+        const int64_t count = row_end - row < kGemvRows ? row_end - row : kGemvRows;
+        Vec sums[kGemvRows * TOKENS];
+        for (int i = 0; i < kGemvRows * TOKENS; ++i) {
             sums[i] = splat(0.0f);
         }
         if (together) {
@@ -119,8 +126,8 @@ inline void gemv_quads(const LinearJob& job, int64_t row_begin, int64_t row_end,
             row_sums(row + i, together ? scales + i * w.blocks : scales, sums + i);
         }
         for (int t = 0; t < TOKENS; ++t) {
-            float y[4] = {};
-            add_sums(sums + 4 * t, y);
+            float y[kGemvRows] = {};
+            add_sums(sums + kGemvRows * t, y);
             for (float& value : y) {
                 value *= job.weight.tensor_scale;
             }

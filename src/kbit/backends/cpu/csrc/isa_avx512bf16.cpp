@@ -113,7 +113,7 @@ inline void bf16_gemv(const LinearJob& job, int64_t row_begin, int64_t row_end, 
                     }
                 });
             for (int t = 0; t < TOKENS; ++t) {
-                sums[4 * t] = even[t] + odd[t];
+                sums[kGemvRows * t] = even[t] + odd[t];
             }
         });
 }

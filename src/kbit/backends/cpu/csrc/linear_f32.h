@@ -78,7 +78,7 @@ inline void prepare_x(const void* x, DType dtype, int64_t k, int bits, void* dst
 }
 
 inline size_t linear_workspace(const LinearJob& job) {
-    return job.tokens > kGemvTokens ? gemm_workspace(job.tokens) : size_t(4 * job.weight.blocks + 8) * 4;
+    return job.tokens > kGemvTokens ? gemm_workspace(job.tokens) : size_t(gemv_scales(job.weight)) * 4;
 }
 
 inline void linear_rows(const LinearJob& job, int64_t row_begin, int64_t row_end, void* workspace) {
