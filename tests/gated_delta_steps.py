@@ -42,7 +42,7 @@ def compare(have, want):
     assert far.sum() <= have[0].numel() // 20
 
 
-def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, window=True):
+def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, window=True, count=None):
     """Operands of `kbit::gated_delta_inputs`; projections and gates are views of one tensor, as in models."""
     given = operands(batch, k_heads, ratio, dtype, wide, dim, taps)
     columns, more = (given[name].shape[1] for name in ("projected", "gates"))
@@ -52,6 +52,7 @@ def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, wi
         "gates": both[..., -more:],
         "window": given["window"] if window else None,
         **{name: given[name] for name in ("taps", "log_decay", "bias")},
+        "count": None if count is None else torch.tensor([count]),
     }
 
 

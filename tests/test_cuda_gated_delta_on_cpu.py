@@ -80,6 +80,25 @@ def test_inputs_of_prompts(k_heads, ratio, wide, dtype):
         compare_inputs(have, run_inputs(given, reference))
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_prompts_of_which_some_tokens_are_there(window):
+    # None or more than there are, too; within the first thread's, at its end, behind it.
+    for batch, tokens, counts in ((2, 3, (0, 2, 3)), (2, 20, (3, 17)), (1, 40, (-1, 0, 4, 15, 16, 40, 99))):
+        for count in counts:
+            given = prompt(batch, tokens, 1, 2, torch.bfloat16, window=window, count=count)
+            have = run_inputs(given, gated_delta, guarded)
+            assert all(map(untouched, have))
+            compare_inputs(have, run_inputs(given, reference))
+            assert not any(gates[:, max(0, count) :].any() for gates in have[3:5])
+            if batch == 1 and 4 <= count <= tokens:
+                own = {name: given[name][:, :count] for name in ("projected", "gates")} | {"count": None}
+                *alone, last = run_inputs(given | own, gated_delta)
+                assert torch.equal(last, have[5])
+                assert all(
+                    torch.equal(mine, other[:, :count]) for mine, other in zip(alone, have, strict=False)
+                )
+
+
 def test_a_prompt_in_parts_is_that_prompt():
     given = prompt(1, 50, 1, 2, torch.bfloat16)
     whole, parts, window = run_inputs(given, gated_delta), [], given["window"]

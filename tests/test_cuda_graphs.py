@@ -121,11 +121,11 @@ def test_recordings_go_with_their_cache_and_their_model():
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
     sampled(model, past_key_values=cache)
     steps, seen = model.get_compiled_call(), weakref.ref(cache)
-    assert len(steps._steps) == 1
+    assert len(steps._recordings) == 1
     del cache
     gc.collect()
     assert seen() is None
-    assert len(steps._steps) == 0
+    assert len(steps._recordings) == 0
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -138,12 +138,12 @@ def test_other_weights_are_recorded_again():
     steps = model.get_compiled_call(None)
     cache = StaticCache(config=model.config, max_cache_len=8)
     for _ in range(2):
-        steps._steps[cache] = {}
+        steps._recordings._known[cache] = {}
         assert model.get_compiled_call(None) is steps
-        assert len(steps._steps) == 1
+        assert len(steps._recordings) == 1
         model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() * 2)
         model.get_compiled_call(None)
-        assert len(steps._steps) == 0
+        assert len(steps._recordings) == 0
 
 
 def test_other_adapters_are_recorded_again():
@@ -156,8 +156,8 @@ def test_other_adapters_are_recorded_again():
     cache = StaticCache(config=base.config, max_cache_len=8)
 
     def is_kept() -> bool:
-        kept = cache in base.get_compiled_call(None)._steps
-        base.get_compiled_call(None)._steps[cache] = {}
+        kept = cache in base.get_compiled_call(None)._recordings
+        base.get_compiled_call(None)._recordings._known[cache] = {}
         return kept
 
     is_kept()
@@ -259,14 +259,14 @@ def test_hooks_are_recorded_again():
     kbit.enable_cuda_graphs(model)
     steps = model.get_compiled_call(None)
     cache = StaticCache(config=model.config, max_cache_len=8)
-    steps._steps[cache] = {}
+    steps._recordings._known[cache] = {}
     assert model.get_compiled_call(None) is steps
-    assert cache in steps._steps
+    assert cache in steps._recordings
     hook = model.model.layers[1].register_forward_hook(lambda module, arguments, output: output * 2)
-    assert not model.get_compiled_call(None)._steps
-    steps._steps[cache] = {}
+    assert not model.get_compiled_call(None)._recordings
+    steps._recordings._known[cache] = {}
     hook.remove()
-    assert not model.get_compiled_call(None)._steps
+    assert not model.get_compiled_call(None)._recordings
 
 
 def sliding():

@@ -47,7 +47,9 @@ def test_on_a_cpu_it_is_the_reference(dtype):
 
 def test_opcheck():
     torch.library.opcheck(op.default, (*GIVEN.values(), 1e-6))
-    torch.library.opcheck(torch.ops.kbit.gated_delta_inputs.default, tuple(OF_PROMPT.values()))
+    for more in ({}, {"count": torch.tensor([3])}):
+        given = tuple((OF_PROMPT | more).values())
+        torch.library.opcheck(torch.ops.kbit.gated_delta_inputs.default, given)
     x = torch.randn(2, 5, 4, 8).half()
     given = (x, OF_PROMPT["projected"], GIVEN["norm"], 1e-6)
     torch.library.opcheck(torch.ops.kbit.gated_delta_output.default, given)
@@ -63,6 +65,7 @@ def test_opcheck():
         ({"window": OF_PROMPT["window"][..., :2]}, ValueError, r"window must be \[2, 64, 3\]"),
         ({"bias": OF_PROMPT["bias"].float()}, TypeError, "bias must be torch.float16"),
         ({"taps": OF_PROMPT["taps"].to("meta")}, ValueError, "taps is on meta"),
+        ({"count": torch.tensor([2.0])}, TypeError, "count must be torch.int64"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
@@ -288,8 +291,8 @@ def test_on_a_gpu(batch, k_heads, ratio, wide, dtype):
     ("batch", "tokens", "k_heads", "ratio"), [(1, 2048, 16, 2), (3, 129, 5, 1), (2, 3, 16, 2)]
 )
 def test_prompts_on_a_gpu(batch, tokens, k_heads, ratio, wide, dtype):
-    for window in (False, True):
-        given = prompt(batch, tokens, k_heads, ratio, dtype, wide, window=window)
+    for window, count in ((False, None), (True, None), (False, tokens * 2 // 3)):
+        given = prompt(batch, tokens, k_heads, ratio, dtype, wide, window=window, count=count)
         given = {name: None if value is None else value.cuda() for name, value in given.items()}
         have = run_inputs(given, Op)
         compare_inputs(have, run_inputs(given, reference))

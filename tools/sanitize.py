@@ -152,8 +152,9 @@ def run_around_products() -> None:
         for tokens in (1, 3, 17, 40):
             prompt = (x[:, None].expand(-1, tokens, -1).contiguous() for x in (projected, gates))
             given, weights = tuple(prompt), (taps, *of_heads)
-            for before in (None, window):
-                made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights)
+            few = torch.tensor([2], device="cuda")
+            for before, there in ((None, None), (window, None), (None, few), (window, few)):
+                made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights, there)
                 assert all(torch.isfinite(x).all() for x in made)
             y = torch.ops.kbit.gated_delta_output(made[2], given[0], norm, 1e-6)
             assert torch.isfinite(y).all()

@@ -1,7 +1,7 @@
 """`kbit bench generate`: what callers of `model.generate` get, kernel by kernel and from CUDA graphs.
 
 Models of random weights, greedy, one sequence, every token handed to the host as in a chat. Each way is
-called twice and the second call counts: kernels are compiled and steps recorded by then.
+called three times and the last call counts: kernels are compiled, steps and prompts recorded by then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EAGER, GRAPHS, COMPILED = "kernel by kernel", "CUDA graphs", "CUDA graphs, compi
 class Row:
     """One way of generating with one arm.
 
-    `first_call_s` is the whole first call with all that happens once; of the second, `first_token_s` is how
+    `first_call_s` is the whole first call with all that happens once; of the last, `first_token_s` is how
     long the first token took and `tokens_s` how many a second came after it (median). `reason`: why there was
     no CUDA graph where there should have been one.
     """
@@ -88,13 +88,13 @@ def _measure(model: Any, ids: torch.Tensor, new_tokens: int, arm: str, way: str)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CUDAGraphWarning)
-            first, second = (_generate(model, ids, new_tokens, static) for _ in range(2))
+            first, _, last = (_generate(model, ids, new_tokens, static) for _ in range(3))
     finally:
         disable_cuda_graphs(model)
         if way == COMPILED:
             torch._dynamo.reset()
     reasons = [str(one.message) for one in caught if issubclass(one.category, CUDAGraphWarning)]
-    return Row(arm, way, first.tokens[-1], second.tokens[0], second.tokens_s, next(iter(reasons), None))
+    return Row(arm, way, first.tokens[-1], last.tokens[0], last.tokens_s, next(iter(reasons), None))
 
 
 def _generate(model: Any, ids: torch.Tensor, new_tokens: int, static: dict[str, str]) -> TokenTimes:

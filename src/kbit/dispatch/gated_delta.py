@@ -21,8 +21,8 @@ def _gated_delta_step(projected, gates, window, state, taps, log_decay, bias, no
 
 
 @implement("gated_delta_inputs")
-def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias):
-    given = projected, gates, window, taps, log_decay, bias
+def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None):
+    given = projected, gates, window, taps, log_decay, bias, count
     heads = gated_delta_schemas.check_inputs(*given)
     out = gated_delta_schemas.inputs(projected, taps, heads)
     if out[0].numel():

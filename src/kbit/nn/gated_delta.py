@@ -8,8 +8,11 @@ and write a prompt a dozen times, and take longer than the layer's products and 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +31,34 @@ _RULE, _MASKED = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
 _ARGUMENTS = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
 _PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
+
+
+class _There(threading.local):
+    """How many of the tokens of this thread's prompts are there, and in how many layers that was heeded."""
+
+    count: torch.Tensor | None = None
+    layers = 0
+
+
+_there = _There()
+
+
+@contextlib.contextmanager
+def padded_prompts(count: torch.Tensor) -> Iterator[Callable[[], int]]:
+    """Of prompts only the first tokens are there meanwhile; states are as if there were no others.
+
+    Args:
+        count: int64 [1], how many; on the layers' device.
+
+    Yields:
+        In how many layers' calls that was so: those that `by_kernels` left to their classes do not know.
+    """
+    before = _there.count, _there.layers
+    _there.count, _there.layers = count, 0
+    try:
+        yield lambda: _there.layers
+    finally:
+        _there.count, _there.layers = before
 
 
 def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[str, Any]) -> Any:
@@ -79,7 +110,9 @@ def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor
 def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any, rule: Any, named: dict[str, Any]) -> Any:
     window, state = states or (None, None)
     projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
-    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(projected, gates, window, *_weights(layer))
+    weights, count = _weights(layer), _there.count
+    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(projected, gates, window, *weights, count)
+    _there.layers += 1
     if cache is not None:
         cache.update_conv_state(last, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
     how = {"output_final_state": cache is not None, "use_qk_l2norm_in_kernel": True, "cu_seqlens": None}

@@ -18,7 +18,7 @@ keys, each of R heads of values, D columns, and C = (2 + R) H D channels (all qu
 Of T tokens at once it is all but the recurrence itself, for which there are others' kernels:
 
     query, key, value, beta, decay, last = torch.ops.kbit.gated_delta_inputs(
-        projected, gates, window, taps, log_decay, bias
+        projected, gates, window, taps, log_decay, bias, count
     )
     y = torch.ops.kbit.gated_delta_output(x, projected, norm, eps)
 
@@ -28,6 +28,8 @@ Of T tokens at once it is all but the recurrence itself, for which there are oth
     beta              [B, T, H R], its sigmoid
     decay             float32 [B, T, H R], the logarithm of what a state is multiplied by
     last              [B, C, min(T, taps)], of `projected`, what a window is made of
+    count             None, or int64 [1], how many of the T tokens, from the first, are there: those behind
+                      have a beta and a decay of 0, which leave a state as it is, and last is of those before
     x, y              [B, T, H R, D]: what the recurrence gives, and its gated norm
 
 What is not said to be float32 is of one dtype. Method: Yang et al. 2024 (arXiv:2412.06464).
@@ -51,7 +53,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "gated_delta_inputs(Tensor projected, Tensor gates, Tensor? window, Tensor taps, Tensor log_decay, "
-    "Tensor bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor bias, Tensor? count=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
@@ -154,6 +156,7 @@ def check_inputs(
     taps: torch.Tensor,
     log_decay: torch.Tensor,
     bias: torch.Tensor,
+    count: torch.Tensor | None,
 ) -> Heads:
     """Check the arguments of `kbit::gated_delta_inputs`; the layer's heads.
 
@@ -181,6 +184,8 @@ def check_inputs(
     }
     if window is not None:
         expected["window"] = window, dtype, (batch, *taps.shape)
+    if count is not None:
+        expected["count"] = count, torch.int64, (1,)
     operand_checks.operands(name, expected)
     return heads
 
@@ -217,8 +222,8 @@ def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -
 
 
 @torch.library.register_fake("kbit::gated_delta_inputs", lib=LIBRARY)
-def gated_delta_inputs(projected, gates, window, taps, log_decay, bias):  # noqa: D103
-    return inputs(projected, taps, check_inputs(projected, gates, window, taps, log_decay, bias))
+def gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None):  # noqa: D103
+    return inputs(projected, taps, check_inputs(projected, gates, window, taps, log_decay, bias, count))
 
 
 @torch.library.register_fake("kbit::gated_delta_output", lib=LIBRARY)

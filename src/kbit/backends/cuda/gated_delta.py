@@ -16,7 +16,7 @@ _DIM, _TAPS = 128, 4
 _RATIOS = (1, 2)  # heads of values to one of keys
 # Of a block in a cluster; a block alone has all columns, and so many warps for each head.
 _COLUMNS, _WARPS = 64, 8
-_INPUTS_FORMAT, _OUTPUT_FORMAT = "Q" * 14 + "iiiii", "Q" * 6 + "if"
+_INPUTS_FORMAT, _OUTPUT_FORMAT = "Q" * 15 + "iiiii", "Q" * 6 + "if"
 # Tokens of a thread of gated_delta_inputs.cu; threads of a block, of either kernel of prompts.
 _TOKENS, _THREADS = 16, 256
 
@@ -116,13 +116,14 @@ def gated_delta_inputs(
     taps: torch.Tensor,
     log_decay: torch.Tensor,
     bias: torch.Tensor,
+    count: torch.Tensor | None,
     heads: Heads,
     out: tuple[torch.Tensor, ...],
 ) -> None:
     """`kbit::gated_delta_inputs`; the reference where the kernel may not.
 
     Args:
-        projected, gates, window, taps, log_decay, bias: as in `kbit.ops.gated_delta_schemas`.
+        projected, gates, window, taps, log_decay, bias, count: as in `kbit.ops.gated_delta_schemas`.
         heads: of them.
         out: its results, contiguous, written; none is empty.
 
@@ -138,11 +139,11 @@ def gated_delta_inputs(
     of_gates = batch * tokens * heads.values
     few = max(threads, of_gates) < 1 << 31 and all(tensor.is_contiguous() for tensor in given)
     if row is None or not (plain and rows and few):
-        reference.gated_delta_inputs(projected, gates, window, taps, log_decay, bias, heads, out)
+        reference.gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count, heads, out)
         return
     index = projected.device.index
     kernel = launcher.load(_inputs_spec(dtype, ratio), index, _INPUTS_FORMAT)
-    places = operands.addresses(projected, gates, window, taps, log_decay, bias, *out)
+    places = operands.addresses(projected, gates, window, taps, log_decay, bias, count, *out)
     blocks, more = -(-threads // _THREADS), -(-of_gates // _THREADS)
     sizes = row, gates.stride(1), batch, tokens, heads.keys, int(bias.dtype == torch.float32), blocks
     grid = (blocks + more, 1, 1)

@@ -58,6 +58,7 @@ def gated_delta_inputs(
     taps: torch.Tensor,
     log_decay: torch.Tensor,
     bias: torch.Tensor,
+    count: torch.Tensor | None,
     heads: Heads,
     out: tuple[torch.Tensor, ...],
 ) -> None:
@@ -66,21 +67,24 @@ def gated_delta_inputs(
     sizes = [dim, dim, ratio * dim, ratio * dim]
     *convolved, _ = projected.view(batch, tokens, k_heads, -1).split(sizes, -1)
     mixed = torch.cat([part.reshape(batch, tokens, -1) for part in convolved], -1).transpose(1, 2)
-    count = taps.shape[1]
-    before = mixed.new_zeros(*mixed.shape[:2], count) if window is None else window
-    shifted = torch.cat((before[..., 1:], mixed), -1).float().unfold(-1, count, 1)
+    reach, last = taps.shape[1], min(tokens, taps.shape[1])
+    before = mixed.new_zeros(*mixed.shape[:2], reach) if window is None else window
+    known = torch.cat((before, mixed), -1)
+    shifted = known[..., 1:].float().unfold(-1, reach, 1)
     channels = F.silu((shifted * taps.float()[:, None]).sum(-1).to(projected.dtype)).transpose(1, 2)
     made = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
     query, key, value = (part.reshape(batch, tokens, -1, dim) for part in made)
     beta, alpha = gates.view(batch, tokens, k_heads, -1).split(ratio, -1)
     alpha = alpha.reshape(batch, tokens, v_heads).float()
+    ends = torch.tensor([tokens], device=mixed.device) if count is None else count.clamp(0, tokens)
+    there = torch.arange(tokens, device=mixed.device)[:, None] < ends
     results = (
         query.repeat_interleave(ratio, 2),
         key.repeat_interleave(ratio, 2),
         value,
-        beta.reshape(batch, tokens, v_heads).sigmoid(),
-        -log_decay.float().exp() * F.softplus(alpha + bias.float()),
-        mixed[..., -count:],
+        beta.reshape(batch, tokens, v_heads).sigmoid().where(there, 0),
+        (-log_decay.float().exp() * F.softplus(alpha + bias.float())).where(there, 0),
+        known.index_select(-1, ends + torch.arange(reach - last, reach, device=mixed.device)),
     )
     for to, result in zip(out, results, strict=True):
         to.copy_(result)

@@ -10,7 +10,8 @@ transformers; asking it for `KbitConfig` does.
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
-    cuda_graphs, static_caches   decoding steps of `generate`, replayed; the caches that they write to
+    cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
+    prompts, static_caches       its prompts, padded and replayed; the caches that both write to
     late_masks                   masks that such steps make themselves
     step_kernels, attention      what such steps run: fewer kernels, no copies of the cache
     attention_heads              what is between attention's projections and attention, in one kernel

@@ -17,6 +17,14 @@ from kbit.integrations.transformers.stop_checks import check_late
 from kbit.nn.standing_in import standing_in
 
 LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
+MOST_TOKENS = 2048  # of recorded prompts, all sequences: beyond, the GPU takes longer than the host
+_LEAST_PADDING, _LENGTHS_PER_DOUBLING = 16, 4
+
+
+def padded_length(tokens: int) -> int:
+    """To how many tokens a prompt is padded: a multiple of 16 up to 128, then less than a quarter more."""
+    step = max(_LEAST_PADDING, (1 << (tokens - 1).bit_length()) // (2 * _LENGTHS_PER_DOUBLING))
+    return tokens + -tokens % step
 
 
 def why_not_recorded(cache: Any) -> str | None:
@@ -139,6 +147,7 @@ class LastCaches:
     def _cache(self, model: Any, *arguments: Any, **named: Any) -> Any:
         if "prefill_chunk_size" in named:  # for which the cache would allocate at once
             named["prefill_chunk_size"] = None
+        named |= _room_for_padding(named)
         fresh = type(model)._prepare_static_cache(model, *arguments, **named)
         layers, batch = _layers(fresh), named.get("batch_size")
         if layers is None or batch is None:
@@ -151,6 +160,17 @@ class LastCaches:
         last = self._last[model][1]
         last.reset()
         return last
+
+
+def _room_for_padding(named: dict[str, Any]) -> dict[str, int]:
+    """The length of a cache that a prompt fits into when it is padded; none where it does anyhow."""
+    asked, batch, more = (named.get(name) for name in ("max_cache_len", "batch_size", "model_kwargs"))
+    of_tokens = ((more or {}).get(name) for name in ("attention_mask", "position_ids"))
+    tokens = next((one.shape[-1] for one in of_tokens if isinstance(one, torch.Tensor)), 0)
+    length = padded_length(tokens) if tokens else 0
+    if asked is None or batch is None or length <= asked or batch * length > MOST_TOKENS:
+        return {}
+    return {"max_cache_len": length}
 
 
 def _references(last: Mapping[Any, tuple[Any, Any]], model: Any) -> int:
@@ -176,6 +196,17 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def put_back(container: dict[Any, Any], copy: dict[Any, Any]) -> None:
+    """Have a dict, and the dicts in it, hold what was `copied`; the dicts themselves stay."""
+    for key in container.keys() - copy.keys():
+        del container[key]
+    for key, value in copy.items():
+        if isinstance(value, dict) and isinstance(container.get(key), dict):
+            put_back(container[key], value)
+        elif key not in container or not is_same(container[key], value):
+            container[key] = copied(value)
 
 
 def is_same(value: Any, copy: Any) -> bool:

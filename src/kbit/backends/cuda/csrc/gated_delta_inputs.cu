@@ -9,6 +9,8 @@
 //   query, key, value  16-bit [batch, tokens, v_heads, 128]: a head of keys stands once for each of values
 //   beta       16-bit [batch, tokens, v_heads]; decay float32, likewise
 //   last       16-bit [batch, channels, min(tokens, taps)]: the last tokens' projections
+//   count      null, or one: how many of the tokens are there, from the first. Those behind have a beta and a
+//              decay of 0, and `last` ends in front of them
 //
 // A thread has 8 neighbouring channels of kTokens tokens, and reads each once but for the first of the next
 // thread; kAtOnce of them are in flight. Blocks behind these have the gates, a thread one head of a token.
@@ -63,28 +65,28 @@ DEVICE void store_last(u16* to, uint4 piece, int kept) {
 }
 
 DEVICE void compute_gates(const u16* gates, const void* log_decay, const void* bias, u16* beta, float* decay,
-                          i64 at, i64 count, u64 gates_row, int k_heads, int wide) {
-    if (at >= count) {
-        return;
-    }
+                          i64 at, int tokens, int there, u64 gates_row, int k_heads, int wide) {
     const int v_heads = k_heads * kHeads, head = int(at % v_heads), kind = wide ? 0 : Config::bf16 ? 2 : 1;
     const u16* const gate =
         gates + u64(at / v_heads) * gates_row + head / kHeads * 2 * kHeads + head % kHeads;
-    beta[at] = H::narrow(sigmoid(H::widen(gate[0])));
-    decay[at] = log_of_decay(H::widen(gate[kHeads]), log_decay, bias, head, kind);
+    const bool is_there = int(at / v_heads % tokens) < there;
+    beta[at] = H::narrow(is_there ? sigmoid(H::widen(gate[0])) : 0.0f);
+    decay[at] = is_there ? log_of_decay(H::widen(gate[kHeads]), log_decay, bias, head, kind) : 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     gated_delta_inputs(const uint4* projected, const u16* gates, const u16* window, const uint2* taps,
-                       const void* log_decay, const void* bias, uint4* query, uint4* key, uint4* value,
-                       u16* beta, float* decay, u16* last, u64 row, u64 gates_row, int batch, int tokens,
-                       int k_heads, int wide, int blocks) {
+                       const void* log_decay, const void* bias, const i64* count, uint4* query, uint4* key,
+                       uint4* value, u16* beta, float* decay, u16* last, u64 row, u64 gates_row, int batch,
+                       int tokens, int k_heads, int wide, int blocks) {
     follow_previous(projected, gates, window);
+    const int there = count ? int(min(max(*count, i64(0)), i64(tokens))) : tokens;
     const int of_keys = k_heads * kDim, channels = (2 + kHeads) * of_keys, kept = min(tokens, kTaps);
     if (int(blockIdx.x) >= blocks) {
         const i64 at = i64(int(blockIdx.x) - blocks) * blockDim.x + threadIdx.x;
-        compute_gates(gates, log_decay, bias, beta, decay, at, i64(batch) * tokens * k_heads * kHeads,
-                      gates_row, k_heads, wide);
+        if (at < i64(batch) * tokens * k_heads * kHeads) {
+            compute_gates(gates, log_decay, bias, beta, decay, at, tokens, there, gates_row, k_heads, wide);
+        }
         return;
     }
     const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -111,14 +113,19 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     const uint4* const of_token = projected + u64(of_batch) * tokens * row + u64(k_head) * kRow + column / 8;
     const int first = chunk * kTokens, end = min(first + kTokens, tokens);
+    const u16* const own_window = window + (u64(of_batch) * channels + channel) * kTaps;
+    u16* const own_last = last + (u64(of_batch) * channels + channel) * kept;
     uint4 before[kTaps - 1];
 #pragma unroll
     for (int i = 0; i < kTaps - 1; ++i) {
         const int token = first - (kTaps - 1) + i;
-        const u16* const kept_before = window + (u64(of_batch) * channels + channel) * kTaps;
         before[i] = token >= 0 ? of_token[token * row]
-                    : window   ? from_window(kept_before, kTaps + token)
+                    : window   ? from_window(own_window, kTaps + token)
                                : uint4{};
+    }
+    for (int place = 0; first == 0 && place < kept - there; ++place) {
+        store_last(own_last + place, window ? from_window(own_window, kTaps + there - kept + place) : uint4{},
+                   kept);
     }
     uint4* const to = is_value ? value : column < kDim ? query : key;
     const int copies = is_value ? 1 : kHeads;
@@ -139,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int copy = 0; copy < copies; ++copy) {
                 to[((head + copy) * kDim + within) / 8] = y;
             }
-            const int place = token + i - (tokens - kept);
-            if (place >= 0) {
-                store_last(last + (u64(of_batch) * channels + channel) * kept + place, raw[i], kept);
+            const int place = token + i - (there - kept);
+            if (place >= 0 && place < kept) {
+                store_last(own_last + place, raw[i], kept);
             }
 #pragma unroll
             for (int tap = 0; tap < kTaps - 2; ++tap) {

@@ -1,0 +1,177 @@
+"""Prompts of `generate` from CUDA graphs, padded to few lengths.
+
+Kernel by kernel the host takes longer for a prompt of a few hundred tokens than the GPU. A graph for each
+number of tokens would be recorded again and again, so prompts are padded on the right:
+* No token sees those behind it. Keys and values of the padding lie behind the cache's end, where the answer's
+  own replace them; linear attention is told how many tokens there are (`padded_prompts`).
+* Logits are taken at the last token that is there.
+* The padding is the prompt's own beginning, which experts are loaded for anyway.
+
+They begin in an empty cache without padding on the left, and so need no mask, whatever room the cache has.
+Others, and models in which attention goes other ways than `AttentionInterface`, run as transformers has it.
+Recorded or not, a prompt's kernels and so its logits are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kbit.integrations.transformers.attention import causal_without_masks
+from kbit.integrations.transformers.late_masks import MASKS
+from kbit.integrations.transformers.linear_attention import fused_linear_attention
+from kbit.integrations.transformers.recordings import Record, Recordings
+from kbit.integrations.transformers.static_caches import (
+    MOST_TOKENS,
+    fused_updates,
+    padded_length,
+    why_not_recorded,
+)
+from kbit.nn.gated_delta import padded_prompts
+from kbit.nn.rotary import fused_rotary, rotary_modules
+
+_RUNS_BEFORE = 1
+# What a prompt's call may be given; all else is transformers' own affair.
+_KNOWN = {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+_COUNT = "kbit_count"  # an input of recordings: how many tokens of the padded prompt are there
+
+
+class Prompts:
+    """Runs, records and replays prompts of a model.
+
+    Args:
+        model: gives it; not kept alive.
+        record: see `Recordings`.
+        refused: told why prompts cannot be recorded.
+    """
+
+    def __init__(self, model: Callable[[], Any], record: Record, refused: Callable[[str], None]) -> None:
+        self._model = model
+        self._recordings = Recordings(self._run, record, refused, _RUNS_BEFORE, may_leave=True)
+        self._left_to_model = False
+
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._recordings.clear()
+        self._left_to_model = False
+
+    def __call__(self, input_ids: torch.Tensor, named: dict[str, Any]) -> Any:
+        """The model's output for a prompt, whose tokens its cache holds then; None: not one for graphs.
+
+        Args:
+            input_ids: [batch, tokens].
+            named: what else `generate` has for the model.
+        """
+        model: Any = self._model()
+        cache: Any = named.get("past_key_values")
+        if self._left_to_model or not _may_take(model, input_ids, named):
+            return None
+        given = {**named, "attention_mask": None}
+        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        del inputs["past_key_values"]
+        if inputs.keys() - _KNOWN:
+            return None
+        tokens, length = input_ids.shape[1], padded_length(input_ids.shape[1])
+        recorded = len(input_ids) * length <= MOST_TOKENS and length <= _room(cache)
+        inputs = _padded(inputs, length if recorded else tokens)
+        try:
+            output = self._recordings(cache, inputs, model.device) if recorded else self._run(cache, inputs)
+        except _Unlike:
+            cache.reset()
+            self._left_to_model = True
+            return None
+        _take_back(cache, inputs["input_ids"].shape[1] - tokens)
+        if "logits_to_keep" not in inputs:
+            output.logits = output.logits[:, :tokens]
+        return output
+
+    def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
+        model, others = self._model(), {name: value for name, value in inputs.items() if name != _COUNT}
+        with _kernels(model, inputs[_COUNT]) as layers:
+            output = model(past_key_values=cache, return_dict=True, **others)
+            if layers() != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
+                raise _Unlike
+        return output
+
+
+class _Unlike(Exception):
+    """Not all layers of a model did what they do in others, or it returns more."""
+
+
+@contextlib.contextmanager
+def _kernels(model: Any, count: torch.Tensor) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Layers take a padded prompt; yields in how many attention and linear attention did."""
+    with contextlib.ExitStack() as stack:
+        causal, linear = (
+            stack.enter_context(each) for each in (causal_without_masks(model), padded_prompts(count))
+        )
+        for each in (fused_rotary(rotary_modules(model)), fused_updates(), fused_linear_attention()):
+            stack.enter_context(each)
+        yield lambda: (causal(), linear())
+
+
+def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
+    """Whether it is the whole prompt of a decoder, and so is what the cache will hold."""
+    config, cache, mask = model.config, named.get("past_key_values"), named.get("attention_mask")
+    if model.training or config.is_encoder_decoder or config._attn_implementation != "sdpa":
+        return False
+    if hasattr(type(model), MASKS):  # of its own, which need not be causal
+        return False
+    if input_ids.dim() != 2 or input_ids.shape[1] < 2 or why_not_recorded(cache) is not None:
+        return False
+    if any(value is not None for name, value in named.items() if name not in _KNOWN):
+        return False
+    if isinstance(named.get("logits_to_keep"), torch.Tensor) or not _is_empty(cache):
+        return False
+    return mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache holds nothing yet, in layers of the two known kinds."""
+    from transformers.cache_utils import LinearAttentionLayer, StaticLayer
+
+    if any(type(layer) not in (StaticLayer, LinearAttentionLayer) for layer in cache.layers):
+        return False
+    if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
+        return False
+    growing = _growing(cache)
+    return bool(growing) and int(growing[0].get_seq_length()) == 0
+
+
+def _growing(cache: Any) -> list[Any]:
+    """A cache's layers of keys and values."""
+    return [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
+
+
+def _layers(cache: Any) -> tuple[int, int]:
+    """How many of a cache's layers are of attention, and of linear attention."""
+    growing = len(_growing(cache))
+    return growing, len(cache.layers) - growing
+
+
+def _room(cache: Any) -> int:
+    return min(layer.max_cache_len for layer in _growing(cache))
+
+
+def _padded(inputs: dict[str, Any], length: int) -> dict[str, Any]:
+    """Inputs of a prompt made so long, with how many of its tokens are there."""
+    ids = inputs["input_ids"]
+    tokens, kept = ids.shape[1], inputs.get("logits_to_keep") or 0
+    at = torch.arange(length, device=ids.device)
+    padded = {**inputs, "input_ids": ids[:, at % tokens], _COUNT: at.new_tensor([tokens])}
+    if "position_ids" in inputs:
+        padded["position_ids"] = inputs["position_ids"][..., at.clamp(max=tokens - 1)]
+    padded.pop("logits_to_keep", None)
+    if kept:
+        padded["logits_to_keep"] = at[max(0, tokens - kept) : tokens].clone()
+    return padded
+
+
+def _take_back(cache: Any, tokens: int) -> None:
+    """Have a cache's length be what it was some tokens before."""
+    if tokens:
+        torch._foreach_sub_([layer.cumulative_length for layer in _growing(cache)], tokens)

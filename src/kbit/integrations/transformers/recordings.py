@@ -1,0 +1,183 @@
+"""Calls of a model with a cache: run a few times, then recorded, then replayed into the same tensors.
+
+What a recorded call rests on:
+* Inputs are copied into tensors of its own, so positions and masks are the call's; the cache counts its
+  tokens in a tensor, which the graph advances, and linear attention updates its states in place.
+* What counts or replaces tensors in Python, such as a sliding window, no replay would advance. A cache that a
+  recording leaves changed is put back, and its calls run as without graphs. Where every call finds the cache
+  as the first did, empty, a replay leaves it as the recording did.
+* The runs in front of the recording are calls like others: they allocate, choose kernels, compile.
+* A graph writes to the cache that it was recorded with, and goes with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from kbit.integrations.transformers.static_caches import copied, is_same, put_back, states_of, tensors_of
+
+# Called with what runs a call, and its device: returns what runs it again into the same outputs, and these.
+Record = Callable[[Callable[[], dict[str, Any]], torch.device], tuple[Callable[[], None], dict[str, Any]]]
+
+
+def record_cuda_graph(
+    run: Callable[[], dict[str, Any]], device: torch.device, pool: Any = None
+) -> tuple[Callable[[], None], dict[str, Any]]:
+    """A CUDA graph of a call on a device, its memory from a pool. It must have run before, without one."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    # Left out, the stream is of the device of the first capture. Other threads may stream text.
+    how = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
+    with torch.cuda.device(device), torch.cuda.graph(graph, **how):
+        outputs = run()
+    return graph.replay, outputs
+
+
+class SharedPool:
+    """`record_cuda_graph` into one pool of memory: for graphs of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Any, device: torch.device) -> tuple[Callable[[], None], dict[str, Any]]:
+        """As it."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return record_cuda_graph(run, device, self._pool)
+
+
+@dataclass
+class _Recording:
+    """Calls of equal shapes with one cache."""
+
+    runs: int = 0
+    failed: bool = False
+    inputs: list[torch.Tensor] = field(default_factory=list)  # what a replay reads
+    outputs: dict[str, Any] = field(default_factory=dict)  # what it writes
+    replay: Callable[[], None] | None = None
+    tensors: list[tuple[Any, Any, torch.Tensor]] = field(default_factory=list)  # container, key, tensor
+    found: list[Any] = field(default_factory=list)  # what the cache's layers held before
+    left: list[Any] = field(default_factory=list)  # and behind, if something else
+
+    def is_stale(self, cache: Any) -> bool:
+        """Whether the cache has tensors in other places than those recorded, or holds other things."""
+        if not _are_there(self.tensors):
+            return True
+        return bool(self.left) and not all(map(is_same, states_of(cache), self.found))
+
+
+class Recordings:
+    """Recordings of calls of a model, by cache and by what inputs look like.
+
+    Args:
+        run: what is recorded: (cache, inputs) -> an output of transformers.
+        record: such as `record_cuda_graph`.
+        refused: told why a call could not be recorded.
+        runs_before: a recording.
+        may_leave: whether calls may change what a cache holds in Python; each then has to find it as the
+            first did.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any, dict[str, Any]], Any],
+        record: Record,
+        refused: Callable[[str], None],
+        runs_before: int,
+        may_leave: bool = False,
+    ) -> None:
+        self._run, self._record, self._refused = run, record, refused
+        self._runs_before, self._may_leave = runs_before, may_leave
+        self._known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Recording]] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, cache: Any) -> bool:
+        return cache in self._known
+
+    def __len__(self) -> int:
+        """Caches with recordings."""
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+
+    def __call__(self, cache: Any, inputs: dict[str, Any], device: torch.device) -> Any:
+        """What `run(cache, inputs)` returns, from a recording if there is one, or it is time for one.
+
+        Args:
+            cache: of a fixed size.
+            inputs: tensors, numbers and strings, in tuples, lists and dicts.
+            device: of the model.
+        """
+        leaves, structure = tree_flatten(inputs)
+        sizes = ((leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf for leaf in leaves)
+        key = (torch.is_inference_mode_enabled(), *inputs, *sizes)
+        known = self._known.setdefault(cache, {})
+        one = known.setdefault(key, _Recording())
+        if one.is_stale(cache):
+            one = known[key] = _Recording()
+        if one.replay is None:
+            if one.failed or one.runs < self._runs_before:
+                one.runs += 1
+                return self._run(cache, inputs)
+            kept = [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
+            one.inputs = [leaf for leaf in kept if is_tensor(leaf)]
+            self._try_to_record(one, cache, tree_unflatten(kept, structure), device)
+            return self(cache, inputs, device)
+        for mine, given in zip(one.inputs, filter(is_tensor, leaves), strict=True):
+            mine.copy_(given)
+        one.replay()
+        for state, left in zip(states_of(cache), one.left, strict=False):
+            put_back(state, left)
+        outputs = tree_map(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, one.outputs)
+        return self._output_type(**outputs, past_key_values=cache)
+
+    def _try_to_record(
+        self, one: _Recording, cache: Any, inputs: dict[str, Any], device: torch.device
+    ) -> None:
+        its_cache = weakref.ref(cache)  # a recording goes with its cache, which it so must not keep
+
+        def run() -> dict[str, Any]:
+            outputs = self._run(its_cache(), inputs)
+            self._output_type = type(outputs)
+            return {name: value for name, value in outputs.items() if name != "past_key_values"}
+
+        layers = states_of(cache)
+        found = [copied(layer) for layer in layers]
+        places = list(tensors_of(cache))
+        try:
+            one.replay, one.outputs = self._record(run, device)
+            unchanged = all(map(is_same, layers, found))
+            may = unchanged or (self._may_leave and _are_there(places))
+            reason = None if may else "its cache counts or allocates in Python"
+        except RuntimeError as error:
+            unchanged, reason = False, (str(error) or type(error).__name__).splitlines()[0]
+        if not unchanged:
+            one.found, one.left = found, [] if reason else [copied(layer) for layer in layers]
+            for layer, before in zip(layers, found, strict=True):
+                put_back(layer, before)
+        if reason is None:
+            one.tensors = places
+            return
+        one.replay, one.failed = None, True
+        self._refused(reason)
+
+
+def _are_there(places: list[tuple[Any, Any, torch.Tensor]]) -> bool:
+    return all(_at(container, key) is tensor for container, key, tensor in places)
+
+
+def _at(container: Any, key: Any) -> Any:
+    if isinstance(container, list):
+        return container[key] if key < len(container) else None
+    return container.get(key)
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf of inputs is a tensor."""
+    return isinstance(leaf, torch.Tensor)
