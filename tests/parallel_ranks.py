@@ -7,15 +7,17 @@ compare. On GPUs where the job says so, each rank on its own.
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 import kbit
 from kbit.bench import model_split
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.cuda_graphs import CUDAGraphWarning
 from kbit.nn import QuantizedModule
 from parallel_models import PARALLEL
 
@@ -41,15 +43,33 @@ def distributed(mode):
 
 
 def evaluate(model):
-    """Logits, a greedy continuation, column-split projections, and a gradient through the whole model."""
+    """Logits, greedy continuations, column-split projections, and a gradient through the whole model."""
     ids = IDS.to(model.device)
     with torch.no_grad():
         result = {"logits": model(ids).logits.cpu(), "projections": projections(model)}
     result["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False).cpu()
+    if model.device.type == "cuda":
+        result["answers"], result["warnings"] = answers_from_graphs(model, ids)
     x = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=x).logits.float().square().mean().backward()
     result["gradient"] = x.grad.cpu()
     return result
+
+
+def answers_from_graphs(model, ids):
+    """Logits of an answer that is given thrice, and what was warned of."""
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    kbit.enable_cuda_graphs(model)
+    more = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    answers = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CUDAGraphWarning)
+        for _ in range(3):
+            cache.reset()
+            answer = model.generate(ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, **more)
+            answers.append(torch.stack(answer.logits).cpu())
+    kbit.disable_cuda_graphs(model)
+    return answers, [str(one.message) for one in caught if issubclass(one.category, CUDAGraphWarning)]
 
 
 def projections(model):

@@ -43,6 +43,11 @@ def test_two_gpus_compute_and_save_what_one_does(name, mode, runs):
         # As on the CPU, but kernels of other shapes add in another order.
         bound = 2.0**-9 * one[key].abs().max() * (16 if key == "logits" else 64)
         assert (first[key] - one[key]).abs().max() <= bound
+    assert not first["warnings"]
+    assert not second["warnings"]
+    assert all(torch.equal(answer, first["answers"][0]) for answer in (*first["answers"], *second["answers"]))
+    bound = 2.0**-9 * one["answers"][0][0].abs().max() * 16
+    assert (first["answers"][0][0] - one["answers"][0][0]).abs().max() <= bound
     saved = folder / f"saved-{name}-{mode}" / "model.safetensors"
     assert saved.read_bytes() == (folder / f"{name}-kbit" / "model.safetensors").read_bytes()
 
