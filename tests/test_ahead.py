@@ -208,8 +208,8 @@ def test_linear_attention(architecture, tiles_pay, on_h200):
 def test_latent_attention(architecture, tiles_pay, on_h200):
     kbit.compile_kernels(quantized(architecture), tokens=[1])
     found = {spec.source for spec, _ in on_h200 if spec.source.startswith("latent")}
-    both = {"latent_attention.cu", "latent_combine.cu"}
-    assert found == (both if architecture == "glm4_moe_lite" else set())
+    all_of_them = {"latent_attention.cu", "latent_combine.cu", "latent_heads.cu"}
+    assert found == (all_of_them if architecture == "glm4_moe_lite" else set())
 
 
 @pytest.mark.parametrize(("columns", "count"), [(64, 1), (16, 0)])

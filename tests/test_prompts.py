@@ -139,6 +139,16 @@ def test_caches_of_generate_have_room_for_padding(monkeypatch):
     assert not static_caches._room_for_padding(named | {"model_kwargs": {}})
 
 
+def test_latents_behind_a_prompt_are_not_expanded():
+    model = quantized("glm4_moe_lite")
+    enabled, rows = Enabled(model), []
+    expand = model.model.layers[0].self_attn.kv_b_proj
+    hook = expand.register_forward_pre_hook(lambda layer, given: rows.append(given[0].shape[-2]))
+    enabled.logits(prompt(20), max_new_tokens=1, min_new_tokens=1)
+    hook.remove()
+    assert rows == [32]
+
+
 def test_padding_on_the_left_is_transformers_own_affair():
     model = quantized()
     mask = torch.ones(2, 20, dtype=torch.int64)

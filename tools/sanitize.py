@@ -141,6 +141,11 @@ def run_around_products() -> None:
         mask, at = torch.zeros(1, 70, device="cuda").half(), torch.tensor(length, device="cuda")
         given = (new[1], new[0], *more, mask, latents, keys, at, 0.1, 1e-6, False, True, True)
         assert torch.isfinite(torch.ops.kbit.latent_attention_step(*given)).all()
+    for heads, own, values in ((20, 192, 256), (3, 32, 40)):
+        shapes = (2, 7, heads, own + 64), (2, 7, heads, own + values), (2, 7, 64), (1, 7, 64), (1, 7, 64)
+        for interleaved in (False, True):
+            given = [torch.randn(shape, device="cuda").half() for shape in shapes]
+            assert all(torch.isfinite(one).all() for one in torch.ops.kbit.latent_heads(*given, interleaved))
     for k_heads, ratio in ((3, 1), (2, 2)):
         v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
         shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)

@@ -28,10 +28,8 @@ import torch
 import torch.distributed as dist
 
 from kbit.bench.repeats import median_and_spread
-from kbit.integrations.transformers.attention import causal_without_masks
-from kbit.integrations.transformers.linear_attention import fused_linear_attention
+from kbit.integrations.transformers.prompts import prompt_kernels
 from kbit.integrations.transformers.step_kernels import step_kernels
-from kbit.nn.rotary import fused_rotary, rotary_modules
 
 WARM_STEPS = 3
 _LENGTHS = 64  # caches are a multiple long: attention with a mask wants aligned rows
@@ -195,9 +193,7 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
     """Time of reading one prompt into an empty, growing cache and making its last token's logits.
 
     In a CUDA graph, or it would be the host's time, which differs by a third from run to run. A growing cache
-    has its length on the host, so that attention is causal without a mask (`causal_without_masks`); a static
-    one would need a mask.
-    What quantized models run around their products, those of 16 bits do here, too.
+    has its length on the host. Both kinds of models run the same kernels around their products.
     """
     from transformers import DynamicCache
 
@@ -207,7 +203,7 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        with fused_rotary(rotary_modules(model)), fused_linear_attention(), causal_without_masks(model):
+        with prompt_kernels(model):
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     run()

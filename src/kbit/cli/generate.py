@@ -118,6 +118,7 @@ def generate(
 
     from kbit.cli.compile_ahead import compile_ahead
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
+    from kbit.integrations.transformers.static_caches import padded_length
 
     _check_sampling(temperature, top_p)
     if compiled and not device.startswith("cuda"):
@@ -133,7 +134,8 @@ def generate(
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
     with console.status("loading"):
         model = load_model(folder, dtype, device)
-    compile_ahead(model, (1, input_ids.shape[1]))
+    tokens = input_ids.shape[1]
+    compile_ahead(model, (1, padded_length(tokens) if model.device.type == "cuda" else tokens))
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}

@@ -1,4 +1,4 @@
-"""Implementation of `kbit::latent_attention_step`, in the steps of `kbit.dispatch.ops`."""
+"""Implementations of the ops of multi-head latent attention, in the steps of `kbit.dispatch.ops`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.autograd.graph import increment_version
 
 from kbit.dispatch.backends import module_on_gpus
 from kbit.dispatch.ops import implement
-from kbit.ops import latent_schemas
+from kbit.ops import latent_heads_schemas, latent_schemas
 
 
 @implement(latent_schemas.NAME)
@@ -34,4 +34,15 @@ def _latent_attention_step(
         module = module_on_gpus(latent_schemas.NAME, query.device)
         module.latent_attention_step(*given, scaling, eps, plus_one, round_first, interleaved, out)
     increment_version((latents, keys))
+    return out
+
+
+@implement(latent_heads_schemas.NAME)
+def _latent_heads(query, expanded, key, cos, sin, interleaved):
+    given = query, expanded, key, cos, sin
+    latent_heads_schemas.check(*given)
+    out = latent_heads_schemas.outputs(query, key)
+    if query.numel():
+        module_on_gpus(latent_heads_schemas.NAME, query.device).latent_heads(*given, interleaved, *out)
+    increment_version((query,))
     return out

@@ -9,7 +9,16 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from kbit.backends.cuda import ahead, attention, driver, gated_delta, latent, operands, tables
+from kbit.backends.cuda import (
+    ahead,
+    attention,
+    driver,
+    gated_delta,
+    latent,
+    latent_prompts,
+    operands,
+    tables,
+)
 from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
@@ -116,7 +125,7 @@ def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelS
     if any(kind.__name__ == gated_delta_schemas.LAYER for kind in _classes(model)):
         found += gated_delta.specs(device.arch)
     if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
-        found += latent.specs(device.shared_bytes)
+        found += [*latent.specs(device.shared_bytes), *latent_prompts.specs()]
     layers = (module for module in model.modules() if module._modules.keys() >= attention_schemas.LAYERS)
     columns = {vars(layer).get("head_dim", 0): None for layer in layers}
     found += attention.specs(device.arch, device.shared_bytes, columns)

@@ -7,6 +7,7 @@ from kbit.ops import (  # noqa: F401
     cache_schemas,
     gated_delta_schemas,
     heads_schemas,
+    latent_heads_schemas,
     latent_schemas,
     moe_schemas,
     norm_schemas,

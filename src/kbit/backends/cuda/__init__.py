@@ -18,6 +18,7 @@ from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.gated_delta import gated_delta_inputs, gated_delta_output, gated_delta_step
 from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.latent import latent_attention_step
+from kbit.backends.cuda.latent_prompts import latent_heads
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary
 from kbit.backends.cuda.products import experts_tiled, grouped_linear_tiled, linear_tiled
@@ -47,6 +48,7 @@ __all__ = [
     "gated_delta_step",
     "grouped_linear_tiled",
     "latent_attention_step",
+    "latent_heads",
     "linear",
     "linear_tiled",
     "moe_align",

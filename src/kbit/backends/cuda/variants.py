@@ -8,6 +8,7 @@ from kbit.backends.cuda import (
     gated_delta,
     grouped,
     latent,
+    latent_prompts,
     resident,
     routing,
     rows,
@@ -18,7 +19,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
-_AROUND = (routing, *ahead.BETWEEN)  # the products
+_AROUND = (routing, latent_prompts, *ahead.BETWEEN)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}

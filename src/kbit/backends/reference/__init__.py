@@ -13,7 +13,7 @@ from kbit.backends.reference.attention import attention_step
 from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.gated_delta import gated_delta_inputs, gated_delta_output, gated_delta_step
 from kbit.backends.reference.heads import append_heads
-from kbit.backends.reference.latent import latent_attention_step
+from kbit.backends.reference.latent import latent_attention_step, latent_heads
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
 from kbit.backends.reference.position import rotary
@@ -45,6 +45,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_tiled",
     "latent_attention_step",
+    "latent_heads",
     "linear",
     "linear_tiled",
     "moe_align",

@@ -54,3 +54,23 @@ def turn(
     angles = cos[:, None], sin[:, None]
     rotary(query[:, :, None], key[:, :, None], *angles, turned[:, None], its_key[:, None])
     return turned, its_key
+
+
+def latent_heads(
+    query: torch.Tensor,
+    expanded: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    keys: torch.Tensor,
+    turned: torch.Tensor,
+) -> None:
+    """`kbit::latent_heads` into `keys` [B, T, H, N + R] and `turned` [B, T, R]."""
+    own = query.shape[3] - key.shape[2]
+    its_query, its_key = query[..., own:].transpose(1, 2), key[:, None]
+    made = its_query.new_empty(its_query.transpose(1, 2).shape)
+    rotary(its_query, its_key, cos, sin, made, turned[:, :, None], interleaved)
+    query[..., own:] = made
+    keys[..., :own] = expanded[..., :own]
+    keys[..., own:] = turned[:, :, None]

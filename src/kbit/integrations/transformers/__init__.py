@@ -16,6 +16,7 @@ transformers; asking it for `KbitConfig` does.
     step_kernels, attention      what such steps run: fewer kernels, no copies of the cache
     attention_heads              what is between attention's projections and attention, in one kernel
     latent_attention             multi-head latent attention, of latents that are not expanded
+    latent_prompts               that of prompts, whose latents are
     attention_steps              what both ask of layers and caches, and how they try a class
     linear_attention             that of Qwen3-Next, in few kernels
     stop_checks                  ends of answers, looked for a step late

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-NAME, _MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
+NAME, MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
 # What asks transformers' own function for more than this one does.
 _MORE = ("position_bias", "softcap", "cache", "output_attentions")
 
@@ -48,35 +48,36 @@ _causal = _Causal()
 def causal_without_masks(model: Any) -> Iterator[Callable[[], int]]:
     """Attention of a model that uses "sdpa" gets no mask and is causal; nothing happens to others.
 
-    Right for prompts without padding on the left, in empty caches without sliding windows: keys behind the
-    prompt's, for which the cache has room, are left out. transformers leaves out masks, too, but not for
-    caches of a fixed size, nor in every release while a CUDA graph is recorded, and with a mask PyTorch has
-    no fast kernel: 2048 tokens of Qwen3-30B-A3B's heads took 204 us on an H200, without 81.
+    Right for prompts without padding on the left, of which there are all keys and no others. transformers
+    leaves out masks, too, but not for every cache of a fixed size, nor in every release while a CUDA graph is
+    recorded, and with a mask PyTorch has no fast kernel: 2048 tokens of Qwen3-30B-A3B's heads took 204 us on
+    an H200, without 81.
 
     Yields:
         In how many layers' calls that was so: other models' attention goes other ways.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_MASKLESS, _causal_attention)  # transformers makes none for such a name
+    AttentionInterface.register(MASKLESS, causal_attention)  # transformers makes none for such a name
     before, _causal.layers = _causal.layers, 0
     try:
-        with _in_place_of_sdpa(model.config, _MASKLESS):
+        with _in_place_of_sdpa(model.config, MASKLESS):
             yield lambda: _causal.layers
     finally:
         _causal.layers = before
 
 
-def _causal_attention(
+def causal_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, in `causal_without_masks`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = named.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if attention_mask is None and causal and not asks_for_more(named):
+    whole = key.shape[2] == value.shape[2] == query.shape[2]
+    if attention_mask is None and whole and causal and not asks_for_more(named):
         _causal.layers += 1
-        key, value = (x[:, :, : query.shape[2]] for x in (key, value))
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
 
 

@@ -41,8 +41,8 @@ from kbit.ops.latent_schemas import EXPAND, LATENT, LAYERS, NORM
 
 _OUT = "o_proj"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_kinds = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
-_TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
+KINDS = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
+TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
 _forms: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
 # By layer that expands: from what its weight was decoded, and that.
@@ -52,7 +52,7 @@ _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.Wea
 @contextlib.contextmanager
 def fused_latents(model: Any) -> Iterator[None]:
     """A model's layers of latent attention run as here where that gives what they give."""
-    with _kinds.run(model, _fused):
+    with KINDS.run(model, _fused):
         yield
 
 
@@ -102,7 +102,7 @@ def attend(
     columns, own = layer.kv_lora_rank, layer.qk_nope_head_dim
     weight = weight.view(-1, own + layer.v_head_dim, columns)
     batch, heads = len(x), len(weight)
-    query = _query(layer, x).reshape(batch, heads, -1)
+    query = query_of(layer, x).reshape(batch, heads, -1)
     latent, norm = layer._modules[LATENT](x).squeeze(1), layer._modules[NORM]
     absorbed = torch.bmm(query[..., :own].transpose(0, 1), weight[:, :own]).transpose(0, 1)
     mask = None if attention_mask is None else attention_mask[:, 0, 0]
@@ -116,7 +116,8 @@ def attend(
     return layer._modules[_OUT](values.view(batch, 1, -1))
 
 
-def _query(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def query_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """All heads' queries of tokens, [batch, tokens, heads * columns]."""
     if layer._modules.get("q_a_proj") is None:
         return layer.q_proj(x)
     return layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x)))
@@ -175,7 +176,7 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     try:
         columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
         x = normal(TRIED_BATCH, 1, 8)
-        made = _on_other_parts(layer, x, normal)
+        made = on_other_parts(layer, x, normal)
         cos, sin = (normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
         mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
         mask[..., TRIED_LENGTH + 1 :] = -torch.inf
@@ -189,27 +190,27 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
             before, lambda cache: attend(made, x, (cos, sin), mask, cache.layers[0], weight, interleaved)
         )
         pairs = zip((want, *its_cache), (have, *cached), strict=True)
-        return all(bool(((a - b).abs() <= _TOLERANCE * a.abs().max()).all()) for a, b in pairs)
+        return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
     except Exception:  # a class that wants something else stays as it is
         return False
 
 
-def _on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tensor]) -> Any:
+def on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tensor]) -> Any:
     """A layer of the same class whose projections of x, and other parts, are made by `normal`."""
-    columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
+    (batch, tokens, _), columns, turned = x.shape, layer.kv_lora_rank, layer.qk_rope_head_dim
     expand = nn.Linear(columns, layer._modules[EXPAND].out_features, bias=False, device="meta")
     expand.weight = nn.Parameter(normal(expand.out_features, columns) * columns**-0.5, False)
     norm = stand_in(layer._modules[NORM])
     norm._parameters = {"weight": nn.Parameter(normal(columns), False)}
     heads = expand.out_features // (layer.qk_nope_head_dim + layer.v_head_dim)
-    query = normal(TRIED_BATCH, 1, heads * (layer.qk_nope_head_dim + turned))
+    query = normal(batch, tokens, heads * (layer.qk_nope_head_dim + turned))
     parts: dict[str, nn.Module | None] = dict.fromkeys(layer._modules)
-    parts |= {LATENT: Given(x, normal(TRIED_BATCH, 1, columns + turned)), NORM: norm}
+    parts |= {LATENT: Given(x, normal(batch, tokens, columns + turned)), NORM: norm}
     parts |= {EXPAND: expand, _OUT: nn.Identity()}
     if layer._modules.get("q_a_proj") is None:
         parts["q_proj"] = Given(x, query)
     else:
-        middle, normed = normal(TRIED_BATCH, 1, 8), normal(TRIED_BATCH, 1, 8)
+        middle, normed = normal(batch, tokens, 8), normal(batch, tokens, 8)
         chain = {"q_a_proj": (x, middle), "q_a_layernorm": (middle, normed), "q_b_proj": (normed, query)}
         parts |= {name: Given(*pair) for name, pair in chain.items()}
     made = stand_in(layer)

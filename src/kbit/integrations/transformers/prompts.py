@@ -22,6 +22,7 @@ import torch
 
 from kbit.integrations.transformers.attention import causal_without_masks
 from kbit.integrations.transformers.late_masks import MASKS
+from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.recordings import Record, Recordings
 from kbit.integrations.transformers.static_caches import (
@@ -91,9 +92,9 @@ class Prompts:
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model, others = self._model(), {name: value for name, value in inputs.items() if name != _COUNT}
-        with _kernels(model, inputs[_COUNT]) as layers:
+        with prompt_kernels(model) as causal, padded_prompts(inputs[_COUNT]) as linear:
             output = model(past_key_values=cache, return_dict=True, **others)
-            if layers() != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
+            if (causal(), linear()) != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
                 raise _Unlike
         return output
 
@@ -103,15 +104,24 @@ class _Unlike(Exception):
 
 
 @contextlib.contextmanager
-def _kernels(model: Any, count: torch.Tensor) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Layers take a padded prompt; yields in how many attention and linear attention did."""
+def prompt_kernels(model: Any) -> Iterator[Callable[[], int]]:
+    """Few kernels instead of many, where they give what the model's own give, for prompts in empty caches.
+
+    In the whole process meanwhile, and for other models as well, but attention.
+
+    Yields:
+        In how many layers' calls attention was causal without a mask.
+    """
     with contextlib.ExitStack() as stack:
-        causal, linear = (
-            stack.enter_context(each) for each in (causal_without_masks(model), padded_prompts(count))
-        )
-        for each in (fused_rotary(rotary_modules(model)), fused_updates(), fused_linear_attention()):
+        causal = stack.enter_context(causal_without_masks(model))
+        for each in (
+            fused_rotary(rotary_modules(model)),
+            fused_updates(whole=True),
+            fused_linear_attention(),
+            fused_latent_prompts(model),
+        ):
             stack.enter_context(each)
-        yield lambda: (causal(), linear())
+        yield causal
 
 
 def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:

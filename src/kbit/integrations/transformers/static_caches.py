@@ -50,10 +50,13 @@ _late = _Late()
 
 
 @contextlib.contextmanager
-def fused_updates() -> Iterator[None]:
+def fused_updates(*, whole: bool = False) -> Iterator[None]:
     """Layers of static caches take keys and values in one kernel, where they took four.
 
     Their lengths grow in one for all layers, at the end, or when one is asked for.
+
+    Args:
+        whole: what layers take is all that they hold, and given back as it is, without the room behind it.
     """
     from transformers.cache_utils import StaticLayer
 
@@ -63,11 +66,13 @@ def fused_updates() -> Iterator[None]:
             if torch.compiler.is_compiling() or type(layer) is not StaticLayer:
                 return own(layer, key, value, *more, **named)
             settle(layer)
-            if not appends(layer, key, value):
-                return own(layer, key, value, *more, **named)
-            torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
-            grow(layer, key.shape[2])
-            return layer.keys, layer.values
+            if appends(layer, key, value):
+                torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
+                grow(layer, key.shape[2])
+                held = layer.keys, layer.values
+            else:
+                held = own(layer, key, value, *more, **named)
+            return (key, value) if whole else held
 
         return update
 

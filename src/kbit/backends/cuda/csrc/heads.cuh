@@ -1,5 +1,5 @@
-// What rms_norm.cu, rotary.cu and append_heads.cu compute with pieces of 16 bytes of rows of 16 bits: the
-// norm's factor and products, and turned pairs of columns. "config.h" must be included before.
+// What rms_norm.cu, rotary.cu, append_heads.cu and others compute with pieces of 16 bytes of rows of 16 bits:
+// the norm's factor and products, and turned pairs of columns. "config.h" must be included before.
 #pragma once
 
 #include "rows.cuh"
@@ -58,6 +58,13 @@ DEVICE uint4 normed(uint4 x, uint4 weight, float factor, float more, int round_f
         v[i] = __fmul_rn(round_first ? D::round(quotient) : quotient, w[i] + more);
     }
     return D::piece(v);
+}
+
+// The even elements of two pieces, or the odd ones.
+DEVICE uint4 every_other(uint4 a, uint4 b, bool odd) {
+    const u32 selector = odd ? 0x7632 : 0x5410;
+    return {permute(a.x, a.y, selector), permute(a.z, a.w, selector), permute(b.x, b.y, selector),
+            permute(b.z, b.w, selector)};
 }
 
 // x * cos + sign * other * sin, each product and the sum rounded

@@ -15,13 +15,6 @@
 #include "config.h"
 #include "heads.cuh"
 
-// The even elements of two pieces, or the odd ones.
-DEVICE uint4 every_other(uint4 a, uint4 b, bool odd) {
-    const u32 selector = odd ? 0x7632 : 0x5410;
-    return {permute(a.x, a.y, selector), permute(a.z, a.w, selector), permute(b.x, b.y, selector),
-            permute(b.z, b.w, selector)};
-}
-
 extern "C" __global__ void __launch_bounds__(256)
     rotary(const uint4* query, const uint4* key, const uint4* cos, const uint4* sin, uint4* out_query,
            uint4* out_key, u64 query_batch, u64 query_head, u64 query_token, u64 key_batch, u64 key_head,
