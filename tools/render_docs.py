@@ -17,6 +17,7 @@ import typer
 from render_readme import (
     GPU_BITS,
     GPU_FILE,
+    MODEL_FILES,
     PEERS_FILE,
     RESULTS,
     ROOT,
@@ -25,6 +26,7 @@ from render_readme import (
     load,
     load_if_there,
     markdown,
+    models,
     named_layer,
     peer_ratios,
 )
@@ -37,6 +39,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILES = {name: f"h100-80gb-hbm3-{name}.json" for name in ("kernels", "widths", "moe")}
+H100_MODEL_FILES = [name.replace("h200-", "h100-80gb-hbm3-") for name in MODEL_FILES]
 SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE = "h200-nvfp4.json"
@@ -438,6 +441,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu_h100": lambda: gpu(H100_FILES["kernels"]),
     "widths_h100": lambda: widths(H100_FILES["widths"]),
     "experts_h100": lambda: experts(H100_FILES["moe"]),
+    "models_h100": lambda: models(H100_MODEL_FILES),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},

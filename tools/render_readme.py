@@ -20,7 +20,7 @@ GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h2
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = ("h200-qwen3-*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
-GENERATE_FILES = "h200-generate-*.json"
+GENERATE_FILES = "h100-80gb-hbm3-generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 GPU_BITS = 4
@@ -217,9 +217,9 @@ def _first_losses(lost: list[dict[str, Any]]) -> str:
     return f" At {GPU_BITS} bits the first layer to lose is {soon}, the last {late}."
 
 
-def models() -> str:
+def models(files: Sequence[str] = MODEL_FILES) -> str:
     """Whole models on a GPU: weights, memory and tokens a second at 4 bits and in bfloat16."""
-    results = [load(path.name) for files in MODEL_FILES for path in sorted(RESULTS.glob(files))]
+    results = [load(path.name) for pattern in files for path in sorted(RESULTS.glob(pattern))]
     if not results:
         return "Not measured yet: `kbit bench model` does."
     names = list(dict.fromkeys(result["model"] for result in results))
@@ -250,7 +250,7 @@ def models() -> str:
 
 
 def generating() -> str:
-    """Tokens a second of model.generate: as it is, and from CUDA graphs."""
+    """Tokens a second of model.generate, and the first one: as it is, and from CUDA graphs."""
     results = [load(path.name) for path in sorted(RESULTS.glob(GENERATE_FILES))]
     body = []
     for result in results:
@@ -258,17 +258,19 @@ def generating() -> str:
         for row in result["rows"]:
             by_arm.setdefault(row["arm"].removeprefix("kbit "), []).append(row)
         for arm, rows in by_arm.items():
-            speeds = [f"{row['tokens_s']:.0f} ({row['first_call_s']:.0f})" for row in rows]
-            body.append([f"{result['model']}, {arm}", *speeds])
+            speeds = [f"{row['tokens_s']:.0f}" for row in rows]
+            waits = [f"{row['first_token_s'] * 1e3:.0f} ms ({row['first_call_s']:.0f})" for row in rows]
+            cells = [f"{speed}, {wait}" for speed, wait in zip(speeds, waits, strict=True)]
+            body.append([f"{result['model']}, {arm}", *cells])
     if not body:
         return "Not measured yet: `kbit bench generate` does."
     ways = [row["way"] for row in results[0]["rows"] if row["arm"] == results[0]["rows"][0]["arm"]]
     plan, commits = results[0]["plan"], dict.fromkeys(one["machine"]["commit"][:7] for one in results)
     text = (
-        "`kbit bench generate`: tokens a second of `model.generate`, one sequence, "
-        f"{plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random weights; in brackets "
-        "seconds of the whole first call, which loads kernels (kbit's own were compiled before), records and "
-        "compiles. "
+        "`kbit bench generate`: tokens a second of `model.generate`, milliseconds until the first one comes, "
+        f"one sequence, {plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random weights; "
+        "in brackets seconds of the whole first call, which loads kernels (kbit's own were compiled before), "
+        "records and compiles. "
         f"NVIDIA {_gpu_name(results[0])}, kbit at {' and '.join(commits)}."
     )
     return f"{text}\n\n{markdown(['model', *ways], body)}"
