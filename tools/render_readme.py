@@ -268,9 +268,9 @@ def generating() -> str:
     plan, commits = results[0]["plan"], dict.fromkeys(one["machine"]["commit"][:7] for one in results)
     text = (
         "`kbit bench generate`: tokens a second of `model.generate`, milliseconds until the first one comes, "
-        f"one sequence, {plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random weights; "
-        "in brackets seconds of the whole first call, which loads kernels (kbit's own were compiled before), "
-        "records and compiles. "
+        f"one sequence, {plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random "
+        "weights; in brackets seconds of the whole first call, which loads kernels (kbit's own were compiled "
+        "before), records and compiles. "
         f"NVIDIA {_gpu_name(results[0])}, kbit at {' and '.join(commits)}."
     )
     return f"{text}\n\n{markdown(['model', *ways], body)}"

@@ -163,8 +163,22 @@ class LastCaches:
             self._last[model] = kind, fresh
             return fresh
         last = self._last[model][1]
-        last.reset()
+        _empty(last)
         return last
+
+
+def _empty(cache: Any) -> None:
+    """`cache.reset()`; tensors of all layers in a launch, where that has three for each layer."""
+    from transformers.cache_utils import StaticLayer
+
+    whole = [layer for layer in cache.layers if type(layer) is StaticLayer and layer.is_initialized]
+    for layer in cache.layers:
+        if layer not in whole:
+            layer.reset()
+    for names in (("keys", "values"), ("cumulative_length",)):
+        tensors = [getattr(layer, name) for layer in whole for name in names]
+        if tensors:
+            torch._foreach_zero_(tensors)
 
 
 def _room_for_padding(named: dict[str, Any]) -> dict[str, int]:
