@@ -1,17 +1,18 @@
-// Keys of all heads of multi-head latent attention for a prompt's tokens, and queries turned in place: of each
-// head's key the first columns come from what latents were expanded to, the others, turned by their position's
-// angles, are the same for all heads. Turned as in rotary.cu.
+// Keys of all heads of multi-head latent attention for a prompt's tokens, and queries turned in place: of a
+// head's key the first columns come from what latents were expanded to, the others, turned by their
+// position's angles, are the same for all heads. Turned as in rotary.cu.
 //
-//   query     float16, or bfloat16 with Config::bf16: [batch, tokens, heads, own + 2 * kHalf pieces], a piece
-//             being 16 bytes; any strides in pieces. The last 2 * kHalf pieces are written
+//   query     float16, or bfloat16 with Config::bf16: [batch, tokens, heads, own + 2 * kHalf pieces], a
+//             piece being 16 bytes; any strides in pieces. The last 2 * kHalf pieces are written
 //   expanded  [batch, tokens, heads, own or more pieces], any strides in pieces
 //   key       [batch, tokens, 2 * kHalf pieces], likewise
 //   cos, sin  [batch or 1, tokens, 2 * kHalf pieces], alike in strides
 //   keys      [batch, tokens, heads, own + 2 * kHalf pieces], contiguous
 //   turned    [batch, tokens, 2 * kHalf pieces], contiguous: of key
 //
-// A thread turns two pieces of a head's query or key that belong together, or copies one. Interleaved, threads
-// write query's pieces where others read: kHalf of them in a row, of one warp, since own is a multiple of kHalf.
+// A thread turns two pieces of a head's query or key that belong together, or copies one. Interleaved,
+// threads write query's pieces where others read: kHalf of them in a row, which are of one warp, since own
+// is a multiple of kHalf.
 //
 // grid: ceil(count / threads), count = batch * tokens * heads * (own + 2 * kHalf)
 // Methods: DeepSeek-AI 2024 (arXiv:2405.04434), Su et al. 2021 (arXiv:2104.09864).
@@ -40,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(256)
         low = x[interleaved ? 2 * pair : pair];
         high = x[interleaved ? 2 * pair + 1 : kHalf + pair];
     } else {
-        low = expanded[batch * expanded_batch + token * expanded_token + head * expanded_head + role - 2 * kHalf];
+        low = expanded[batch * expanded_batch + token * expanded_token + head * expanded_head + role -
+                       2 * kHalf];
     }
     __syncwarp();
     if (!is_there) {
