@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -226,6 +228,22 @@ def test_prompts_that_cannot_be_recorded_run_all_the_same():
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match=f"^prompts of LlamaForCausalLM.*{REFUSED}.$"):
         torch.testing.assert_close(enabled.logits(prompt(20)), own, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(enabled.logits(prompt(20)), own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm4_moe_lite"])
+def test_other_threads_are_left_alone(architecture):
+    """A prompt of the same model, in a cache of its own, and what follows it."""
+    model, ids = quantized(architecture), prompt(12)
+
+    def read():
+        cache = StaticCache(config=model.config, max_cache_len=ROOM)
+        with torch.no_grad():
+            return [model(part, past_key_values=cache).logits for part in ids.split([5, 4, 1, 2], 1)]
+
+    own = read()
+    with prompts.prompt_kernels(model), ThreadPoolExecutor() as pool:
+        for mine, other in zip(pool.submit(read).result(), own, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_undone_the_model_has_its_own_method():

@@ -36,9 +36,12 @@ def shared_heads(model: Any) -> Iterator[None]:
 
 
 class _Causal(threading.local):
-    """How many layers' attention of this thread was causal without a mask."""
+    """Whether attention of this thread is to be causal without a mask, and in how many layers it was.
 
-    layers = 0
+    Another thread may run the same model meanwhile, whose attention goes by the same name.
+    """
+
+    asked, layers = False, 0
 
 
 _causal = _Causal()
@@ -56,15 +59,34 @@ def causal_without_masks(model: Any) -> Iterator[Callable[[], int]]:
     Yields:
         In how many layers' calls that was so: other models' attention goes other ways.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(MASKLESS, causal_attention)  # transformers makes none for such a name
-    before, _causal.layers = _causal.layers, 0
+    AttentionInterface.register(MASKLESS, causal_attention)
+    AttentionMaskInterface.register(MASKLESS, _no_mask)
+    before = _causal.asked, _causal.layers
+    _causal.asked, _causal.layers = True, 0
     try:
         with _in_place_of_sdpa(model.config, MASKLESS):
             yield lambda: _causal.layers
     finally:
-        _causal.layers = before
+        _causal.asked, _causal.layers = before
+
+
+def is_without_masks(config: Any) -> bool:
+    """Whether a model's attention, by its config, is in `causal_without_masks` of this thread."""
+    return _causal.asked and config._attn_implementation == MASKLESS
+
+
+def _no_mask(
+    *arguments: Any, allow_is_causal_skip: bool = True, local_size: int | None = None, **named: Any
+) -> torch.Tensor | None:
+    """None where transformers' mask would be causal and nothing else."""
+    from transformers.masking_utils import sdpa_mask
+
+    if _causal.asked and allow_is_causal_skip and local_size is None:
+        return None
+    how = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size, **named}
+    return sdpa_mask(*arguments, **how)
 
 
 def causal_attention(
@@ -76,7 +98,7 @@ def causal_attention(
     causal = named.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     whole = key.shape[2] == value.shape[2] == query.shape[2]
-    if attention_mask is None and whole and causal and not asks_for_more(named):
+    if _causal.asked and attention_mask is None and whole and causal and not asks_for_more(named):
         _causal.layers += 1
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kbit.backends.cuda.latent_prompts import takes
-from kbit.integrations.transformers.attention import MASKLESS, causal_attention, causal_without_masks
+from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, normals
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
 from kbit.nn.support import is_apart
@@ -96,7 +96,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if torch.is_autocast_enabled("cuda") or x.dtype not in checks.HALF_DTYPES or layer.training:
         return None
-    if layer.config._attn_implementation != MASKLESS or named.get("attention_mask", x) is not None:
+    if not is_without_masks(layer.config) or named.get("attention_mask", x) is not None:
         return None
     angles = named.get("position_embeddings")
     if not isinstance(angles, tuple) or any(one.dtype != x.dtype or one.dim() != 3 for one in angles):

@@ -41,9 +41,15 @@ def why_not_recorded(cache: Any) -> str | None:
 
 
 class _Late(threading.local):
-    """By how many tokens layers of caches are still to grow, in a step of this thread; None outside steps."""
+    """Of a step or a prompt of this thread.
+
+    Attributes:
+        layers: by how many tokens layers of caches are still to grow; None outside.
+        whole: whether what layers take is all that they hold.
+    """
 
     layers: dict[Any, int] | None = None
+    whole = False
 
 
 _late = _Late()
@@ -72,7 +78,7 @@ def fused_updates(*, whole: bool = False) -> Iterator[None]:
                 held = layer.keys, layer.values
             else:
                 held = own(layer, key, value, *more, **named)
-            return (key, value) if whole else held
+            return (key, value) if _late.whole else held
 
         return update
 
@@ -86,18 +92,19 @@ def fused_updates(*, whole: bool = False) -> Iterator[None]:
         return get_seq_length
 
     lengths = standing_in(StaticLayer, "get_seq_length", settled)
-    with standing_in(StaticLayer, "update", fused), lengths, _growing_together():
+    with standing_in(StaticLayer, "update", fused), lengths, _growing_together(whole):
         yield
 
 
 @contextlib.contextmanager
-def _growing_together() -> Iterator[None]:
-    before, _late.layers = _late.layers, {}
+def _growing_together(whole: bool) -> Iterator[None]:
+    before = _late.layers, _late.whole
+    _late.layers, _late.whole = {}, whole
     try:
         yield
         _settle_all()
     finally:
-        _late.layers = before
+        _late.layers, _late.whole = before
 
 
 def grow(layer: Any, tokens: int) -> None:
