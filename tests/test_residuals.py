@@ -63,6 +63,19 @@ def one_norm(columns=32):
     return made
 
 
+def test_lists_of_layers_may_be_of_any_class():
+    """Slicing one would make another of its class, which may want other arguments."""
+
+    class Layers(nn.ModuleList):
+        def __init__(self, count, columns):
+            super().__init__(nn.Linear(columns, columns) for _ in range(count))
+
+    norm_of_weights = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    model = nn.Sequential(norm_of_weights, Layers(3, 32))
+    kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
+    assert all(isinstance(layer, kbit.nn.KbitLinear) for layer in model[1])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_give_the_same(family, kernels):
     model = quantized(family)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     modeling_flash_attention_utils,
 )
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_batching, serve_graphs
+from kbit.cli import app, serve_batching, serve_graphs, serve_requests
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
@@ -447,3 +448,25 @@ def test_a_chat_without_a_template_is_told_so(folders, tmp_path):
         status, answer = bench._request(port, "POST", "/v1/chat/completions", body, 60.0)
     assert status == 400, answer
     assert json.loads(answer)["error"]["message"].startswith("the model's tokenizer has no chat template")
+
+
+def test_answers_end_with_the_models_positions(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders["bf16"])
+    positions = model.config.max_position_embeddings
+    assert serve_requests._positions(model) == positions
+    for tokens, asked, room, left in ((10, 10**9, None, positions - 10), (10, 5, None, 5), (10, 50, 30, 20)):
+        settings = GenerationConfig(max_new_tokens=asked)
+        serve_requests.fit(tokens, settings, room, positions)
+        assert settings.max_new_tokens == left
+    for asked, left in ((7, 7), (10**9, positions)):  # whoever goes beyond them
+        settings = GenerationConfig(max_new_tokens=asked)
+        serve_requests.fit(positions + 5, settings, None, positions)
+        assert settings.max_new_tokens == left
+
+
+@pytest.mark.parametrize(
+    ("body", "drawn"), [({"temperature": 0.8}, True), ({"temperature": 0}, False), ({}, None)]
+)
+def test_a_temperature_has_tokens_drawn(body, drawn):
+    settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, body)
+    assert bool(settings.do_sample) == bool(drawn)

@@ -28,7 +28,9 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
     """
     for name, text in (("prompt", prompt), ("--system", system or "")):
         if re.search("[\ud800-\udfff]", text):  # what Python makes of a terminal's bytes that are no UTF-8
-            raise ValueError(f"{name} {text[:80]!a} is not UTF-8 text. Set the terminal to UTF-8.")
+            raise ValueError(
+                f"{name} {text[:80]!a} is not UTF-8 text. Convert it, or set the terminal to UTF-8."
+            )
     if not (chat and tokenizer.chat_template):
         if system is not None:
             why = "the tokenizer has none" if chat else "--no-chat leaves it out"

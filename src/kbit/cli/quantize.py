@@ -194,10 +194,8 @@ def _print_summary(report: Report, target: Path) -> None:
         soft_wrap=True,
     )
     if report.not_finite:
-        console.print(
-            f"[yellow]warning:[/yellow] NaN or infinity in unquantized tensors: "
-            f"{escape(first_of(report.not_finite))}. Is the source damaged?",
-            soft_wrap=True,
+        _print_warning(
+            f"NaN or infinity in unquantized tensors: {first_of(report.not_finite)}. Is the source damaged?"
         )
     left = report.bytes_out - report.quantized_bytes
     if left >= _LARGE_BYTES:

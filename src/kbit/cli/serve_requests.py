@@ -124,19 +124,23 @@ def check_numbers(body: Mapping[str, Any]) -> None:
         raise RequestError(f"seed must be a whole number of 64 bits, got {seed!r:.40}.", "seed")
 
 
-def fit(tokens: int, settings: Any, room: int | None) -> None:
-    """Shorten the answer to what the cache holds beside the prompt.
+def fit(tokens: int, settings: Any, room: int | None, positions: int | None = None) -> None:
+    """Shorten the answer to what the cache holds, and the model was made for, beside the prompt.
 
     Args:
         tokens: of the prompt.
         settings: the request's own GenerationConfig.
         room: tokens that the whole cache holds; None if that is unknown or there is none.
+        positions: that the model was trained for; None if that is unknown.
 
     Raises:
         RequestError: the prompt has no tokens, or leaves no room for an answer.
     """
     if not tokens:
         raise RequestError("the prompt has no tokens. Give it some words.", None)
+    if positions is not None and settings.max_new_tokens is not None:
+        left = positions - tokens if tokens < positions else positions
+        settings.max_new_tokens = min(settings.max_new_tokens, left)
     if room is None:
         return
     if tokens >= room:
@@ -162,6 +166,13 @@ def _room(manager: Any) -> int | None:
     return blocks * size if blocks and size else None
 
 
+def _positions(model: Any) -> int | None:
+    """Positions that a model was trained for, as its config has them."""
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     """A manager's method to generate, for requests that fit its cache."""
 
@@ -170,7 +181,8 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
     ) -> Any:
         ids = inputs["input_ids"]
-        fit(len(ids) if isinstance(ids, list) else ids.shape[-1], gen_config, _room(self))
+        tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        fit(tokens, gen_config, _room(self), _positions(model))
         return generate(self, model, processor, inputs, gen_config, *args, **kw)
 
     return fitted
@@ -182,7 +194,10 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def settled(self: Any, body: dict, *args: Any, **kw: Any) -> Any:
         try:
-            return build(self, body, *args, **kw)
+            settings = build(self, body, *args, **kw)
+            if (body.get("temperature") or 0) > 0 and body.get("generation_config") is None:
+                settings.do_sample = True  # which transformers leaves to the model's own settings
+            return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise RequestError(f"the request's settings are of no use: {error}.", None) from None
 

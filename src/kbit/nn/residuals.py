@@ -105,7 +105,7 @@ def fuse_residuals(model: nn.Module) -> None:
     for parent in model.modules():
         for layers in (child for child in parent.children() if isinstance(child, nn.ModuleList)):
             fused = [layer if _fuse(layer, tried) else None for layer in layers]
-            behind = [*layers[1:], parent] if len(layers) else []
+            behind = [*list(layers)[1:], parent] if len(layers) else []  # a slice would make one of its class
             for layer, following in zip(fused, behind, strict=True):
                 norm = getattr(following, "norm" if following is parent else _NORMS[0], None)
                 if layer is not None and isinstance(norm, FusedNorm):

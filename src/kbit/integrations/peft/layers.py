@@ -119,9 +119,22 @@ class LoraKbitExperts(LoraOnCodes, LoraExperts):
     """LoRA on KbitExperts, one pair of small matrices per expert and projection."""
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapter_names: list[str] | None = None,
     ) -> torch.Tensor:
-        """Like KbitExperts', in autocast's dtype where that is on."""
+        """Like KbitExperts', in autocast's dtype where that is on.
+
+        Raises:
+            NotImplementedError: there are adapter_names, which peft has for an adapter for each row.
+        """
+        if adapter_names is not None:
+            raise NotImplementedError(
+                f"{self.get_base_layer().layer_name}: adapter_names, an adapter for each row, is not "
+                "possible with adapted experts. Use set_adapter, or adapt linear layers alone."
+            )
         return super().forward(autocast(hidden_states), top_k_index, top_k_weights)
 
 

@@ -71,8 +71,9 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
         jobs.append(Job(name, info, bits, _parts(parts_name, info, bits, policy), parts_name))
     if not widths:
         raise ValueError(
-            f"{source}: the options leave every linear layer, embedding and experts module of this model "
-            f"unquantized. Check --skip, --override and --embedding-bits."
+            f"{source}: every linear layer, embedding and experts module of this model stays unquantized. "
+            f"Check --skip, --override and --embedding-bits. Layers of other classes, such as GPT-2's "
+            f"Conv1D, are never quantized."
         )
     return config, jobs
 
