@@ -106,7 +106,7 @@ def test_several_sequences_of_one_length():
 
 
 def test_long_prompts_are_neither_padded_nor_recorded(monkeypatch):
-    monkeypatch.setattr(prompts, "MOST_TOKENS", 31)
+    monkeypatch.setattr(static_caches, "MOST_TOKENS", 31)
     model = quantized("qwen3_next")
     own = logits(model, prompt(20))
     enabled, ran = Enabled(model), []

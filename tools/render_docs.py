@@ -17,6 +17,7 @@ import typer
 from render_readme import (
     GPU_BITS,
     GPU_FILE,
+    H100,
     MODEL_FILES,
     PEERS_FILE,
     RESULTS,
@@ -38,8 +39,8 @@ from kbit.cli import app
 from kbit.format import SUPPORTED_BITS, normal_float
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-H100_FILES = {name: f"h100-80gb-hbm3-{name}.json" for name in ("kernels", "widths", "moe")}
-H100_MODEL_FILES = [name.replace("h200-", "h100-80gb-hbm3-") for name in MODEL_FILES]
+H100_FILES = {name: f"{H100}{name}.json" for name in ("kernels", "widths", "moe")}
+H100_MODEL_FILES = [name.replace("h200-", H100) for name in MODEL_FILES]
 SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE = "h200-nvfp4.json"

@@ -20,7 +20,8 @@ GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h2
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = ("h200-qwen3-*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
-GENERATE_FILES = "h100-80gb-hbm3-generate-*.json"
+H100 = "h100-80gb-hbm3-"  # how names of its results begin
+GENERATE_FILES = f"{H100}generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 GPU_BITS = 4

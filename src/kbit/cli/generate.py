@@ -120,7 +120,7 @@ def generate(
 
     from kbit.cli.compile_ahead import compile_ahead
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
-    from kbit.integrations.transformers.static_caches import padded_length
+    from kbit.integrations.transformers.static_caches import recorded_length
 
     _check_sampling(temperature, top_p)
     if compiled and not device.startswith("cuda"):
@@ -137,7 +137,8 @@ def generate(
     with console.status("loading"):
         model = load_model(folder, dtype, device)
     tokens = input_ids.shape[1]
-    compile_ahead(model, (1, padded_length(tokens) if model.device.type == "cuda" else tokens))
+    padded = recorded_length(1, tokens) if model.device.type == "cuda" else None
+    compile_ahead(model, (1, padded or tokens))
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}

@@ -57,6 +57,13 @@ class Kinds:
                     yield kind
 
 
+def is_plain_call() -> bool:
+    """Whether nobody compiles, transforms, casts or differentiates what is computed."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return False
+    return not grad_checks.in_transform()
+
+
 def cached_layer(
     layer: Any, x: Any, named: dict[str, Any], others: Iterable[torch.Tensor | None] = ()
 ) -> Any:
@@ -70,7 +77,7 @@ def cached_layer(
     """
     from transformers.cache_utils import Cache, StaticLayer
 
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+    if not is_plain_call():
         return None
     cache, position = named.get("past_key_values"), named.get("position_embeddings")
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update or cache.offloading:
@@ -80,7 +87,7 @@ def cached_layer(
     cached = cache.layers[layer.layer_idx]
     if type(cached) is not StaticLayer or "attention_mask" not in named:
         return None
-    if not appends(cached, x, x) or x.dim() != 3 or grad_checks.in_transform():
+    if not appends(cached, x, x) or x.dim() != 3:
         return None
     angles = position if isinstance(position, tuple) and len(position) == 2 else ()
     tensors = [tensor for tensor in (*angles, *others) if tensor is not None]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
@@ -187,12 +186,11 @@ class Steps:
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
         inputs = with_late_mask(self._model(), cache, inputs)
-        reason = _why_not_copied(tree_leaves(inputs))
-        if reason is None and (cache is None or cache not in self._recordings):
+        if cache is None or cache not in self._recordings:
             reason = why_not_recorded(cache) or _why_not_here(self._model())
-        if reason is not None:
-            self._warn(reason)
-            return self._run(cache, inputs)
+            if reason is not None:
+                self._warn(reason)
+                return self._run(cache, inputs)
         return self._recordings(cache, inputs, self._model().device)
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
@@ -237,8 +235,3 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
 def _why_not_here(model: Any) -> str | None:
     devices = set(getattr(model, "hf_device_map", {}).values())
     return f"it is on {len(devices)} devices" if len(devices) > 1 else None
-
-
-def _why_not_copied(leaves: list[Any]) -> str | None:
-    others = (leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))))
-    return next((f"an input is a {type(leaf).__name__}, not a tensor" for leaf in others), None)

@@ -19,10 +19,10 @@ import torch
 
 from kbit.backends.cuda.latent_prompts import takes
 from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
-from kbit.integrations.transformers.attention_steps import TRIED_BATCH, normals
+from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
 from kbit.nn.support import is_apart
-from kbit.ops import checks, grad_checks
+from kbit.ops import checks
 from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
 
 _TRIED_TOKENS = 3
@@ -90,11 +90,11 @@ def attend(
 
 def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) -> bool | None:
     """Whether a layer that a prompt can run so is interleaved; None where it runs by its own forward."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or grad_checks.in_transform():
+    if not is_plain_call() or layer.training:
         return None
     if type(x) is not torch.Tensor or x.dim() != 3 or x.shape[1] < 2 or not _is_on_gpu(x):
         return None
-    if torch.is_autocast_enabled("cuda") or x.dtype not in checks.HALF_DTYPES or layer.training:
+    if x.dtype not in checks.HALF_DTYPES:
         return None
     if not is_without_masks(layer.config) or named.get("attention_mask", x) is not None:
         return None

@@ -26,9 +26,8 @@ from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.recordings import Record, Recordings
 from kbit.integrations.transformers.static_caches import (
-    MOST_TOKENS,
     fused_updates,
-    padded_length,
+    recorded_length,
     why_not_recorded,
 )
 from kbit.nn.gated_delta import padded_prompts
@@ -76,11 +75,15 @@ class Prompts:
         del inputs["past_key_values"]
         if inputs.keys() - _KNOWN:
             return None
-        tokens, length = input_ids.shape[1], padded_length(input_ids.shape[1])
-        recorded = len(input_ids) * length <= MOST_TOKENS and length <= _room(cache)
-        inputs = _padded(inputs, length if recorded else tokens)
+        tokens, length = input_ids.shape[1], recorded_length(*input_ids.shape)
+        if length is not None and length > _room(cache):
+            length = None
+        inputs = _padded(inputs, length or tokens)
         try:
-            output = self._recordings(cache, inputs, model.device) if recorded else self._run(cache, inputs)
+            if length is None:
+                output = self._run(cache, inputs)
+            else:
+                output = self._recordings(cache, inputs, model.device)
         except _Unlike:
             cache.reset()
             self._left_to_model = True

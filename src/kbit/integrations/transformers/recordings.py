@@ -111,11 +111,14 @@ class Recordings:
 
         Args:
             cache: of a fixed size.
-            inputs: tensors, numbers and strings, in tuples, lists and dicts.
+            inputs: tensors, numbers and strings, in tuples, lists and dicts; with others nothing is recorded.
             device: of the model.
         """
         leaves, structure = tree_flatten(inputs)
-        sizes = ((leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf for leaf in leaves)
+        if (reason := _why_not_copied(leaves)) is not None:
+            self._refused(reason)
+            return self._run(cache, inputs)
+        sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
         key = (torch.is_inference_mode_enabled(), *inputs, *sizes)
         known = self._known.setdefault(cache, {})
         one = known.setdefault(key, _Recording())
@@ -125,16 +128,16 @@ class Recordings:
             if one.failed or one.runs < self._runs_before:
                 one.runs += 1
                 return self._run(cache, inputs)
-            kept = [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
-            one.inputs = [leaf for leaf in kept if is_tensor(leaf)]
+            kept = [leaf.clone() if _is_tensor(leaf) else leaf for leaf in leaves]
+            one.inputs = [leaf for leaf in kept if _is_tensor(leaf)]
             self._try_to_record(one, cache, tree_unflatten(kept, structure), device)
             return self(cache, inputs, device)
-        for mine, given in zip(one.inputs, filter(is_tensor, leaves), strict=True):
+        for mine, given in zip(one.inputs, filter(_is_tensor, leaves), strict=True):
             mine.copy_(given)
         one.replay()
         for state, left in zip(states_of(cache), one.left, strict=False):
             put_back(state, left)
-        outputs = tree_map(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, one.outputs)
+        outputs = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, one.outputs)
         return self._output_type(**outputs, past_key_values=cache)
 
     def _try_to_record(
@@ -178,6 +181,10 @@ def _at(container: Any, key: Any) -> Any:
     return container.get(key)
 
 
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf of inputs is a tensor."""
+def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _why_not_copied(leaves: list[Any]) -> str | None:
+    others = (leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))))
+    return next((f"an input is a {type(leaf).__name__}, not a tensor" for leaf in others), None)

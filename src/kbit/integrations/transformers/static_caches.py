@@ -27,6 +27,12 @@ def padded_length(tokens: int) -> int:
     return tokens + -tokens % step
 
 
+def recorded_length(batch: int, tokens: int) -> int | None:
+    """To how many tokens prompts are padded for a recording; None for so many that there is none."""
+    length = padded_length(tokens)
+    return length if batch * length <= MOST_TOKENS else None
+
+
 def why_not_recorded(cache: Any) -> str | None:
     """Why steps with this cache of transformers cannot be recorded; None if they can."""
     if cache is None:
@@ -193,10 +199,10 @@ def _room_for_padding(named: dict[str, Any]) -> dict[str, int]:
     asked, batch, more = (named.get(name) for name in ("max_cache_len", "batch_size", "model_kwargs"))
     of_tokens = ((more or {}).get(name) for name in ("attention_mask", "position_ids"))
     tokens = next((one.shape[-1] for one in of_tokens if isinstance(one, torch.Tensor)), 0)
-    length = padded_length(tokens) if tokens else 0
-    if asked is None or batch is None or length <= asked or batch * length > MOST_TOKENS:
+    if asked is None or batch is None or not tokens:
         return {}
-    return {"max_cache_len": length}
+    length = recorded_length(batch, tokens)
+    return {} if length is None or length <= asked else {"max_cache_len": length}
 
 
 def _references(last: Mapping[Any, tuple[Any, Any]], model: Any) -> int:
