@@ -203,6 +203,9 @@ inline float __fsqrt_rn(float a) {
 inline float __fdividef(float a, float b) {
     return nextafterf(a / b, 0.0f);
 }
+inline float __expf(float value) {
+    return nextafterf(expf(value), 0.0f);
+}
 inline float __fmaf_rn(float a, float b, float c) {
     return fmaf(a, b, c);
 }

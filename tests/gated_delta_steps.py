@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kbit.ops import gated_delta_schemas
 
@@ -63,6 +64,59 @@ def run_inputs(given, module, guard=lambda tensor: tensor):
     out = tuple(guard(torch.full_like(tensor, float("nan"))) for tensor in out)
     module.gated_delta_inputs(*given.values(), heads, out)
     return out
+
+
+def of_rule(batch, tokens, k_heads, ratio, dtype, before=True, dim=128):
+    """Operands of `kbit::gated_delta_rule`: some heads forget within a few tokens, others hardly ever."""
+    v_heads = k_heads * ratio
+    query, key = (F.normalize(torch.randn(batch, tokens, k_heads, dim), dim=-1).to(dtype) for _ in range(2))
+    return {
+        "query": query,
+        "key": key,
+        "value": torch.randn(batch, tokens, v_heads, dim).to(dtype),
+        "beta": torch.rand(batch, tokens, v_heads).to(dtype),
+        "decay": -torch.rand(batch, tokens, v_heads) * 10.0 ** -torch.arange(v_heads).fmod(4),
+        "before": torch.randn(batch, v_heads, dim, dim) / 8 if before else None,
+    }
+
+
+def run_rule(given, module, guard=lambda tensor: tensor):
+    """y and the state of `gated_delta_rule`, which were NaN before."""
+    heads = gated_delta_schemas.check_rule(**given)
+    out = gated_delta_schemas.behind(given["value"])
+    out = tuple(guard(torch.full_like(tensor, float("nan"))) for tensor in out)
+    module.gated_delta_rule(*given.values(), heads, out)
+    return out
+
+
+def token_by_token(query, key, value, beta, decay, before):
+    """y and the state in float64."""
+    ratio = value.shape[2] // query.shape[2]
+    query, key = (x.double().repeat_interleave(ratio, 2) for x in (query, key))
+    state = query.new_zeros(*value[:, 0].shape, value.shape[3]) if before is None else before.double()
+    y = torch.empty_like(value, dtype=torch.float64)
+    for token in range(value.shape[1]):
+        state = state * decay[:, token, :, None, None].double().exp()
+        change = value[:, token].double() - (state * key[:, token, ..., None]).sum(-2)
+        change *= beta[:, token, :, None].double()
+        state = state + key[:, token, ..., None] * change[..., None, :]
+        y[:, token] = (state * query[:, token, ..., None]).sum(-2)
+    return y / value.shape[3] ** 0.5, state
+
+
+def compare_rule(have, given):
+    """Rows of y, and columns of keys of the state, are as near to the exact ones as 16 bits are.
+
+    What goes into a product is rounded to 16 bits: the state, what it knows of keys, the inverse and the
+    change, each by half an eps of itself. Rounded values add up like random ones: four of them, and y's own,
+    are an eps and a bit. A row may be far smaller than what it is summed from, which is the bound's scale.
+    """
+    dtype = given["value"].dtype
+    eps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 1)  # sums are rounded, too
+    for mine, exact in zip(have, token_by_token(**given), strict=True):
+        errors = (mine.double() - exact).norm(dim=-1)
+        assert (errors <= 3 * eps * exact.norm(dim=-1).amax((1, 2), keepdim=True)).all()
+        assert errors.norm() <= eps * exact.norm()
 
 
 def compare_inputs(have, want):

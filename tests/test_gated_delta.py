@@ -7,7 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import kbit
-from gated_delta_steps import compare, compare_inputs, operands, prompt, run, run_inputs
+from gated_delta_steps import (
+    compare,
+    compare_inputs,
+    compare_rule,
+    of_rule,
+    operands,
+    prompt,
+    run,
+    run_inputs,
+    run_rule,
+)
 from kbit.backends import reference
 from kbit.backends.cuda import gated_delta
 from kbit.integrations.transformers import linear_attention
@@ -19,6 +29,7 @@ from tiny_models import ARCHITECTURES, build
 op = torch.ops.kbit.gated_delta_step
 GIVEN = operands(2, 2, 2, torch.float16, dim=8, taps=3)
 OF_PROMPT = prompt(2, 5, 2, 2, torch.float16, dim=8, taps=3)
+OF_RULE = of_rule(2, 5, 2, 2, torch.float16, dim=8)
 DIM = 16  # of heads of the tiny model
 PROMPTS = ["whole", "parts", "one token first", "then steps", "masked", "no cache"]
 
@@ -37,6 +48,12 @@ class Op:
         for to, result in zip(out, torch.ops.kbit.gated_delta_inputs(*given), strict=True):
             to.copy_(result)
 
+    @staticmethod
+    def gated_delta_rule(*given):
+        *given, _, out = given
+        for to, result in zip(out, torch.ops.kbit.gated_delta_rule(*given), strict=True):
+            to.copy_(result)
+
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_on_a_cpu_it_is_the_reference(dtype):
@@ -50,6 +67,9 @@ def test_opcheck():
     for more in ({}, {"count": torch.tensor([3])}):
         given = tuple((OF_PROMPT | more).values())
         torch.library.opcheck(torch.ops.kbit.gated_delta_inputs.default, given)
+    for before in (None, OF_RULE["before"]):
+        given = tuple((OF_RULE | {"before": before}).values())
+        torch.library.opcheck(torch.ops.kbit.gated_delta_rule.default, given)
     x = torch.randn(2, 5, 4, 8).half()
     given = (x, OF_PROMPT["projected"], GIVEN["norm"], 1e-6)
     torch.library.opcheck(torch.ops.kbit.gated_delta_output.default, given)
@@ -72,6 +92,47 @@ def test_opcheck():
 def test_prompts_that_do_not_belong_together_are_refused(change, error, words):
     with pytest.raises(error, match=words):
         torch.ops.kbit.gated_delta_inputs(*(OF_PROMPT | change).values())
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_rule_on_a_cpu(dtype, before):
+    for tokens in (1, 64, 130):
+        given = of_rule(2, tokens, 2, 2, dtype, before, dim=24)
+        compare_rule(run_rule(given, Op), given)
+    strided = {name: None if value is None else value.mT.clone().mT for name, value in given.items()}
+    assert all(map(torch.equal, run_rule(strided, Op), run_rule(given, Op)))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_rule_of_no_tokens(before):
+    given = of_rule(2, 0, 1, 2, torch.float16, before, dim=8)
+    y, state = run_rule(given, Op)
+    assert y.shape == (2, 0, 2, 8)
+    assert torch.equal(state, given["before"] if before else torch.zeros(2, 2, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"query": OF_RULE["query"].long()}, TypeError, "query"),
+        ({"query": OF_RULE["query"][0]}, ValueError, r"query must be \[B, T, H, D\]"),
+        (
+            {"value": OF_RULE["value"][:, :, :3]},
+            ValueError,
+            r"H dividing V, got \(2, 5, 2, 8\) and \(2, 5, 3, 8\)",
+        ),
+        ({"key": OF_RULE["key"][:, :4]}, ValueError, r"key must be \[2, 5, 2, 8\]"),
+        ({"beta": OF_RULE["beta"].float()}, TypeError, "beta must be torch.float16"),
+        ({"decay": OF_RULE["decay"].half()}, TypeError, "decay must be torch.float32"),
+        ({"before": OF_RULE["before"][:1]}, ValueError, r"before must be \[2, 4, 8, 8\]"),
+        ({"before": OF_RULE["before"].to("meta")}, ValueError, "before is on meta"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_rules_that_do_not_belong_together_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        torch.ops.kbit.gated_delta_rule(*(OF_RULE | change).values())
 
 
 def test_outputs_that_do_not_belong_together_are_refused():
@@ -120,7 +181,7 @@ def ran(monkeypatch):
         run = getattr(torch.ops.kbit, name)
         return lambda *given: ran.append(name) or run(*given)
 
-    for name in ("gated_delta_step", "gated_delta_inputs", "gated_delta_output"):
+    for name in ("gated_delta_step", "gated_delta_inputs", "gated_delta_rule", "gated_delta_output"):
         monkeypatch.setattr(torch.ops.kbit, name, counting(name))
     return ran
 
@@ -179,7 +240,8 @@ def test_layers_of_transformers_compute_the_same(by_ops):
         assert not by_ops
         with linear_attention.fused_linear_attention():
             fused = logits_of_steps(model, "cpu")
-    assert set(by_ops) == {"gated_delta_step", "gated_delta_inputs", "gated_delta_output"}
+    prompts = {"gated_delta_inputs", "gated_delta_rule", "gated_delta_output"}
+    assert set(by_ops) == {"gated_delta_step", *prompts}
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
 
 
@@ -268,7 +330,7 @@ def test_layers_that_the_kernel_does_not_take(how, by_ops, monkeypatch):
         for tokens in (x, torch.cat((x, x), 1)):
             assert (layers.by_kernels(layer, tokens, cache, None, {}) is None) == bool(how)
         assert layers.by_kernels(layer, x, cache, torch.ones(2, 1), {}) is None
-    assert len(by_ops) == (0 if how else 3)
+    assert len(by_ops) == (0 if how else 4)
 
 
 @pytest.mark.gpu
@@ -305,6 +367,22 @@ def test_prompts_on_a_gpu(batch, tokens, k_heads, ratio, wide, dtype):
         for _ in range(50):
             assert all(map(torch.equal, run_inputs(given, Op), have))
             assert torch.equal(torch.ops.kbit.gated_delta_output(*operands_of_output, 1e-6), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "k_heads", "ratio"),
+    [(1, 2048, 16, 2), (3, 129, 5, 1), (2, 3, 16, 2), (1, 64, 1, 1), (40, 65, 2, 2)],
+)
+def test_the_rule_on_a_gpu(batch, tokens, k_heads, ratio, dtype):
+    for before in (True, False):
+        given = of_rule(batch, tokens, k_heads, ratio, dtype, before)
+        given = {name: None if value is None else value.cuda() for name, value in given.items()}
+        have = run_rule(given, Op)
+        compare_rule(have, given)
+        for _ in range(200):
+            assert all(map(torch.equal, torch.ops.kbit.gated_delta_rule(*given.values()), have))
 
 
 @pytest.mark.gpu

@@ -281,7 +281,7 @@ def _run_name(result: dict[str, Any]) -> str:
     """A model, and what ran it beside kbit."""
     plan = result["plan"]
     library = plan.get("linear_attention") or "PyTorch"
-    with_library = "" if library == "PyTorch" else f" + {library.split()[0]}"
+    with_library = "" if library in ("PyTorch", "kbit") else f" + {library.split()[0]}"
     return result["model"] + with_library + (" + torch.compile" if plan["compiled"] else "")
 
 

@@ -6,8 +6,8 @@ What a captured step of transformers' static cache has to keep out of Python, an
 * Masks are made from that count on the device. Only before the capture may transformers look at it: the
   prompt is read outside the graph, with a few steps, which also allocate the cache and set "there is a state"
   in linear attention, whose convolution and recurrent states are updated in place.
-* Without flash-linear-attention and causal-conv1d, linear attention runs transformers' PyTorch fallback. One
-  token of it is a fixed chain of small kernels, all capturable; `--compile` fuses them.
+* Compiled layers keep transformers' linear attention, by PyTorch without flash-linear-attention and
+  causal-conv1d. One token of it is a fixed chain of small kernels, all capturable; `--compile` fuses them.
 * Experts: "eager" in transformers looks at the routing on the host. grouped_mm and batched_mm do not.
 * Over several GPUs, the sums between them are kernels of the graph too. Communicators must exist before the
   capture, which the steps before it see to, and NCCL's watchdog asks for events from a thread of its own

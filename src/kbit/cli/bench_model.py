@@ -122,7 +122,7 @@ def model(
     policies |= {bench.BASELINE: None} if baseline else {}
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
-    settings |= {"linear_attention": _linear_attention(config)}
+    settings |= {"linear_attention": _linear_attention(config, compiled)}
     about = gpu_timing.describe(device)
     found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
     results: list[ArmResult] = []
@@ -145,10 +145,12 @@ def model(
             _show(results)
 
 
-def _linear_attention(config: Any) -> str | None:
-    """What runs linear attention, for a model that has it: a library's name and version, or PyTorch."""
+def _linear_attention(config: Any, compiled: bool) -> str | None:
+    """What runs linear attention, for a model that has it: kbit, or a library's name and version, or PyTorch."""
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return None
+    if not compiled:
+        return "kbit"
     name = "flash-linear-attention"
     try:
         return f"{name} {metadata.version(name)}"

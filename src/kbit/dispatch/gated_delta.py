@@ -30,6 +30,21 @@ def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=N
     return out
 
 
+@implement("gated_delta_rule")
+def _gated_delta_rule(query, key, value, beta, decay, before=None):
+    given = query, key, value, beta, decay, before
+    heads = gated_delta_schemas.check_rule(*given)
+    out = gated_delta_schemas.behind(value)
+    if out[0].numel():
+        tensors = [tensor if tensor is None else tensor.contiguous() for tensor in given]
+        module_on_gpus("gated_delta_rule", query.device).gated_delta_rule(*tensors, heads, out)
+    elif before is not None:
+        out[1].copy_(before)
+    else:
+        out[1].zero_()
+    return out
+
+
 @implement("gated_delta_output")
 def _gated_delta_output(x, projected, norm, eps):
     heads = gated_delta_schemas.check_output(x, projected, norm)

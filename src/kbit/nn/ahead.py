@@ -12,6 +12,7 @@ from torch import nn
 from kbit.backends.cuda import (
     ahead,
     attention,
+    delta_rule,
     driver,
     gated_delta,
     latent,
@@ -123,7 +124,7 @@ def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelS
     """Those that steps of attention run, of the kinds that the model has."""
     found = []
     if any(kind.__name__ == gated_delta_schemas.LAYER for kind in _classes(model)):
-        found += gated_delta.specs(device.arch)
+        found += [*gated_delta.specs(device.arch), *delta_rule.specs(device.shared_bytes)]
     if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
         found += [*latent.specs(device.shared_bytes), *latent_prompts.specs()]
     layers = (module for module in model.modules() if module._modules.keys() >= attention_schemas.LAYERS)

@@ -2,8 +2,8 @@
 
 transformers runs thirty small operators there. For a token of a decoding step, whose launches would take a
 GPU several times as long as the layer's quantized weights, there is one kernel, `kbit::gated_delta_step`. For
-the tokens of a prompt there are two around the recurrence, which stays the model's own: those operators read
-and write a prompt a dozen times, and take longer than the layer's products and its recurrence together.
+the tokens of a prompt there are those of the recurrence and one before and one behind it: the operators read
+and write a prompt a dozen times, and take longer than the layer's products.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import grad_checks
 from kbit.ops.gated_delta_schemas import LAYER
 
-# Functions beside the layer's class, in its module.
-_RULE, _MASKED = "torch_chunk_gated_delta_rule", "apply_mask_to_padding_states"
+# A function beside the layer's class, in its module.
+_MASKED = "apply_mask_to_padding_states"
 _ARGUMENTS = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
 _PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
@@ -85,12 +85,11 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     if x.shape[1] == 1 and states is not None:
         return None if mask is not None else _step(layer, x, *states)
     module = sys.modules.get(getattr(layer, "own", type(layer)).__module__)
-    rule, masked = getattr(module, _RULE, None), getattr(module, _MASKED, None)
+    masked = getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
-    if rule is None or masked is None or packed:
+    if masked is None or packed:
         return None
-    named = {name: value for name, value in named.items() if not name.startswith(_PACKED)}
-    return _prompt(layer, masked(x, mask), cache, states, rule, named)
+    return _prompt(layer, masked(x, mask), cache, states)
 
 
 def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -107,7 +106,7 @@ def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor
     return layer.out_proj(y.unsqueeze(1))
 
 
-def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any, rule: Any, named: dict[str, Any]) -> Any:
+def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any) -> torch.Tensor:
     window, state = states or (None, None)
     projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
     weights, count = _weights(layer), _there.count
@@ -115,12 +114,11 @@ def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any, rule: Any, nam
     _there.layers += 1
     if cache is not None:
         cache.update_conv_state(last, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
-    how = {"output_final_state": cache is not None, "use_qk_l2norm_in_kernel": True, "cu_seqlens": None}
-    y, state = rule(*rows, g=decay, beta=beta, initial_state=state, **how, **named)
+    y, state = torch.ops.kbit.gated_delta_rule(*rows, beta, decay, state)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
     norm = layer.norm
-    y = torch.ops.kbit.gated_delta_output(y.contiguous(), projected, norm.weight, norm.variance_epsilon)
+    y = torch.ops.kbit.gated_delta_output(y, projected, norm.weight, norm.variance_epsilon)
     return layer.out_proj(y.flatten(2))
 
 

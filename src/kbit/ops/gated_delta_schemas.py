@@ -15,21 +15,25 @@ keys, each of R heads of values, D columns, and C = (2 + R) H D channels (all qu
     eps                                  of that
     y           [B, H R * D]
 
-Of T tokens at once it is all but the recurrence itself, for which there are others' kernels:
+Of T tokens at once it is three: what the recurrence takes, the recurrence, and the norm.
 
     query, key, value, beta, decay, last = torch.ops.kbit.gated_delta_inputs(
         projected, gates, window, taps, log_decay, bias, count
     )
+    x, state = torch.ops.kbit.gated_delta_rule(query, key, value, beta, decay, before)
     y = torch.ops.kbit.gated_delta_output(x, projected, norm, eps)
 
     projected, gates  likewise, [B, T, ...]
     window            None, or [B, C, taps] as above, which is left as it is
-    query, key, value [B, T, H R, D], convolved and activated; a head of keys stands for R of values
+    query, key        [B, T, H, D], convolved, activated, and divided by their lengths
+    value             [B, T, H R, D], convolved and activated
     beta              [B, T, H R], its sigmoid
     decay             float32 [B, T, H R], the logarithm of what a state is multiplied by
     last              [B, C, min(T, taps)], of `projected`, what a window is made of
     count             None, or int64 [1], how many of the T tokens, from the first, are there: those behind
                       have a beta and a decay of 0, which leave a state as it is, and last is of those before
+    before            None, which is zeros, or float32 [B, H R, D, D]: the state that is left as it is
+    state             likewise, behind the last token
     x, y              [B, T, H R, D]: what the recurrence gives, and its gated norm
 
 What is not said to be float32 is of one dtype. Method: Yang et al. 2024 (arXiv:2412.06464).
@@ -54,6 +58,11 @@ LIBRARY.define(
 LIBRARY.define(
     "gated_delta_inputs(Tensor projected, Tensor gates, Tensor? window, Tensor taps, Tensor log_decay, "
     "Tensor bias, Tensor? count=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor beta, Tensor decay, "
+    "Tensor? before=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
@@ -194,9 +203,52 @@ def inputs(projected: torch.Tensor, taps: torch.Tensor, heads: Heads) -> tuple[t
     """The results of `kbit::gated_delta_inputs`, of any values."""
     batch, tokens, _ = projected.shape
     of_heads = (batch, tokens, heads.values)
-    made = [projected.new_empty(*of_heads, heads.columns) for _ in range(3)]
+    counts = heads.keys, heads.keys, heads.values
+    made = [projected.new_empty(batch, tokens, count, heads.columns) for count in counts]
     beta, decay = projected.new_empty(of_heads), projected.new_empty(of_heads, dtype=torch.float32)
     return (*made, beta, decay, projected.new_empty(batch, heads.channels, min(tokens, taps.shape[1])))
+
+
+def check_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    before: torch.Tensor | None,
+) -> Heads:
+    """Check the arguments of `kbit::gated_delta_rule`; the layer's heads.
+
+    Raises:
+        TypeError: query is not float, or another tensor of another dtype.
+        ValueError: shapes or devices do not belong together.
+    """
+    dtype, name = query.dtype, "gated_delta_rule"
+    checks.float_dtype(name, "query", dtype)
+    if query.dim() != 4 or value.dim() != 4 or 0 in query.shape[2:] or value.shape[2] % query.shape[2]:
+        raise ValueError(
+            f"{name}: query must be [B, T, H, D], neither of the last two 0, and value [B, T, V, D], H "
+            f"dividing V, got {tuple(query.shape)} and {tuple(value.shape)}."
+        )
+    (batch, tokens, k_heads, dim), v_heads = query.shape, value.shape[2]
+    expected = {
+        "query": (query, dtype, tuple(query.shape)),
+        "key": (key, dtype, tuple(query.shape)),
+        "value": (value, dtype, (batch, tokens, v_heads, dim)),
+        "beta": (beta, dtype, (batch, tokens, v_heads)),
+        "decay": (decay, torch.float32, (batch, tokens, v_heads)),
+    }
+    if before is not None:
+        expected["before"] = before, torch.float32, (batch, v_heads, dim, dim)
+    operand_checks.operands(name, expected)
+    return Heads(k_heads, v_heads, dim)
+
+
+def behind(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `kbit::gated_delta_rule`, of any values."""
+    batch, _, v_heads, dim = value.shape
+    state = value.new_empty(batch, v_heads, dim, dim, dtype=torch.float32)
+    return torch.empty_like(value, memory_format=torch.contiguous_format), state
 
 
 def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -> Heads:
@@ -224,6 +276,12 @@ def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -
 @torch.library.register_fake("kbit::gated_delta_inputs", lib=LIBRARY)
 def gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None):  # noqa: D103
     return inputs(projected, taps, check_inputs(projected, gates, window, taps, log_decay, bias, count))
+
+
+@torch.library.register_fake("kbit::gated_delta_rule", lib=LIBRARY)
+def gated_delta_rule(query, key, value, beta, decay, before=None):  # noqa: D103
+    check_rule(query, key, value, beta, decay, before)
+    return behind(value)
 
 
 @torch.library.register_fake("kbit::gated_delta_output", lib=LIBRARY)

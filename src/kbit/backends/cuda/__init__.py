@@ -15,6 +15,7 @@ from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.attention import attention_step
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
+from kbit.backends.cuda.delta_rule import gated_delta_rule
 from kbit.backends.cuda.gated_delta import gated_delta_inputs, gated_delta_output, gated_delta_step
 from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.latent import latent_attention_step
@@ -45,6 +46,7 @@ __all__ = [
     "from_tiled",
     "gated_delta_inputs",
     "gated_delta_output",
+    "gated_delta_rule",
     "gated_delta_step",
     "grouped_linear_tiled",
     "latent_attention_step",

@@ -17,8 +17,9 @@ _RATIOS = (1, 2)  # heads of values to one of keys
 # Of a block in a cluster; a block alone has all columns, and so many warps for each head.
 _COLUMNS, _WARPS = 64, 8
 _INPUTS_FORMAT, _OUTPUT_FORMAT = "Q" * 15 + "iiiii", "Q" * 6 + "if"
-# Tokens of a thread of gated_delta_inputs.cu; threads of a block, of either kernel of prompts.
-_TOKENS, _THREADS = 16, 256
+# Tokens of a thread of gated_delta_inputs.cu, of short prompts and others; threads of a block, of either
+# kernel of prompts.
+_FEW_TOKENS, _TOKENS, _SHORT, _THREADS = 8, 16, 1024, 256
 
 
 def _blocks(ratio: int, arch: str) -> int:
@@ -35,8 +36,8 @@ def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:
 
 
 @functools.cache
-def _inputs_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
-    sizes = {"heads": ratio, "taps": _TAPS, "tokens": _TOKENS}
+def _inputs_spec(dtype: torch.dtype, ratio: int, tokens: int) -> KernelSpec:
+    sizes = {"heads": ratio, "taps": _TAPS, "tokens": tokens}
     return KernelSpec.make("gated_delta_inputs.cu", bf16=dtype == torch.bfloat16, **sizes)
 
 
@@ -48,7 +49,8 @@ def _output_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
 def specs(arch: str) -> list[KernelSpec]:
     """Every kernel of this module, for an architecture such as "90a"."""
     kinds = [(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
-    return [spec for kind in kinds for spec in (_spec(*kind, arch), _inputs_spec(*kind), _output_spec(*kind))]
+    inputs = [_inputs_spec(*kind, tokens) for kind in kinds for tokens in (_FEW_TOKENS, _TOKENS)]
+    return inputs + [spec for kind in kinds for spec in (_spec(*kind, arch), _output_spec(*kind))]
 
 
 def takes(dim: int, taps: int, ratio: float) -> bool:
@@ -135,14 +137,15 @@ def gated_delta_inputs(
     plain = takes(heads.columns, taps.shape[1], ratio) and dtype in operands.DTYPES
     row = _row_pieces(projected)
     rows = gates.stride(2) == 1 and _is_one_row_of_tokens(gates) and not taps.data_ptr() % 8
-    threads = batch * -(-tokens // _TOKENS) * (heads.channels // operands.PIECE)
+    of_thread = _FEW_TOKENS if batch * tokens <= _SHORT else _TOKENS
+    threads = batch * -(-tokens // of_thread) * (heads.channels // operands.PIECE)
     of_gates = batch * tokens * heads.values
     few = max(threads, of_gates) < 1 << 31 and all(tensor.is_contiguous() for tensor in given)
     if row is None or not (plain and rows and few):
         reference.gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count, heads, out)
         return
     index = projected.device.index
-    kernel = launcher.load(_inputs_spec(dtype, ratio), index, _INPUTS_FORMAT)
+    kernel = launcher.load(_inputs_spec(dtype, ratio, of_thread), index, _INPUTS_FORMAT)
     places = operands.addresses(projected, gates, window, taps, log_decay, bias, count, *out)
     blocks, more = -(-threads // _THREADS), -(-of_gates // _THREADS)
     sizes = row, gates.stride(1), batch, tokens, heads.keys, int(bias.dtype == torch.float32), blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kbit.backends.cuda import (
     ahead,
     attention,
+    delta_rule,
     gated_delta,
     grouped,
     latent,
@@ -33,6 +34,11 @@ def all_specs(arch: str) -> list[KernelSpec]:
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     few_experts = resident.specs(shared) if arch == resident.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
-    around = [*gated_delta.specs(arch), *latent.specs(shared), *attention.specs(arch, shared)]
+    around = [
+        *gated_delta.specs(arch),
+        *delta_rule.specs(shared),
+        *latent.specs(shared),
+        *attention.specs(arch, shared),
+    ]
     around += [*(spec for module in _AROUND for spec in module.specs())]
     return [*rows.row_specs(), *around, *products, *nvfp4.specs(arch)]

@@ -11,7 +11,12 @@ import torch
 from kbit import quantizers
 from kbit.backends.reference.attention import attention_step
 from kbit.backends.reference.caches import cache_append
-from kbit.backends.reference.gated_delta import gated_delta_inputs, gated_delta_output, gated_delta_step
+from kbit.backends.reference.gated_delta import (
+    gated_delta_inputs,
+    gated_delta_output,
+    gated_delta_rule,
+    gated_delta_step,
+)
 from kbit.backends.reference.heads import append_heads
 from kbit.backends.reference.latent import latent_attention_step, latent_heads
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
@@ -39,6 +44,7 @@ __all__ = [
     "from_tiled",
     "gated_delta_inputs",
     "gated_delta_output",
+    "gated_delta_rule",
     "gated_delta_step",
     "grad_input",
     "grouped_grad_input",

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from kbit.ops.gated_delta_schemas import Heads, heads_of_keys
 
+_CHUNK = 64  # tokens
+
 
 def gated_delta_step(
     projected: torch.Tensor,
@@ -74,13 +76,14 @@ def gated_delta_inputs(
     channels = F.silu((shifted * taps.float()[:, None]).sum(-1).to(projected.dtype)).transpose(1, 2)
     made = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
     query, key, value = (part.reshape(batch, tokens, -1, dim) for part in made)
+    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, True) + 1e-6) for x in (query, key))
     beta, alpha = gates.view(batch, tokens, k_heads, -1).split(ratio, -1)
     alpha = alpha.reshape(batch, tokens, v_heads).float()
     ends = torch.tensor([tokens], device=mixed.device) if count is None else count.clamp(0, tokens)
     there = torch.arange(tokens, device=mixed.device)[:, None] < ends
     results = (
-        query.repeat_interleave(ratio, 2),
-        key.repeat_interleave(ratio, 2),
+        query,
+        key,
         value,
         beta.reshape(batch, tokens, v_heads).sigmoid().where(there, 0),
         (-log_decay.float().exp() * F.softplus(alpha + bias.float())).where(there, 0),
@@ -88,6 +91,37 @@ def gated_delta_inputs(
     )
     for to, result in zip(out, results, strict=True):
         to.copy_(result)
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    before: torch.Tensor | None,
+    heads: Heads,
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """`kbit::gated_delta_rule` into `out`: by chunks of tokens, in float32."""
+    ratio, tokens, (y, state) = heads.values // heads.keys, query.shape[1], out
+    query, key = (x.float().repeat_interleave(ratio, 2).transpose(1, 2) for x in (query, key))
+    value, beta, decay = (x.float().transpose(1, 2) for x in (value, beta, decay))
+    query = query / heads.columns**0.5
+    state.copy_(torch.zeros_like(state) if before is None else before)
+    for first in range(0, tokens, _CHUNK):
+        q, k, v, b, g = (x[:, :, first : first + _CHUNK] for x in (query, key, value, beta, decay))
+        total = g.cumsum(-1)
+        factors = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+        known = (b[..., None] * (k @ k.mT) * factors).tril(-1) + torch.eye(k.shape[2], device=k.device)
+        grown = total.exp()[..., None]
+        change = torch.linalg.solve_triangular(
+            known, b[..., None] * (v - grown * (k @ state)), upper=False, unitriangular=True
+        )
+        x = grown * (q @ state) + ((q @ k.mT) * factors) @ change
+        y[:, first : first + _CHUNK] = x.transpose(1, 2)
+        last = total[..., -1:, None]
+        state.copy_(last.exp() * state + k.mT @ ((last - total[..., None]).exp() * change))
 
 
 def gated_delta_output(

@@ -10,7 +10,7 @@ DEVICE float rounded(float value) {
     return H::widen(H::narrow(value));
 }
 DEVICE float sigmoid(float value) {
-    return __fdividef(1.0f, 1.0f + expf(-value));
+    return __fdividef(1.0f, 1.0f + __expf(-value));
 }
 DEVICE float silu(float value) {
     return value * sigmoid(value);

@@ -6,14 +6,15 @@
 //   gates      16-bit [batch, tokens, k_heads, 2 * heads], tokens `gates_row` elements apart
 //   window     null, or 16-bit [batch, channels, taps]: projections of the tokens before, the newest last
 //   taps       16-bit [channels, taps]; log_decay, bias [v_heads], float32 if wide, else 16-bit
-//   query, key, value  16-bit [batch, tokens, v_heads, 128]: a head of keys stands once for each of values
+//   query, key  16-bit [batch, tokens, k_heads, 128], divided by their lengths; value [.., v_heads, 128]
 //   beta       16-bit [batch, tokens, v_heads]; decay float32, likewise
 //   last       16-bit [batch, channels, min(tokens, taps)]: the last tokens' projections
 //   count      null, or one: how many of the tokens are there, from the first. Those behind have a beta and a
 //              decay of 0, and `last` ends in front of them
 //
 // A thread has 8 neighbouring channels of kTokens tokens, and reads each once but for the first of the next
-// thread; kAtOnce of them are in flight. Blocks behind these have the gates, a thread one head of a token.
+// thread; kAtOnce of them are in flight. 16 lanes have a head's query or key. Blocks behind these have the
+// gates, a thread one head of a token. Order of squares: a thread's channels, then lanes by halves.
 //
 // grid: ceil(batch * ceil(tokens / kTokens) * pieces / threads), pieces = k_heads * (2 + heads) * 16, and
 // ceil(batch * tokens * v_heads / threads); threads = blockDim.x
@@ -30,9 +31,12 @@ DEVICE float channel_of(uint4 piece, int i) {
     return D::get(words, i);
 }
 
-// 8 channels of a token: their convolutions over the tokens before it, oldest first, and itself.
-DEVICE uint4 convolved(const uint4 (&before)[kTaps - 1], uint4 now, const float (&taps)[8][kTaps]) {
+// 8 channels of a token: their convolutions over the tokens before it, oldest first, and itself; the sum of
+// their squares.
+DEVICE uint4 convolved(const uint4 (&before)[kTaps - 1], uint4 now, const float (&taps)[8][kTaps],
+                       float& squares) {
     float y[8];
+    squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float sum = 0.0f;
@@ -41,6 +45,19 @@ DEVICE uint4 convolved(const uint4 (&before)[kTaps - 1], uint4 now, const float 
             sum = __fmaf_rn(channel_of(before[tap], i), taps[i][tap], sum);
         }
         y[i] = activated(__fmaf_rn(channel_of(now, i), taps[i][kTaps - 1], sum));
+        squares = __fmaf_rn(y[i], y[i], squares);
+    }
+    return D::piece(y);
+}
+
+// Of queries or keys, 16 lanes of which have one: divided by its length.
+DEVICE uint4 divided(uint4 piece, float squares) {
+    const float factor = rsqrtf(squares + 1e-6f);
+    float y[8];
+    widen(y, piece);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        y[i] *= factor;
     }
     return D::piece(y);
 }
@@ -91,11 +108,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     const int pieces = k_heads * kPieces, chunks = (tokens + kTokens - 1) / kTokens;
-    const int piece = int(at % pieces), chunk = int(at / pieces % chunks),
-              of_batch = int(at / pieces / chunks);
-    if (of_batch >= batch) {
-        return;
-    }
+    const int piece = int(at % pieces), chunk = int(at / pieces % chunks);
+    const bool is_there = at / pieces / chunks < batch;  // others go along: lanes exchange sums
+    const int of_batch = is_there ? int(at / pieces / chunks) : 0;
     const int k_head = piece / kPieces, column = piece % kPieces * 8;  // of a head of keys
     const bool is_value = column >= 2 * kDim;
     const int within = is_value ? column - 2 * kDim : column % kDim;
@@ -112,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     const uint4* const of_token = projected + u64(of_batch) * tokens * row + u64(k_head) * kRow + column / 8;
-    const int first = chunk * kTokens, end = min(first + kTokens, tokens);
+    const int first = chunk * kTokens, end = is_there ? min(first + kTokens, tokens) : first;
     const u16* const own_window = window + (u64(of_batch) * channels + channel) * kTaps;
     u16* const own_last = last + (u64(of_batch) * channels + channel) * kept;
     uint4 before[kTaps - 1];
@@ -123,38 +138,43 @@ extern "C" __global__ void __launch_bounds__(256)
                     : window   ? from_window(own_window, kTaps + token)
                                : uint4{};
     }
-    for (int place = 0; first == 0 && place < kept - there; ++place) {
+    for (int place = 0; is_there && first == 0 && place < kept - there; ++place) {
         store_last(own_last + place, window ? from_window(own_window, kTaps + there - kept + place) : uint4{},
                    kept);
     }
     uint4* const to = is_value ? value : column < kDim ? query : key;
-    const int copies = is_value ? 1 : kHeads;
+    const int heads = is_value ? kHeads : 1, stop = first + min(kTokens, tokens);
 #pragma unroll 1
-    for (int token = first; token < end; token += kAtOnce) {
-        uint4 raw[kAtOnce];
+    for (int token = first; token < stop; token += kAtOnce) {
+        uint4 raw[kAtOnce], y[kAtOnce];
+        float squares[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             raw[i] = token + i < end ? of_token[(token + i) * row] : uint4{};
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            if (token + i >= end) {
-                break;
-            }
-            const uint4 y = convolved(before, raw[i], weights);
-            const u64 head = (u64(of_batch) * tokens + token + i) * k_heads * kHeads + k_head * kHeads;
-            for (int copy = 0; copy < copies; ++copy) {
-                to[((head + copy) * kDim + within) / 8] = y;
-            }
-            const int place = token + i - (there - kept);
-            if (place >= 0 && place < kept) {
-                store_last(own_last + place, raw[i], kept);
-            }
+            y[i] = convolved(before, raw[i], weights, squares[i]);
 #pragma unroll
             for (int tap = 0; tap < kTaps - 2; ++tap) {
                 before[tap] = before[tap + 1];
             }
             before[kTaps - 2] = raw[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * kAtOnce; ++i) {
+            squares[i % kAtOnce] += __shfl_xor_sync(kAll, squares[i % kAtOnce], 8 >> i / kAtOnce);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int place = token + i - (there - kept);
+            if (token + i < end) {
+                const u64 of_token = (u64(of_batch) * tokens + token + i) * k_heads + k_head;
+                to[(of_token * heads * kDim + within) / 8] = is_value ? y[i] : divided(y[i], squares[i]);
+            }
+            if (token + i < end && place >= 0 && place < kept) {
+                store_last(own_last + place, raw[i], kept);
+            }
         }
     }
 }
