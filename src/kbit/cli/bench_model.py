@@ -146,7 +146,7 @@ def model(
 
 
 def _linear_attention(config: Any, compiled: bool) -> str | None:
-    """What runs linear attention, for a model that has it: kbit, or a library's name and version, or PyTorch."""
+    """What runs linear attention, for a model that has it: kbit, a library of a version, or PyTorch."""
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return None
     if not compiled:

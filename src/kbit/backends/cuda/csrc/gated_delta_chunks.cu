@@ -85,7 +85,9 @@ DEVICE void solve(float (&x)[16], float* at, int column, int start, int first) {
         const int fours = (i / 4 + 1) * 4;
 #pragma unroll
         for (int row = i + 1; row < fours; ++row) {
-            x[row] = __fmaf_rn(-a[row], x[i], x[row]);
+            // Volatile: as a part of four, it would be read with what other threads write beside it.
+            const float one = __uint_as_float(load_shared(shared_address(a + row)));
+            x[row] = __fmaf_rn(-one, x[i], x[row]);
         }
 #pragma unroll
         for (int row = fours; row < 16; row += 4) {
