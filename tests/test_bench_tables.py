@@ -258,6 +258,13 @@ def test_dequantize_table_shows_the_ratio_and_its_bandwidth():
     assert dequant.as_json([row])[0]["ratio"] == 0.5
 
 
+def test_plots_say_what_can_be_drawn(tmp_path):
+    (tmp_path / "other.json").write_text('{"rows": 5}')
+    message = refuse("plot", tmp_path / "other.json", "--out", tmp_path)
+    assert "kbit bench kernels --json FILE" in message
+    assert "`kbit bench generate` and `kbit eval --bits`" in message
+
+
 def test_plots_are_drawn_from_a_result(tmp_path):
     rows = [row for count in (1, 16, 4096) for row in problem("q", count, 8.0 + count, 4.0 + count)]
     assert plots.speedups(rows, "qwen3-coder-next", "fp16") == {4: {1: 9 / 5, 16: 24 / 20, 4096: 4104 / 4100}}

@@ -281,6 +281,7 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("modules_to_not_convert", "lm_head", "must be a list of names, got 'lm_head'"),
         ("modules_to_not_convert", 5, "must be a list of names, got 5"),
         ("modules_to_not_convert", [5], "must be a list of names only"),
+        ("modules_to_not_convert", ["lm_head", ""], "an empty name, which is no module's"),
         ("absmax_format", "fp8", "unknown absmax format 'fp8'"),
         ("absmax_format", torch.uint8, "unknown absmax format 'torch.uint8'"),
         ("search", "no", "search must be True or False, got 'no'"),

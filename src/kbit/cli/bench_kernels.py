@@ -276,6 +276,11 @@ def plot(
     elif generate_plot.is_generate(found):
         written = [generate_plot.write(found, out)]
     else:
-        written = plots.write(found, kernel_rows.rows_of(found, file), out)
+        try:
+            rows = kernel_rows.rows_of(found, file)
+        except ValueError as error:
+            others = "Results of `kbit bench generate` and `kbit eval --bits` can be drawn, too."
+            raise ValueError(f"{error}. {others}") from None
+        written = plots.write(found, rows, out)
     for path in written:
         console.print(str(path), markup=False, soft_wrap=True)

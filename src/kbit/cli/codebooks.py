@@ -22,8 +22,13 @@ def parse_codebook(given: str) -> Codebook:
         ValueError: no name and no file, or one that holds something else.
     """
     path = Path(given)
-    if given in CODEBOOKS or (path.suffix != ".json" and not path.is_file()):
-        return given  # the policy says which names there are
+    if given in CODEBOOKS:
+        return given
+    if path.suffix != ".json" and not path.is_file():
+        names = ", ".join(CODEBOOKS)
+        raise ValueError(
+            f"unknown codebook {given!r}; known: {names}. Or name a JSON file that holds {_FORMS}."
+        )
     try:
         levels = parse_json(path.read_bytes())
     except ValueError as error:

@@ -31,6 +31,7 @@ from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
 # More than a step of any model takes.
 _STOP_SECONDS = 10
+_MOST_PORT = 65535
 
 
 def check_packages() -> None:
@@ -153,10 +154,12 @@ def _check_address(arguments: Sequence[str]) -> None:
     place, _ = parser.parse_known_args(arguments)
     if not place.port.isdecimal():
         return  # transformers' command line says so at once
+    if int(place.port) > _MOST_PORT:
+        raise ValueError(f"--port must be at most {_MOST_PORT}, got {place.port}.")
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
         socket.create_server((place.host, int(place.port)), family=family).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(
             f"cannot listen on port {place.port} of {place.host}: {error}. Stop what has that port, or name "
             "another: --port 8001, --host 127.0.0.1."

@@ -245,6 +245,7 @@ def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
 
     Raises:
         TypeError: it holds something else than names, or is one.
+        ValueError: a name is empty.
     """
     if names is None:
         return None
@@ -253,6 +254,8 @@ def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
     found = list(names)
     if not all(isinstance(name, str) for name in found):
         raise TypeError(f"modules_to_not_convert must be a list of names only, got {found!r}.")
+    if "" in found:
+        raise ValueError(f"modules_to_not_convert has an empty name, which is no module's: {found!r}.")
     return found
 
 

@@ -102,9 +102,8 @@ def plan(m: int, n: int, columns: int, device: driver.DeviceLimits, tokens: int 
         # Decoding activations is a warp's work, too.
         busy = waves * -(-steps // (teams * plan.splits)) * max(_BUSY_WARPS, (plan.rows + 1) * teams)
         busy += _SPLIT_STEPS if plan.splits > 1 else 0
-        small = plan.threads <= _MOST_WARPS * driver.WARP // 2 and (
-            2 * (plan.shared_bytes + driver.RESERVED_SHARED_BYTES) <= device.shared_bytes
-        )
+        fits_twice = plan.shared_bytes <= driver.room(device.shared_bytes, 2)
+        small = fits_twice and plan.threads <= _MOST_WARPS * driver.WARP // 2
         alone = not small and 2 * blocks > device.multiprocessors
         return busy + (_ALONE_STEPS if alone else 0), teams
 
