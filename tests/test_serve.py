@@ -1,5 +1,6 @@
 """A served k-bit checkpoint: `transformers serve` on loopback, concurrent clients, and generate_batch."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -404,26 +407,50 @@ def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tm
     assert "Rename the folder" in str(result.exception)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
-@pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
-def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, options):
+@contextlib.contextmanager
+def own_process(folder, options):
+    """A server's process, and its port; it has answered once, which starts the batching."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kbit", "serve", str(folders["kbit"]), "--device", "cpu"]
+    command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
     )
     try:
         bench._wait(process, port, 120.0, [])
-        bench.chat(port, str(folders["kbit"]), "w1", 2)  # the first request starts the batching
-        process.send_signal(number)
-        _, log = process.communicate(timeout=60)
+        bench.chat(port, str(folder), "w1", 2)
+        yield process, port
     finally:
         process.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
+@pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
+def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, options):
+    with own_process(folders["kbit"], options) as (process, _):
+        process.send_signal(number)
+        _, log = process.communicate(timeout=60)
     assert process.returncode == 128 + number, log
     assert last is None or log.splitlines()[-1] == last
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+def test_a_second_signal_does_not_wait_for_an_answer(folders, tmp_path):
+    folder = shutil.copytree(folders["kbit"], tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100_000}))
+    with own_process(folder, []) as (process, port), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bench.chat, port, str(folder), "w1", 50_000)
+        time.sleep(1)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        _, log = process.communicate(timeout=60)
+        assert answer.exception() is not None
+    assert process.returncode == 128 + signal.SIGINT, log
+    assert log.splitlines()[-1] == "Interrupted."
 
 
 def test_the_command_hands_every_option_over(monkeypatch):

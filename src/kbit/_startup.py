@@ -24,8 +24,11 @@ def is_command() -> bool:
     return given == sys.argv and os.path.basename("".join(given[:1])) in ("kbit", "kbit.exe")
 
 
-def _leave(number: int, _: object) -> None:
+def leave(number: int, _: object) -> None:
+    """A signal's handler: end the process at once, whatever its threads do."""
     # Not by an exception, which imports may catch: of 30 interrupts spread over them, 2 had no effect.
+    with suppress(OSError, ValueError):  # closed, or its reader has gone
+        sys.stdout.flush()
     os.write(2, f"{MESSAGE}\n".encode())
     os._exit(EXIT_CODE)
 
@@ -46,7 +49,7 @@ def imported() -> None:
     """Let Ctrl-C raise KeyboardInterrupt from now on, so that commands clean up, and errors reach them."""
     if sys.excepthook is _say:
         sys.excepthook = sys.__excepthook__
-    if signal.getsignal(signal.SIGINT) == _leave:
+    if signal.getsignal(signal.SIGINT) == leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -55,4 +58,4 @@ if is_command():
     # Whoever starts a command in the background may have it ignore the signal.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         with suppress(ValueError):  # no main thread
-            signal.signal(signal.SIGINT, _leave)
+            signal.signal(signal.SIGINT, leave)

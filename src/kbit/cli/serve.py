@@ -77,9 +77,10 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
     refuse_malformed()
     bars_on_terminals_only()
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
-    # end in transformers' command line: "Aborted!" and exit code 1.
+    # end in transformers' command line: "Aborted!" and exit code 1. And the thread that computes may be in
+    # the middle of an answer that a second signal did not wait for: Python's own way out would abort there.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(_startup.EXIT_CODE))
+        signal.signal(signal.SIGINT, _startup.leave)
     sys.argv = ["transformers", "serve", *arguments]
     with _batching_ends():
         main()
