@@ -66,10 +66,14 @@ def run_inputs(given, module, guard=lambda tensor: tensor):
     return out
 
 
-def of_rule(batch, tokens, k_heads, ratio, dtype, before=True, dim=128):
-    """Operands of `kbit::gated_delta_rule`: some heads forget within a few tokens, others hardly ever."""
+def of_rule(batch, tokens, k_heads, ratio, dtype, before=True, dim=128, alike=0.0):
+    """Operands of `kbit::gated_delta_rule`: some heads forget within a few tokens, others hardly ever.
+
+    alike: how much longer what all keys of a head have in common is than what they have not.
+    """
     v_heads = k_heads * ratio
-    query, key = (F.normalize(torch.randn(batch, tokens, k_heads, dim), dim=-1).to(dtype) for _ in range(2))
+    key = torch.randn(batch, tokens, k_heads, dim) + alike * torch.randn(batch, 1, k_heads, dim)
+    query, key = (F.normalize(x, dim=-1).to(dtype) for x in (torch.randn_like(key), key))
     return {
         "query": query,
         "key": key,
@@ -104,15 +108,17 @@ def token_by_token(query, key, value, beta, decay, before):
     return y / value.shape[3] ** 0.5, state
 
 
-def compare_rule(have, given):
+def compare_rule(have, given, times=1):
     """Rows of y, and columns of keys of the state, are as near to the exact ones as 16 bits are.
 
     What goes into a product is rounded to 16 bits: the state, what it knows of keys, the inverse and the
     change, each by half an eps of itself. Rounded values add up like random ones: four of them, and y's own,
     are an eps and a bit. A row may be far smaller than what it is summed from, which is the bound's scale.
+
+    times: as much more, of keys that are alike: changes are then differences of values nearly as large.
     """
     dtype = given["value"].dtype
-    eps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 1)  # sums are rounded, too
+    eps = times * torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 1)  # sums are rounded, too
     for mine, exact in zip(have, token_by_token(**given), strict=True):
         errors = (mine.double() - exact).norm(dim=-1)
         assert (errors <= 3 * eps * exact.norm(dim=-1).amax((1, 2), keepdim=True)).all()

@@ -32,7 +32,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels) -> None:
     "room", [227 << 10, 163 << 10, 99 << 10]
 )  # for three chunks at once, for two, for one
 @pytest.mark.parametrize(
-    ("batch", "tokens", "k_heads", "ratio"), [(2, 150, 1, 2), (1, 64, 3, 1), (1, 1, 1, 1)]
+    ("batch", "tokens", "k_heads", "ratio"), [(2, 150, 2, 2), (1, 64, 3, 1), (1, 1, 1, 1)]
 )
 def test_the_rule(batch, tokens, k_heads, ratio, room, dtype, monkeypatch, kernels):
     cuda_on_cpu.install(monkeypatch, kernels, cuda_on_cpu.H200._replace(shared_bytes=room))
@@ -42,6 +42,14 @@ def test_the_rule(batch, tokens, k_heads, ratio, room, dtype, monkeypatch, kerne
         have = run_rule(given, delta_rule, guarded)
         assert all(map(untouched, have))
         compare_rule(have, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_rule_of_keys_that_are_alike(dtype):
+    for beta in (None, 1.0):
+        given = of_rule(1, 130, 1, 2, dtype, alike=5.0)
+        given["beta"] = given["beta"] if beta is None else torch.full_like(given["beta"], beta)
+        compare_rule(run_rule(given, delta_rule), given, times=8)
 
 
 def test_the_rule_of_chunks_is_that_of_all_of_them():

@@ -46,7 +46,7 @@ def logits(model, ids, **more):
 def small_heads(monkeypatch):
     """Linear attention of tiny models goes by kernels, and on a CPU, too."""
     monkeypatch.setattr(layers, "_is_on_gpu", lambda x: True)
-    monkeypatch.setattr(gated_delta, "_DIM", 16)
+    monkeypatch.setattr(gated_delta, "DIM", 16)
 
 
 class Enabled:

@@ -163,7 +163,7 @@ def run_around_products() -> None:
                 assert all(torch.isfinite(x).all() for x in made)
             y = torch.ops.kbit.gated_delta_output(made[2], given[0], norm, 1e-6)
             assert torch.isfinite(y).all()
-        for tokens, before in ((1, None), (64, state), (150, None)):
+        for tokens, before in ((1, None), (64, state), (330, None)):  # six chunks, of which three are held
             shapes = [(3, tokens, heads, 128) for heads in (k_heads, k_heads, v_heads)]
             rows = [torch.randn(shape, device="cuda").half() / 11 for shape in shapes]
             beta, decay = (torch.rand(3, tokens, v_heads, device="cuda") for _ in range(2))

@@ -149,7 +149,9 @@ def _linear_attention(config: Any, compiled: bool) -> str | None:
     """What runs linear attention, for a model that has it: kbit, a library of a version, or PyTorch."""
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return None
-    if not compiled:
+    from kbit.integrations.transformers.linear_attention import by_own_kernels
+
+    if not compiled and by_own_kernels(config):
         return "kbit"
     name = "flash-linear-attention"
     try:

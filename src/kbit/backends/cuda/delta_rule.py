@@ -9,17 +9,17 @@ import torch
 
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.backends.cuda.gated_delta import DIM, RATIOS
 from kbit.backends.reference import gated_delta as reference
 from kbit.ops.gated_delta_schemas import Heads
 
 _CHUNKS_FORMAT, _RULE_FORMAT = "Q" * 7 + "ii", "Q" * 9 + "iii"
-_DIM, _CHUNK = 128, 64
-_RATIOS = (1, 2)  # heads of values to one of keys
+_CHUNK = 64  # tokens
 _COLUMNS = 32  # of a head's state, of a block
 _CHUNKS_THREADS, _LOADERS = 128, 128  # of a block of the first kernel; those of the second that fetch
 _MOST_STAGES = 3
 _PADDING = 16  # bytes behind a row in shared memory
-_ROWS_BYTES = _CHUNK * (2 * _DIM + _PADDING)
+_ROWS_BYTES = _CHUNK * (2 * DIM + _PADDING)
 
 
 def _layout(room: int) -> dict[str, int]:
@@ -27,14 +27,20 @@ def _layout(room: int) -> dict[str, int]:
     pitch, square = 2 * _COLUMNS + _PADDING, _CHUNK * (2 * _CHUNK + _PADDING)
     factors = _CHUNK * 4
     stage = 2 * (_ROWS_BYTES + square) + _CHUNK * pitch + 3 * factors
-    handed = 2 * 2 * _COLUMNS * (_DIM + _CHUNK)
+    handed = 2 * 2 * _COLUMNS * (DIM + _CHUNK)
     stages = min(_MOST_STAGES, (room - handed) // stage)
     return {"stages": stages, "shared_bytes": stages * stage + handed}
 
 
+def _chunks_bytes(ratio: int) -> int:
+    """Shared memory of a block of the first kernel: rows of keys and queries, and two floats a token."""
+    return 2 * _ROWS_BYTES + 2 * ratio * _CHUNK * 4
+
+
 @functools.cache
 def _chunks_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
-    return KernelSpec.make("gated_delta_chunks.cu", bf16=dtype == torch.bfloat16, heads=ratio)
+    sizes = {"heads": ratio, "shared_bytes": _chunks_bytes(ratio)}
+    return KernelSpec.make("gated_delta_chunks.cu", bf16=dtype == torch.bfloat16, **sizes)
 
 
 @functools.cache
@@ -45,13 +51,13 @@ def _rule_spec(dtype: torch.dtype, room: int) -> KernelSpec:
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
     """Every kernel of this module, for a GPU whose blocks may have `shared_bytes` of shared memory."""
-    chunks = [_chunks_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
+    chunks = [_chunks_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in RATIOS]
     return chunks + [_rule_spec(dtype, shared_bytes) for dtype in operands.DTYPES]
 
 
 def _fits(heads: Heads, batch: int, tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether the kernels compute heads like these, of tensors where they are."""
-    plain = heads.columns == _DIM and heads.values / heads.keys in _RATIOS
+    plain = heads.columns == DIM and heads.values / heads.keys in RATIOS
     few = max(batch, heads.values) <= driver.MAX_GRID_Y
     return plain and few and not any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors)
 
@@ -83,16 +89,16 @@ def gated_delta_rule(
     index, chunks, ratio = query.device.index, -(-tokens // _CHUNK), heads.values // heads.keys
     of_chunks = batch, chunks, heads.values, _CHUNK
     solved, scores = (query.new_empty(*of_chunks, _CHUNK) for _ in range(2))
-    factors = decay.new_empty(*of_chunks, 2)
+    factors = decay.new_empty(batch, chunks, heads.values, 2, _CHUNK)
     made = operands.addresses(solved, scores, factors)
     kernel = launcher.load(_chunks_spec(query.dtype, ratio), index, _CHUNKS_FORMAT)
     args = (*operands.addresses(query, key, beta, decay), *made, tokens, heads.keys)
-    grid, smem = (chunks, heads.keys, batch), 2 * _ROWS_BYTES + 2 * ratio * _CHUNK * 4
+    grid, smem = (chunks, heads.keys, batch), _chunks_bytes(ratio)
     launcher.launch_on(index, kernel, grid, _CHUNKS_THREADS, args, smem=smem, pdl=True)
     room = driver.device_limits(index).shared_bytes
     kernel = launcher.load(_rule_spec(query.dtype, room), index, _RULE_FORMAT)
     args = (*operands.addresses(query, key, value), *made, *operands.addresses(before, *out))
-    grid = _DIM // _COLUMNS, heads.values, batch
+    grid = DIM // _COLUMNS, heads.values, batch
     threads = _COLUMNS // 16 * 2 * driver.WARP + _LOADERS
     sizes, smem = (tokens, heads.keys, ratio), _layout(room)["shared_bytes"]
     launcher.launch_on(index, kernel, grid, threads, (*args, *sizes), smem=smem, pdl=True)

@@ -12,8 +12,8 @@ from kbit.backends.reference import gated_delta as reference
 from kbit.ops.gated_delta_schemas import Heads, heads_of_keys
 
 _FORMAT = "Q" * 11 + "iif"
-_DIM, _TAPS = 128, 4
-_RATIOS = (1, 2)  # heads of values to one of keys
+DIM, _TAPS = 128, 4
+RATIOS = (1, 2)  # heads of values to one of keys
 # Of a block in a cluster; a block alone has all columns, and so many warps for each head.
 _COLUMNS, _WARPS = 64, 8
 _INPUTS_FORMAT, _OUTPUT_FORMAT = "Q" * 15 + "iiiii", "Q" * 6 + "if"
@@ -24,12 +24,12 @@ _FEW_TOKENS, _TOKENS, _SHORT, _THREADS = 8, 16, 1024, 256
 
 def _blocks(ratio: int, arch: str) -> int:
     """Blocks that share a head of keys."""
-    return ratio * _DIM // _COLUMNS if driver.since_hopper(arch) else 1
+    return ratio * DIM // _COLUMNS if driver.since_hopper(arch) else 1
 
 
 def _spec(dtype: torch.dtype, ratio: int, arch: str) -> KernelSpec:
     bf16, blocks = dtype == torch.bfloat16, _blocks(ratio, arch)
-    columns = _COLUMNS if blocks > 1 else _DIM
+    columns = _COLUMNS if blocks > 1 else DIM
     return KernelSpec.make(
         "gated_delta.cu", bf16=bf16, heads=ratio, taps=_TAPS, blocks=blocks, columns=columns, warps=_WARPS
     )
@@ -48,14 +48,14 @@ def _output_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
 
 def specs(arch: str) -> list[KernelSpec]:
     """Every kernel of this module, for an architecture such as "90a"."""
-    kinds = [(dtype, ratio) for dtype in operands.DTYPES for ratio in _RATIOS]
+    kinds = [(dtype, ratio) for dtype in operands.DTYPES for ratio in RATIOS]
     inputs = [_inputs_spec(*kind, tokens) for kind in kinds for tokens in (_FEW_TOKENS, _TOKENS)]
     return inputs + [spec for kind in kinds for spec in (_spec(*kind, arch), _output_spec(*kind))]
 
 
 def takes(dim: int, taps: int, ratio: float) -> bool:
     """Whether the kernel computes heads of `dim` columns, `ratio` of values to one of keys."""
-    return (dim, taps) == (_DIM, _TAPS) and ratio in _RATIOS
+    return (dim, taps) == (DIM, _TAPS) and ratio in RATIOS
 
 
 def gated_delta_step(

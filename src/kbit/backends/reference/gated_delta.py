@@ -105,23 +105,31 @@ def gated_delta_rule(
 ) -> None:
     """`kbit::gated_delta_rule` into `out`: by chunks of tokens, in float32."""
     ratio, tokens, (y, state) = heads.values // heads.keys, query.shape[1], out
-    query, key = (x.float().repeat_interleave(ratio, 2).transpose(1, 2) for x in (query, key))
-    value, beta, decay = (x.float().transpose(1, 2) for x in (value, beta, decay))
-    query = query / heads.columns**0.5
-    state.copy_(torch.zeros_like(state) if before is None else before)
-    for first in range(0, tokens, _CHUNK):
-        q, k, v, b, g = (x[:, :, first : first + _CHUNK] for x in (query, key, value, beta, decay))
-        total = g.cumsum(-1)
-        factors = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-        known = (b[..., None] * (k @ k.mT) * factors).tril(-1) + torch.eye(k.shape[2], device=k.device)
-        grown = total.exp()[..., None]
-        change = torch.linalg.solve_triangular(
-            known, b[..., None] * (v - grown * (k @ state)), upper=False, unitriangular=True
-        )
-        x = grown * (q @ state) + ((q @ k.mT) * factors) @ change
-        y[:, first : first + _CHUNK] = x.transpose(1, 2)
-        last = total[..., -1:, None]
-        state.copy_(last.exp() * state + k.mT @ ((last - total[..., None]).exp() * change))
+    query, key = (x.repeat_interleave(ratio, 2) for x in (query, key))
+    # [B, V, chunks, chunk, ..]; tokens that are not there change nothing.
+    q, k, v = (_chunked(x) for x in (query, key, value))
+    b, g = (_chunked(x[..., None]) for x in (beta, decay))
+    total = g.cumsum(-2)
+    factors = (total - total.mT).tril().exp().tril()
+    # The inverse of 1 and what is below the diagonal, by columns, for all chunks at once.
+    known = (b * (k @ k.mT) * factors).tril(-1)
+    betas = b.squeeze(-1).diag_embed()
+    solved = torch.linalg.solve_triangular(known, betas, upper=False, unitriangular=True)
+    scores, kept, left = (q @ k.mT) * factors, total.exp(), (total[..., -1:, :] - total).exp()
+    state.zero_() if before is None else state.copy_(before)
+    for chunk in range(q.shape[2]):
+        own = (slice(None), slice(None), chunk)
+        change = solved[own] @ (v[own] - kept[own] * (k[own] @ state))
+        found = kept[own] * (q[own] @ state) + scores[own] @ change
+        first = chunk * _CHUNK
+        y[:, first : first + _CHUNK] = found[:, :, : tokens - first].transpose(1, 2) / heads.columns**0.5
+        state.copy_(kept[own][..., -1:, :] * state + (left[own] * k[own]).mT @ change)
+
+
+def _chunked(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, V, ..] as float32 [B, V, chunks, chunk, ..], with zeros behind the last token."""
+    x = F.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % _CHUNK)).transpose(1, 2)
+    return x.unflatten(2, (-1, _CHUNK))
 
 
 def gated_delta_output(

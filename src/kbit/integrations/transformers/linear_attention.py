@@ -11,12 +11,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kbit.backends.cuda.gated_delta import takes
 from kbit.nn.gated_delta import by_kernels
 from kbit.nn.standing_in import standing_in
 from kbit.ops.gated_delta_schemas import LAYER
 
 # Where transformers has the class whose forward this stands in for, by the model's own order of projections.
 _MODULE = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+def by_own_kernels(config: Any) -> bool:
+    """Whether a model's linear attention is one that kernels of ours compute, of prompts as of steps."""
+    if config.model_type != "qwen3_next" or config.linear_key_head_dim != config.linear_value_head_dim:
+        return False
+    ratio = config.linear_num_value_heads / config.linear_num_key_heads
+    return takes(config.linear_key_head_dim, config.linear_conv_kernel_dim, ratio)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 // What the gated delta rule needs of each chunk of 64 tokens that does not depend on the state before it.
 // Method and symbols: gated_delta_rule.cuh.
 //
-//   query, key  16-bit [batch, tokens, k_heads, 128], of length 1
+//   query, key  16-bit [batch, tokens, k_heads, 128], of length 1, at multiples of 16 bytes
 //   beta        16-bit [batch, tokens, v_heads]; decay float32, likewise: its logarithm
-//   solved      16-bit [batch, chunks, v_heads, 64, 64]: (1 + A)^-1 diag(beta)
+//   solved      16-bit [batch, chunks, v_heads, 64, 64]: T = (1 + A)^-1 diag(beta)
 //   scores      16-bit, likewise: tril(exp(G_i - G_j) q_i k_j)
 //   factors     float32 [batch, chunks, v_heads, 2, 64]: exp(G), and exp(G_last - G)
 //
@@ -14,14 +14,19 @@
 // i for i ascending. A lies in shared memory where keys and queries did, turned over, above the diagonal; the
 // inverse grows below.
 //
+// Shared memory: 2 * 64 rows of 272 bytes, 2 * heads * 64 floats. Products are summed in float32 by steps of
+// 16 columns, ascending; the inverse is float32, too. 2048 tokens of 16 and 32 heads: 24 us on an H100.
+//
 // grid: (chunks, k_heads, batch)
 // Method: Yang et al. 2024 (arXiv:2412.06464), Bischof and Van Loan 1987 (the WY form).
 #include "gated_delta_rule.cuh"
 #include "warp_scan.cuh"
 
-constexpr int kHeads = Config::heads, kThreads = 2 * kTiles / 2 * 32;
+constexpr int kHeads = Config::heads, kThreads = kTiles * 32;
 constexpr int kPitch = kRowPitch / 4;  // of a row of A, float32
+constexpr u32 kSumsAt = 2 * kRowsBytes, kBetasAt = kSumsAt + kHeads * kChunk * 4;
 static_assert(kHeads <= 2 && kHeads * kChunk <= kThreads);
+static_assert(kBetasAt + kHeads * kChunk * 4 == Config::shared_bytes);
 
 // Sums over the tokens so far; a lane has two.
 DEVICE void add_up(float* to, const float* decay, i64 step, int there, int lane) {
@@ -106,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     gated_delta_chunks(const u16* query, const u16* key, const u16* beta, const float* decay, u16* solved,
                        u16* scores, float* factors, int tokens, int k_heads) {
     extern __shared__ __align__(1024) u8 memory[];  // keys and queries, then A of each head; sums; betas
-    float* const sum_of = reinterpret_cast<float*>(memory + 2 * kRowsBytes);
-    float* const beta_of = sum_of + kHeads * kChunk;
+    float* const sum_of = reinterpret_cast<float*>(memory + kSumsAt);
+    float* const beta_of = reinterpret_cast<float*>(memory + kBetasAt);
     follow_previous(query, key, beta, decay);
     const u32 base = shared_address(memory);
     const int thread = int(threadIdx.x), warp = uniform(thread / 32), lane = thread % 32;
@@ -168,14 +173,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     of_head[kChunk + column] = expf(sum_of[head * kChunk + kChunk - 1] - sum_of[at]);
     u16* const to = solved + (block + head) * kChunk * kChunk + column;
 #pragma unroll 1
-    for (int first = 0; first < kChunk; first += 16) {
+    for (int above = 0; above < kChunk; above += 16) {
         float x[16] = {};
-        if (first >= start) {
-            solve(x, a + head * kChunk * kPitch, column, start, first);
+        if (above >= start) {
+            solve(x, a + head * kChunk * kPitch, column, start, above);
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            to[(first + i) * kChunk] = H::narrow(x[i] * beta_of[at]);
+            to[(above + i) * kChunk] = H::narrow(x[i] * beta_of[at]);
         }
     }
 }

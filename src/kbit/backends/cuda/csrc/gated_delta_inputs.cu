@@ -169,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < kAtOnce; ++i) {
             const int place = token + i - (there - kept);
             if (token + i < end) {
-                const u64 of_token = (u64(of_batch) * tokens + token + i) * k_heads + k_head;
-                to[(of_token * heads * kDim + within) / 8] = is_value ? y[i] : divided(y[i], squares[i]);
+                const u64 row_of = (u64(of_batch) * tokens + token + i) * k_heads + k_head;
+                to[(row_of * heads * kDim + within) / 8] = is_value ? y[i] : divided(y[i], squares[i]);
             }
             if (token + i < end && place >= 0 && place < kept) {
                 store_last(own_last + place, raw[i], kept);

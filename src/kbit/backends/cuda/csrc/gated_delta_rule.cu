@@ -1,7 +1,7 @@
 // The gated delta rule over the tokens of a prompt, by chunks of 64. Method and symbols:
 // gated_delta_rule.cuh.
 //
-//   query, key    16-bit [batch, tokens, k_heads, 128], of length 1
+//   query, key    16-bit [batch, tokens, k_heads, 128], of length 1; like all, at multiples of 16 bytes
 //   value         16-bit [batch, tokens, v_heads, 128]
 //   solved, scores, factors  of gated_delta_chunks.cu
 //   before        null, which is zeros, or float32 [batch, v_heads, 128, 128], keys' columns first
@@ -14,7 +14,15 @@
 // one chunk later, with the state and the change that the first has left in shared memory. All matrices of
 // the next chunk are fetched meanwhile, if there is room for two.
 //
-// Order of sums: columns or tokens by steps of 16; chunks ascending.
+// Shared memory: Config::stages of 64 rows of keys and queries, 272 bytes each, of values, 2 * columns + 16,
+// of two squares, 144, and 3 * 64 floats; and 768 bytes a column that warps hand over. Sums are float32:
+// columns or tokens by steps of 16, chunks ascending. In float16 nothing that is rounded may be larger than
+// 65504.
+//
+// For prompts; one token's step is gated_delta.cu's. Other sizes and dtypes are computed by PyTorch. 2048
+// tokens of 16 and 32 heads take 50 us on an H100, all that flash-linear-attention 0.6.0 runs for both
+// kernels 140 us. Blocks are 4 to a head: with 20 on the GPU a chunk takes 1.4 us, with 128, which read the
+// same from L2, 1.7 us.
 //
 // grid: (128 / Config::columns, v_heads, batch)
 // Method: Yang et al. 2024 (arXiv:2412.06464).
@@ -27,8 +35,8 @@ constexpr u32 kPitch = kColumns * 2 + 16;
 // A stage of keys: keys, what was solved, values, factors; one of queries: those, scores, exp(G).
 constexpr u32 kSolvedAt = kRowsBytes, kValuesAt = kSolvedAt + kSquareBytes;
 constexpr u32 kFactorsAt = kValuesAt + kChunk * kPitch, kKeysBytes = kFactorsAt + 2 * kChunk * 4;
-constexpr u32 kScoresAt = kRowsBytes, kGrownAt = kScoresAt + kSquareBytes,
-              kQueriesBytes = kGrownAt + kChunk * 4;
+constexpr u32 kScoresAt = kRowsBytes, kKeptAt = kScoresAt + kSquareBytes,
+              kQueriesBytes = kKeptAt + kChunk * 4;
 constexpr u32 kQueriesAt = kStages * kKeysBytes;
 // What warps hand over, as it is in their lanes: the state of keys by steps of 16, then changes of tokens.
 constexpr u32 kHandedAt = kQueriesAt + kStages * kQueriesBytes, kStepBytes = 32 * 16;
@@ -109,10 +117,10 @@ DEVICE void advance(Tile (&state)[kDim / 8], u32 keys, u32 handed, int warp, int
         load_transposed(values, keys + kValuesAt + step * 16 * kPitch + by_columns(lane, kPitch) + warp * 32);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // of two tiles, columns lane / 4 and + 8
-            const float2 grown = pair_at(keys + kFactorsAt, 2 * step + i / 2, lane);
+            const float2 kept = pair_at(keys + kFactorsAt, 2 * step + i / 2, lane);
             const Tile& own = known[2 * step + i / 2];
-            rest[i] = H::pack(H::widen(u16(values[i])) - grown.x * own[i % 2 * 2],
-                              H::widen(u16(values[i] >> 16)) - grown.y * own[i % 2 * 2 + 1]);
+            rest[i] = H::pack(H::widen(u16(values[i])) - kept.x * own[i % 2 * 2],
+                              H::widen(u16(values[i] >> 16)) - kept.y * own[i % 2 * 2 + 1]);
         }
         multiply_triangle(change, rest, keys + kSolvedAt, step, lane);
     }
@@ -157,8 +165,8 @@ DEVICE void answer(u16* y, i64 row, int there, u32 queries, u32 handed, int lane
     }
 #pragma unroll
     for (int n = 0; n < 2 * kTiles; ++n) {
-        const float2 grown = pair_at(queries + kGrownAt, n, lane);
-        scale(sums[n], grown.x, grown.y);
+        const float2 kept = pair_at(queries + kKeptAt, n, lane);
+        scale(sums[n], kept.x, kept.y);
     }
 #pragma unroll
     for (int step = 0; step < kTiles; ++step) {
@@ -207,7 +215,7 @@ struct Head {
     DEVICE void stage_queries(u32 to, int chunk) const {
         const i64 first = i64(chunk) * kChunk;
         stage_rows<kDim / 8, kLoaders>(to, kRowPitch, query + first * k_row, k_row, there(chunk), thread);
-        stage_chunk<kChunk>(to + kScoresAt, to + kGrownAt, scores, chunk);
+        stage_chunk<kChunk>(to + kScoresAt, to + kKeptAt, scores, chunk);
     }
 };
 
