@@ -24,12 +24,26 @@ def operands(batch, k_heads, ratio, dtype, wide=False, dim=128, taps=4):
     }
 
 
-def run(given, module, guard=lambda tensor: tensor):
+def in_order(given, k_heads):
+    """The same operands, not by heads of keys: all queries, all keys, and so on."""
+    dim, v_heads = len(given["taps"]) // (2 * k_heads + len(given["bias"])), len(given["bias"])
+    ratio = v_heads // k_heads
+
+    def ordered(tensor, sizes):
+        parts = tensor.unflatten(-1, (k_heads, -1)).split(sizes, -1)
+        return torch.cat([part.flatten(-2) for part in parts], -1)
+
+    projected = ordered(given["projected"], [dim, dim, ratio * dim, ratio * dim])
+    return given | {"projected": projected, "gates": ordered(given["gates"], [ratio, ratio])}
+
+
+def run(given, module, guard=lambda tensor: tensor, by_heads=True):
     """y, the window and the state behind a step."""
     window, state = (guard(given[name].clone()) for name in ("window", "state"))
     batch, v_heads, dim, _ = state.shape
     out = guard(torch.full((batch, v_heads * dim), float("nan"), dtype=window.dtype))
-    module.gated_delta_step(**(given | {"window": window, "state": state}), eps=1e-6, out=out)
+    written = {"window": window, "state": state, "out": out}
+    module.gated_delta_step(**(given | written), eps=1e-6, by_heads=by_heads)
     return out, window, state
 
 
@@ -57,12 +71,12 @@ def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, wi
     }
 
 
-def run_inputs(given, module, guard=lambda tensor: tensor):
+def run_inputs(given, module, guard=lambda tensor: tensor, by_heads=True):
     """The results of `gated_delta_inputs`, which were NaN before."""
     heads = gated_delta_schemas.check_inputs(**given)
     out = gated_delta_schemas.inputs(given["projected"], given["taps"], heads)
     out = tuple(guard(torch.full_like(tensor, float("nan"))) for tensor in out)
-    module.gated_delta_inputs(*given.values(), heads, out)
+    module.gated_delta_inputs(*given.values(), by_heads, heads, out)
     return out
 
 

@@ -197,11 +197,12 @@ def test_a_models_kernels(tiles_pay, on_h200):
     assert all(dict(spec.config).get("bf16", True) is True for spec, _ in on_h200)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_moe", "qwen3_moe"])
 def test_linear_attention(architecture, tiles_pay, on_h200):
     kbit.compile_kernels(quantized(architecture), tokens=[1])
     found = [spec for spec, _ in on_h200 if spec.source == "gated_delta.cu"]
-    assert len(found) == (2 if architecture == "qwen3_next" else 0)  # of one dtype
+    kinds = [(dict(spec.config)["by_heads"], dict(spec.config)["heads"]) for spec in found]  # of one dtype
+    assert kinds == {"qwen3_next": [(True, 2)], "qwen3_5_moe": [(False, 3)], "qwen3_moe": []}[architecture]
 
 
 @pytest.mark.parametrize("architecture", ["glm4_moe_lite", "qwen3_moe"])

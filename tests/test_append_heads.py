@@ -125,7 +125,8 @@ def quantized_norms(name, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("llama", 2), ("qwen3", 2), ("qwen3_moe", 2), ("qwen3_next", 1), ("mixtral", 2)]
+    ("name", "layers"),
+    [("llama", 2), ("qwen3", 2), ("qwen3_moe", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1), ("mixtral", 2)],
 )
 def test_layers_of_transformers_compute_the_same(name, layers, on_cpu):
     model = quantized_norms(name)
@@ -227,7 +228,7 @@ def test_the_kernel_gives_the_definition(sizes, columns, how, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe"])
 def test_layers_of_transformers_on_a_gpu(name, monkeypatch):
     model = quantized_norms(name).cuda()
     calls, own = [], ops.append_heads

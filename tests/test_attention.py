@@ -106,7 +106,7 @@ def test_a_models_way_of_attention_is_put_back():
         assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "glm4_moe_lite"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe_lite"])
 def test_prompts_without_masks_are_causal(architecture, monkeypatch):
     """Also where transformers, as while a graph is recorded, would make a mask in any case."""
     model, ids = build(architecture, torch.float32), torch.randint(8, (2, 7))
@@ -168,7 +168,7 @@ def decoded(model, steps, around):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe"])
 def test_models_give_the_same_logits(cudnn, architecture):
     model = build(architecture, torch.float32)
     want = decoded(model, 4, contextlib.nullcontext())

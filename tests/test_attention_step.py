@@ -160,6 +160,7 @@ def calls(monkeypatch):
         ("qwen3", 2, False),
         ("qwen3_moe", 2, False),
         ("qwen3_next", 1, True),
+        ("qwen3_5_moe", 1, True),
         ("mixtral", 2, False),
     ],
 )
@@ -268,7 +269,7 @@ def test_a_recorded_step_serves_every_length():
 
 
 @gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe"])
 def test_models_on_a_gpu(name, monkeypatch):
     """With heads of 64 columns, which the kernel takes: as by cuDNN's attention."""
     config = ARCHITECTURES[name]()

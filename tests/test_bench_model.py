@@ -18,10 +18,11 @@ from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule
 from tiny_models import ARCHITECTURES, build, write_config
 
 CPU = torch.device("cpu")
-MIXTURES = ("qwen3_moe", "qwen3_next", "glm4_moe_lite")
+MIXTURES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe_lite")
 # Of the models themselves: what their cards say, in billions.
 PARAMETERS = {
     "qwen3-coder-next": 79.7,
+    "qwen3.5-35b-a3b": 34.7,  # without its vision tower
     "qwen3-30b-a3b": 30.5,
     "glm-4.7-flash": 29.9,
     "llama-3-8b": 8.03,

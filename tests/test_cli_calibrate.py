@@ -28,7 +28,8 @@ def text(tmp_path, monkeypatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+# transformers reads Qwen3.5's text by Qwen's own tokenizer, whatever is saved, and knows none of these words.
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - {"qwen3_5_moe"}))
 def test_equals_calibrating_the_model_in_memory(tmp_path, text, architecture):
     source, out = build_with_tokenizer(architecture, tmp_path / "in"), tmp_path / "out"
     result = run(source, out, "--calibrate", text, "--override", "down_proj=3", "--embedding-bits", 5)

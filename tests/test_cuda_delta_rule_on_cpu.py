@@ -32,7 +32,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels) -> None:
     "room", [227 << 10, 163 << 10, 99 << 10]
 )  # for three chunks at once, for two, for one
 @pytest.mark.parametrize(
-    ("batch", "tokens", "k_heads", "ratio"), [(2, 150, 2, 2), (1, 64, 3, 1), (1, 1, 1, 1)]
+    ("batch", "tokens", "k_heads", "ratio"),
+    [(2, 150, 2, 2), (1, 64, 3, 1), (1, 1, 1, 1), (1, 70, 2, 3), (1, 66, 1, 4)],
 )
 def test_the_rule(batch, tokens, k_heads, ratio, room, dtype, monkeypatch, kernels):
     cuda_on_cpu.install(monkeypatch, kernels, cuda_on_cpu.H200._replace(shared_bytes=room))
@@ -96,7 +97,7 @@ def test_the_rule_with_gates_of_any_size():
     torch.testing.assert_close(state, token_by_token(**last, before=None)[1].float(), rtol=1e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("odd", [{"dim": 64}, {"ratio": 4}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("odd", [{"dim": 64}, {"ratio": 5}, {"dtype": torch.float32}], ids=str)
 def test_rules_that_kernels_do_not_take(odd, monkeypatch):
     monkeypatch.setattr(delta_rule.launcher, "load", None)
     given = of_rule(**{"batch": 1, "tokens": 5, "k_heads": 1, "ratio": 1, "dtype": torch.float16} | odd)

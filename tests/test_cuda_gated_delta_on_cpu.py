@@ -10,6 +10,7 @@ import cuda_rows_on_cpu
 from gated_delta_steps import (
     compare,
     compare_inputs,
+    in_order,
     operands,
     prompt,
     run,
@@ -43,6 +44,31 @@ def test_steps(k_heads, ratio, wide, dtype):
     have = run(given, gated_delta, guarded)
     assert all(map(untouched, have))
     compare(have, run(given, reference))
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_projections_in_another_order(ratio):
+    """All queries, all keys and so on: the same numbers. Below Hopper the reference steps with many heads."""
+    given = operands(2, 2, ratio, torch.bfloat16)
+    ordered = in_order(given, 2)
+    for each in (reference, gated_delta):
+        have = run({name: guarded(value) for name, value in ordered.items()}, each, guarded, by_heads=False)
+        assert all(map(untouched, have))
+        compare(have, run(given, reference))
+    for tokens in (3, 40):
+        given = prompt(2, tokens, 2, ratio, torch.bfloat16)
+        ordered = in_order(given, 2)
+        have = run_inputs(ordered, gated_delta, guarded, by_heads=False)
+        assert all(map(untouched, have))
+        want = run_inputs(given, reference)
+        compare_inputs(have, want)
+        assert all(map(torch.equal, run_inputs(ordered, reference, by_heads=False), want))
+        x, norm = torch.randn_like(want[2]), torch.randn(128).bfloat16()
+        heads = gated_delta_schemas.check_output(x, given["projected"], norm)
+        y, wanted = torch.full_like(x, float("nan")), torch.empty_like(x)
+        gated_delta.gated_delta_output(x, ordered["projected"], norm, 1e-6, False, heads, y)
+        reference.gated_delta_output(x, given["projected"], norm, 1e-6, True, heads, wanted)
+        torch.testing.assert_close(y, wanted, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-6)
 
 
 def test_rows_apart_and_several_steps():
@@ -128,9 +154,9 @@ def test_outputs_of_prompts(ratio, dtype):
         x, norm = (torch.randn(shape).to(dtype) for shape in ((2, tokens, 3 * ratio, 128), (128,)))
         heads = gated_delta_schemas.check_output(x, projected, norm)
         have, want = guarded(torch.full_like(x, float("nan"))), torch.empty_like(x)
-        gated_delta.gated_delta_output(x, projected, norm, 1e-6, heads, have)
+        gated_delta.gated_delta_output(x, projected, norm, 1e-6, True, heads, have)
         assert untouched(have)
-        reference.gated_delta_output(x, projected, norm, 1e-6, heads, want)
+        reference.gated_delta_output(x, projected, norm, 1e-6, True, heads, want)
         torch.testing.assert_close(have, want, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
         assert (have != want).sum() <= 2 + have.numel() // 50
 

@@ -237,7 +237,7 @@ def test_caches_of_no_fixed_size_are_not_recorded():
     assert recorder.recorded == 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "qwen3_5_moe"])
 def test_prompts_in_chunks_are_not_recorded(architecture):
     model = quantized(architecture)
     prompts = [torch.randint(1, 72, (1, length)) for length in (16, 14, 16, 14, 16, 14)]
@@ -429,7 +429,7 @@ def test_graphs_on_another_device_than_the_current_one(monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe"])
 def test_graphs_of_compiled_layers(architecture, own_compilations):
     model = quantized(architecture, torch.float16, "cuda")
     more = {"output_logits": True, "return_dict_in_generate": True, "cache_implementation": "static"}

@@ -11,6 +11,7 @@ from gated_delta_steps import (
     compare,
     compare_inputs,
     compare_rule,
+    in_order,
     of_rule,
     operands,
     prompt,
@@ -31,6 +32,7 @@ GIVEN = operands(2, 2, 2, torch.float16, dim=8, taps=3)
 OF_PROMPT = prompt(2, 5, 2, 2, torch.float16, dim=8, taps=3)
 OF_RULE = of_rule(2, 5, 2, 2, torch.float16, dim=8)
 DIM = 16  # of heads of the tiny model
+LINEAR = ["qwen3_next", "qwen3_5_moe"]  # models with linear attention
 PROMPTS = ["whole", "parts", "one token first", "then steps", "masked", "no cache"]
 
 
@@ -195,8 +197,8 @@ def by_ops(ran, monkeypatch):
     return ran
 
 
-def tiny():
-    model = build("qwen3_next", torch.float32, spread=False).eval()
+def tiny(architecture="qwen3_next"):
+    model = build(architecture, torch.float32, spread=False).eval()
     assert model.config.linear_key_head_dim == DIM
     return model
 
@@ -234,8 +236,9 @@ def logits_of_prompts(model, device, how):
     return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
 
 
-def test_layers_of_transformers_compute_the_same(by_ops):
-    model = tiny()
+@pytest.mark.parametrize("architecture", LINEAR)
+def test_layers_of_transformers_compute_the_same(architecture, by_ops):
+    model = tiny(architecture)
     with torch.no_grad():
         own = logits_of_steps(model, "cpu")
         assert not by_ops
@@ -246,10 +249,11 @@ def test_layers_of_transformers_compute_the_same(by_ops):
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", LINEAR)
 @pytest.mark.parametrize("how", PROMPTS)
-def test_prompts_of_quantized_models(how, by_ops):
+def test_prompts_of_quantized_models(how, architecture, by_ops):
     """Layers of quantized models go by the ops without being asked to."""
-    model = tiny()
+    model = tiny(architecture)
     policy = kbit.QuantizationPolicy(bits=4, search=False)
     with torch.no_grad():
         kbit.quantize_model(model, policy)
@@ -270,7 +274,9 @@ def test_a_layer_that_stays_as_it_is():
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layers.merge_gated_delta(model)
     assert not isinstance(layer, layers.MergedGatedDelta)
-    layer.__class__ = type(layers.LAYER, (type(layer),), {"forward": lambda self, hidden_states: None})
+    layer.__class__ = type(
+        "Qwen3NextGatedDeltaNet", (type(layer),), {"forward": lambda self, hidden_states: None}
+    )
     kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
     assert not isinstance(layer, layers.MergedGatedDelta)
 
@@ -363,7 +369,7 @@ def test_prompts_on_a_gpu(batch, tokens, k_heads, ratio, wide, dtype):
         operands_of_output = (x, given["projected"], norm)
         y, want = torch.ops.kbit.gated_delta_output(*operands_of_output, 1e-6), torch.empty_like(x)
         heads = gated_delta_schemas.check_output(*operands_of_output)
-        reference.gated_delta_output(*operands_of_output, 1e-6, heads, want)
+        reference.gated_delta_output(*operands_of_output, 1e-6, True, heads, want)
         torch.testing.assert_close(y, want, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
         for _ in range(50):
             assert all(map(torch.equal, run_inputs(given, Op), have))
@@ -371,10 +377,42 @@ def test_prompts_on_a_gpu(batch, tokens, k_heads, ratio, wide, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_projections_in_another_order_on_a_gpu(ratio):
+    def moved(given):
+        return {name: None if value is None else value.cuda() for name, value in given.items()}
+
+    step = operands(3, 16, ratio, torch.bfloat16)
+    have = run(moved(in_order(step, 16)), Op, by_heads=False)
+    compare(have, run(moved(step), reference))
+    for tokens in (5, 1100):
+        given = prompt(2, tokens, 16, ratio, torch.bfloat16)
+        ordered, given = moved(in_order(given, 16)), moved(given)
+        made, want = run_inputs(ordered, Op, by_heads=False), run_inputs(given, reference)
+        compare_inputs(made, want)
+        x, norm = torch.randn_like(want[2]), torch.randn(128, device="cuda").bfloat16()
+        heads, y = gated_delta_schemas.check_output(x, given["projected"], norm), torch.empty_like(x)
+        reference.gated_delta_output(x, given["projected"], norm, 1e-6, True, heads, y)
+        opened = torch.ops.kbit.gated_delta_output(x, ordered["projected"], norm, 1e-6, False)
+        torch.testing.assert_close(opened, y, rtol=4 * torch.finfo(x.dtype).eps, atol=1e-6)
+        for _ in range(50):
+            assert all(map(torch.equal, run_inputs(ordered, Op, by_heads=False), made))
+            assert all(map(torch.equal, run(moved(in_order(step, 16)), Op, by_heads=False), have))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "tokens", "k_heads", "ratio"),
-    [(1, 2048, 16, 2), (3, 129, 5, 1), (2, 3, 16, 2), (1, 64, 1, 1), (40, 65, 2, 2)],
+    [
+        (1, 2048, 16, 2),
+        (3, 129, 5, 1),
+        (2, 3, 16, 2),
+        (1, 64, 1, 1),
+        (40, 65, 2, 2),
+        (1, 200, 16, 3),
+        (1, 70, 4, 4),
+    ],
 )
 def test_the_rule_on_a_gpu(batch, tokens, k_heads, ratio, dtype):
     for before in (True, False):
@@ -387,11 +425,12 @@ def test_the_rule_on_a_gpu(batch, tokens, k_heads, ratio, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("architecture", LINEAR)
 @pytest.mark.parametrize("how", PROMPTS)
-def test_prompts_of_models_on_a_gpu(how, ran):
+def test_prompts_of_models_on_a_gpu(how, architecture, ran):
     """Heads of 128 columns, in 16 bits: as near to the class's own result as that is to float32's."""
     torch.manual_seed(0)
-    config = ARCHITECTURES["qwen3_next"]()
+    config = ARCHITECTURES[architecture]()
     config.linear_key_head_dim = config.linear_value_head_dim = 128
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().cuda()
     with torch.no_grad():

@@ -45,19 +45,32 @@ def _qwen3_moe():
     return Qwen3MoeConfig(**_COMMON, **_MOE, **sizes)
 
 
+_LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_SHARED = {
+    "hidden_size": 48,
+    "num_experts": 4,
+    "num_key_value_heads": 1,
+    "shared_expert_intermediate_size": 24,
+}
+
+
 def _qwen3_next():
     from transformers import Qwen3NextConfig
 
-    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
-    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    linear["layer_types"] = ["linear_attention", "full_attention"]
-    sizes = {
-        "hidden_size": 48,
-        "num_experts": 4,
-        "num_key_value_heads": 1,
-        "shared_expert_intermediate_size": 24,
-    }
-    return Qwen3NextConfig(**_COMMON, **_MOE, **sizes, **linear)
+    return Qwen3NextConfig(**_COMMON, **_MOE, **_SHARED, **_LINEAR)
+
+
+def _qwen3_5_moe():
+    from transformers import Qwen3_5MoeTextConfig
+
+    heads = {"linear_num_value_heads": 6, "linear_num_key_heads": 2}
+    return Qwen3_5MoeTextConfig(**_COMMON, **_MOE, **_SHARED, **(_LINEAR | heads))
 
 
 def _glm4_moe_lite():
@@ -92,6 +105,7 @@ ARCHITECTURES = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_moe": _qwen3_5_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "mixtral": _mixtral,
     "granitemoe": _granitemoe,

@@ -91,6 +91,11 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "qwen3.5",
+        "bench model qwen3.5-35b-a3b --profile --json {results}/{gpu}-qwen3.5-35b-a3b.json",
+        after=("tune",),
+    ),
+    Job(
         "30b",
         "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json",
         after=("tune",),

@@ -146,22 +146,24 @@ def run_around_products() -> None:
         for interleaved in (False, True):
             given = [torch.randn(shape, device="cuda").half() for shape in shapes]
             assert all(torch.isfinite(one).all() for one in torch.ops.kbit.latent_heads(*given, interleaved))
-    for k_heads, ratio in ((3, 1), (2, 2)):
+    for k_heads, ratio, by_heads in ((3, 1, True), (2, 2, True), (2, 1, False), (2, 3, False), (1, 4, False)):
         v_heads, channels = k_heads * ratio, (2 + ratio) * k_heads * 128
         shapes = (3, channels + v_heads * 128), (3, 2 * v_heads), (3, channels, 4), (channels, 4)
         projected, gates, window, taps = (torch.randn(shape, device="cuda").half() for shape in shapes)
         of_heads = [torch.rand(v_heads, device="cuda") for _ in range(2)]
         state, norm = torch.zeros(3, v_heads, 128, 128, device="cuda"), torch.ones(128, device="cuda").half()
-        y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, *of_heads, norm, 1e-6)
+        y = torch.ops.kbit.gated_delta_step(
+            projected, gates, window, state, taps, *of_heads, norm, 1e-6, by_heads
+        )
         assert torch.isfinite(y).all()
         for tokens in (1, 3, 17, 40):
             prompt = (x[:, None].expand(-1, tokens, -1).contiguous() for x in (projected, gates))
             given, weights = tuple(prompt), (taps, *of_heads)
             few = torch.tensor([2], device="cuda")
             for before, there in ((None, None), (window, None), (None, few), (window, few)):
-                made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights, there)
+                made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights, there, by_heads)
                 assert all(torch.isfinite(x).all() for x in made)
-            y = torch.ops.kbit.gated_delta_output(made[2], given[0], norm, 1e-6)
+            y = torch.ops.kbit.gated_delta_output(made[2], given[0], norm, 1e-6, by_heads)
             assert torch.isfinite(y).all()
         for tokens, before in ((1, None), (64, state), (330, None)):  # six chunks, of which three are held
             shapes = [(3, tokens, heads, 128) for heads in (k_heads, k_heads, v_heads)]

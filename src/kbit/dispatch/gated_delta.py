@@ -11,22 +11,23 @@ from kbit.ops import gated_delta_schemas
 
 
 @implement("gated_delta_step")
-def _gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps):
+def _gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads=True):
     given = projected, gates, window, state, taps, log_decay, bias, norm
     gated_delta_schemas.check(*given)
     out = gated_delta_schemas.output(projected, state)
-    module_on_gpus("gated_delta_step", projected.device).gated_delta_step(*given, eps, out)
+    module_on_gpus("gated_delta_step", projected.device).gated_delta_step(*given, eps, by_heads, out)
     increment_version((window, state))
     return out
 
 
 @implement("gated_delta_inputs")
-def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None):
+def _gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None, by_heads=True):
     given = projected, gates, window, taps, log_decay, bias, count
     heads = gated_delta_schemas.check_inputs(*given)
     out = gated_delta_schemas.inputs(projected, taps, heads)
     if out[0].numel():
-        module_on_gpus("gated_delta_inputs", projected.device).gated_delta_inputs(*given, heads, out)
+        module = module_on_gpus("gated_delta_inputs", projected.device)
+        module.gated_delta_inputs(*given, by_heads, heads, out)
     return out
 
 
@@ -46,9 +47,10 @@ def _gated_delta_rule(query, key, value, beta, decay, before=None):
 
 
 @implement("gated_delta_output")
-def _gated_delta_output(x, projected, norm, eps):
+def _gated_delta_output(x, projected, norm, eps, by_heads=True):
     heads = gated_delta_schemas.check_output(x, projected, norm)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
-        module_on_gpus("gated_delta_output", x.device).gated_delta_output(x, projected, norm, eps, heads, out)
+        module = module_on_gpus("gated_delta_output", x.device)
+        module.gated_delta_output(x, projected, norm, eps, by_heads, heads, out)
     return out

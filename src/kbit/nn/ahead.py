@@ -24,13 +24,14 @@ from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
 from kbit.format.symmetry import is_symmetric
+from kbit.nn.delta_families import layout_of
 from kbit.nn.experts import KbitExperts
 from kbit.nn.merged import Merged, MergedMLP, are_joined
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.tiling import TileableModule
-from kbit.ops import attention_schemas, forms, gated_delta_schemas, latent_schemas
+from kbit.ops import attention_schemas, forms, latent_schemas
 
 
 @runtime_checkable
@@ -123,8 +124,9 @@ def _kernels(
 def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelSpec]:
     """Those that steps of attention run, of the kinds that the model has."""
     found = []
-    if any(kind.__name__ == gated_delta_schemas.LAYER for kind in _classes(model)):
-        found += [*gated_delta.specs(device.arch), *delta_rule.specs(device.shared_bytes)]
+    if layouts := {layout for module in model.modules() if (layout := layout_of(module)) is not None}:
+        ratios = {ratio for _, ratio in layouts}
+        found += [*gated_delta.specs(device.arch, layouts), *delta_rule.specs(device.shared_bytes, ratios)]
     if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
         found += [*latent.specs(device.shared_bytes), *latent_prompts.specs()]
     layers = (module for module in model.modules() if module._modules.keys() >= attention_schemas.LAYERS)

@@ -19,17 +19,16 @@ import torch
 from torch import nn
 
 from kbit.backends.cuda.gated_delta import takes
+from kbit.nn.delta_families import FAMILIES, Family, family_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
 from kbit.nn.mixins import MixedIn, mix_in
 from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import grad_checks
-from kbit.ops.gated_delta_schemas import LAYER
 
 # A function beside the layer's class, in its module.
 _MASKED = "apply_mask_to_padding_states"
 _ARGUMENTS = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
-_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
 
 
@@ -65,12 +64,13 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     """What a layer's forward returns, by our kernels; None where it is left to that.
 
     Args:
-        layer: of the class that `LAYER` names.
+        layer: of a class that `FAMILIES` names.
         x: hidden states [B, T, hidden].
         cache, mask: its cache_params and attention_mask.
         named: what else its forward was given.
     """
-    if not _may_take(layer, x):
+    family = _family(layer)
+    if not _may_take(layer, x, family):
         return None
     states = None
     if cache is not None:
@@ -84,7 +84,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
                 return None
     if x.shape[1] == 1 and states is not None:
         return None if mask is not None else _step(layer, x, *states)
-    module = sys.modules.get(getattr(layer, "own", type(layer)).__module__)
+    module = sys.modules.get(family.module)
     masked = getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
     if masked is None or packed:
@@ -92,8 +92,29 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
     return _prompt(layer, masked(x, mask), cache, states)
 
 
+def _family(layer: Any) -> Family:
+    family = family_of(layer)
+    assert family is not None
+    return family
+
+
+def _projected(layer: Any, x: torch.Tensor) -> Any:
+    """Projections and gates of the rule, [B, T, ...]."""
+    results = [getattr(layer, name)(x) for name in _family(layer).projections]
+    return results if len(results) == 2 else (_side_by_side(*results[:2]), _side_by_side(*results[2:]))
+
+
+def _side_by_side(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Both, along the last dimension; no copy of what one product has made."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in (left, right)]
+    ends = left.storage_offset() + left.shape[-1]
+    if storages[0] == storages[1] and left.stride() == right.stride() and ends == right.storage_offset():
+        return left.as_strided((*left.shape[:-1], left.shape[-1] + right.shape[-1]), left.stride())
+    return torch.cat((left, right), -1)
+
+
 def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
+    projected, gates = _projected(layer, x)
     y = torch.ops.kbit.gated_delta_step(
         projected.squeeze(1),
         gates.squeeze(1),
@@ -102,15 +123,16 @@ def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor
         *_weights(layer),
         layer.norm.weight,
         layer.norm.variance_epsilon,
+        _family(layer).by_heads,
     )
     return layer.out_proj(y.unsqueeze(1))
 
 
 def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any) -> torch.Tensor:
     window, state = states or (None, None)
-    projected, gates = (getattr(layer, name)(x) for name in _PROJECTIONS)
-    weights, count = _weights(layer), _there.count
-    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(projected, gates, window, *weights, count)
+    (projected, gates), by_heads = _projected(layer, x), _family(layer).by_heads
+    given = projected, gates, window, *_weights(layer), _there.count
+    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(*given, by_heads)
     _there.layers += 1
     if cache is not None:
         cache.update_conv_state(last, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
@@ -118,7 +140,7 @@ def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any) -> torch.Tenso
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
     norm = layer.norm
-    y = torch.ops.kbit.gated_delta_output(y, projected, norm.weight, norm.variance_epsilon)
+    y = torch.ops.kbit.gated_delta_output(y, projected, norm.weight, norm.variance_epsilon, by_heads)
     return layer.out_proj(y.flatten(2))
 
 
@@ -130,7 +152,7 @@ def _is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _may_take(layer: Any, x: Any) -> bool:
+def _may_take(layer: Any, x: Any, family: Family) -> bool:
     """Whether kernels take a layer's input and weights, and nobody listens to its norm."""
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not _is_on_gpu(x):
         return False
@@ -147,7 +169,7 @@ def _may_take(layer: Any, x: Any) -> bool:
     usual = layer.conv1d.bias is None and layer.activation == "silu" == layer.norm.activation
     # Of others the ops run as many small operators as the layer's own forward.
     square, taps = layer.head_k_dim == layer.head_v_dim, layer.conv1d.weight.shape[2]
-    taken = square and takes(layer.head_k_dim, taps, layer.num_v_heads / layer.num_k_heads)
+    taken = square and takes(layer.head_k_dim, taps, layer.num_v_heads / layer.num_k_heads, family.by_heads)
     return others and usual and taken
 
 
@@ -177,10 +199,11 @@ class MergedGatedDelta(MergedProjections, _ByKernels):
 def merge_gated_delta(model: nn.Module) -> None:
     """Have layers of gated delta attention run by few kernels from now on, in place."""
     for module in model.modules():
-        if isinstance(module, MixedIn) or has_own_forward(module) or type(module).__name__ != LAYER:
+        family = FAMILIES.get(type(module).__name__)
+        if family is None or isinstance(module, MixedIn) or has_own_forward(module):
             continue
         known = list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
-        if known and all(isinstance(module._modules.get(name), KbitLinear) for name in _PROJECTIONS):
+        if known and all(isinstance(module._modules.get(name), KbitLinear) for name in family.projections):
             mix_in(module, MergedGatedDelta)
             assert isinstance(module, MergedGatedDelta)
             module.join()

@@ -74,6 +74,12 @@ class _Softmax(FusedRouter):
         return logits, weights, ids
 
 
+class _DividedSoftmax(_Softmax):
+    """The same, always divided."""
+
+    norm_topk_prob = True
+
+
 class _Float32Softmax(FusedRouter):
     """The same, always divided, with weights in float32."""
 
@@ -114,6 +120,7 @@ _KINDS: dict[str, type[FusedRouter]] = {
     "Qwen2MoeTopKRouter": _Softmax,
     "Qwen3MoeTopKRouter": _Softmax,
     "Qwen3NextTopKRouter": _Softmax,
+    "Qwen3_5MoeTopKRouter": _DividedSoftmax,
     "OlmoeTopKRouter": _Softmax,
     "MixtralTopKRouter": _Float32Softmax,
     "DeepseekV3TopkRouter": _Sigmoid,

@@ -1,12 +1,16 @@
 """Gated delta linear attention as ops: schemas, checks, and fake kernels.
 
-    y = torch.ops.kbit.gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps)
+    y = torch.ops.kbit.gated_delta_step(
+        projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads
+    )
 
-is what transformers' `Qwen3NextGatedDeltaNet` does for one token between its projections. With H heads of
+is what layers of `kbit.nn.delta_families` do for one token between their projections. With H heads of
 keys, each of R heads of values, D columns, and C = (2 + R) H D channels (all queries, keys, values):
 
-    projected   [B, H * (2 + 2 R) * D]   of each head of keys: query, key, its values, their gates
-    gates       [B, H * 2 R]             of each head of keys: beta of its heads of values, then alpha
+    projected   [B, H * (2 + 2 R) * D]   by heads: of each head of keys query, key, its values, their gates;
+                                         otherwise all queries, all keys, all values, all gates
+    gates       [B, H * 2 R]             by heads: of each head of keys beta of its heads of values, then
+                                         alpha; otherwise all betas, all alphas
     window      [B, C, T], written       projections of the last tokens, the newest last
     state       float32 [B, H R, D, D], written
     taps        [C, T]                   the convolution's weight
@@ -18,10 +22,10 @@ keys, each of R heads of values, D columns, and C = (2 + R) H D channels (all qu
 Of T tokens at once it is three: what the recurrence takes, the recurrence, and the norm.
 
     query, key, value, beta, decay, last = torch.ops.kbit.gated_delta_inputs(
-        projected, gates, window, taps, log_decay, bias, count
+        projected, gates, window, taps, log_decay, bias, count, by_heads
     )
     x, state = torch.ops.kbit.gated_delta_rule(query, key, value, beta, decay, before)
-    y = torch.ops.kbit.gated_delta_output(x, projected, norm, eps)
+    y = torch.ops.kbit.gated_delta_output(x, projected, norm, eps, by_heads)
 
     projected, gates  likewise, [B, T, ...]
     window            None, or [B, C, taps] as above, which is left as it is
@@ -48,16 +52,15 @@ import torch
 from kbit.ops import checks, operand_checks
 from kbit.ops.schemas import LIBRARY
 
-LAYER = "Qwen3NextGatedDeltaNet"  # transformers' class
-
 LIBRARY.define(
     "gated_delta_step(Tensor projected, Tensor gates, Tensor(a!) window, Tensor(b!) state, Tensor taps, "
-    "Tensor log_decay, Tensor bias, Tensor norm, float eps) -> Tensor",
+    "Tensor log_decay, Tensor bias, Tensor norm, float eps, bool by_heads=True) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
     "gated_delta_inputs(Tensor projected, Tensor gates, Tensor? window, Tensor taps, Tensor log_decay, "
-    "Tensor bias, Tensor? count=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor bias, Tensor? count=None, bool by_heads=True) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
@@ -66,7 +69,7 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    "gated_delta_output(Tensor x, Tensor projected, Tensor norm, float eps) -> Tensor",
+    "gated_delta_output(Tensor x, Tensor projected, Tensor norm, float eps, bool by_heads=True) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -153,7 +156,9 @@ def output(projected: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.register_fake("kbit::gated_delta_step", lib=LIBRARY)
-def gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps):  # noqa: D103
+def gated_delta_step(  # noqa: D103
+    projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads=True
+):
     check(projected, gates, window, state, taps, log_decay, bias, norm)
     return output(projected, state)
 
@@ -274,7 +279,9 @@ def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -
 
 
 @torch.library.register_fake("kbit::gated_delta_inputs", lib=LIBRARY)
-def gated_delta_inputs(projected, gates, window, taps, log_decay, bias, count=None):  # noqa: D103
+def gated_delta_inputs(  # noqa: D103
+    projected, gates, window, taps, log_decay, bias, count=None, by_heads=True
+):
     return inputs(projected, taps, check_inputs(projected, gates, window, taps, log_decay, bias, count))
 
 
@@ -285,6 +292,6 @@ def gated_delta_rule(query, key, value, beta, decay, before=None):  # noqa: D103
 
 
 @torch.library.register_fake("kbit::gated_delta_output", lib=LIBRARY)
-def gated_delta_output(x, projected, norm, eps):  # noqa: D103
+def gated_delta_output(x, projected, norm, eps, by_heads=True):  # noqa: D103
     check_output(x, projected, norm)
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -4,6 +4,7 @@ take, and their launches."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -32,14 +33,20 @@ def _layout(room: int) -> dict[str, int]:
     return {"stages": stages, "shared_bytes": stages * stage + handed}
 
 
-def _chunks_bytes(ratio: int) -> int:
-    """Shared memory of a block of the first kernel: rows of keys and queries, and two floats a token."""
-    return 2 * _ROWS_BYTES + 2 * ratio * _CHUNK * 4
+def _heads(ratio: int) -> int:
+    """Heads of values of a block of the first kernel, of `ratio` that have one of keys."""
+    return 2 - ratio % 2
+
+
+def _chunks_bytes(heads: int) -> int:
+    """Shared memory of that: rows of keys and queries, and two floats a token and head."""
+    return 2 * _ROWS_BYTES + 2 * heads * _CHUNK * 4
 
 
 @functools.cache
 def _chunks_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
-    sizes = {"heads": ratio, "shared_bytes": _chunks_bytes(ratio)}
+    heads = _heads(ratio)
+    sizes = {"heads": heads, "groups": ratio // heads, "shared_bytes": _chunks_bytes(heads)}
     return KernelSpec.make("gated_delta_chunks.cu", bf16=dtype == torch.bfloat16, **sizes)
 
 
@@ -49,9 +56,15 @@ def _rule_spec(dtype: torch.dtype, room: int) -> KernelSpec:
     return KernelSpec.make("gated_delta_rule.cu", bf16=dtype == torch.bfloat16, **sizes)
 
 
-def specs(shared_bytes: int) -> list[KernelSpec]:
-    """Every kernel of this module, for a GPU whose blocks may have `shared_bytes` of shared memory."""
-    chunks = [_chunks_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in RATIOS]
+def specs(shared_bytes: int, ratios: Iterable[float] | None = None) -> list[KernelSpec]:
+    """Every kernel of this module, for a GPU whose blocks may have `shared_bytes` of shared memory.
+
+    Args:
+        shared_bytes: see above.
+        ratios: only those of layers with so many heads of values to one of keys.
+    """
+    chosen = RATIOS if ratios is None else [ratio for ratio in RATIOS if ratio in set(ratios)]
+    chunks = [_chunks_spec(dtype, ratio) for dtype in operands.DTYPES for ratio in chosen]
     return chunks + [_rule_spec(dtype, shared_bytes) for dtype in operands.DTYPES]
 
 
@@ -93,7 +106,7 @@ def gated_delta_rule(
     made = operands.addresses(solved, scores, factors)
     kernel = launcher.load(_chunks_spec(query.dtype, ratio), index, _CHUNKS_FORMAT)
     args = (*operands.addresses(query, key, beta, decay), *made, tokens, heads.keys)
-    grid, smem = (chunks, heads.keys, batch), _chunks_bytes(ratio)
+    grid, smem = (chunks, heads.values // _heads(ratio), batch), _chunks_bytes(_heads(ratio))
     launcher.launch_on(index, kernel, grid, _CHUNKS_THREADS, args, smem=smem, pdl=True)
     room = driver.device_limits(index).shared_bytes
     kernel = launcher.load(_rule_spec(query.dtype, room), index, _RULE_FORMAT)

@@ -20,17 +20,17 @@ def gated_delta_step(
     bias: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
+    by_heads: bool,
     out: torch.Tensor,
 ) -> None:
     """`kbit::gated_delta_step` into `out` [B, V * D]; rounds where transformers' modules do."""
     batch, v_heads, dim, _ = state.shape
     k_heads = heads_of_keys(projected, state)
     ratio = v_heads // k_heads
-    parts = projected.view(batch, k_heads, -1).split([dim, dim, ratio * dim, ratio * dim], -1)
-    *convolved, gate = (part.reshape(batch, -1) for part in parts)
-    beta, alpha = (part.reshape(batch, -1) for part in gates.view(batch, k_heads, -1).split(ratio, -1))
+    heads = Heads(k_heads, v_heads, dim)
+    mixed, gate, beta, alpha = _parts(projected, gates, by_heads, heads)
 
-    token = torch.cat(convolved, -1)[..., None]
+    token = mixed[..., None]
     window.copy_(torch.cat((window[..., 1:], token), -1))
     channels = F.silu((window.float() * taps.float()).sum(-1).to(projected.dtype)).float()
     query, key, value = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
@@ -47,6 +47,20 @@ def gated_delta_step(
     out.copy_(_gated_norm(y, gate.view_as(y), norm, eps).view(batch, -1))
 
 
+def _parts(
+    projected: torch.Tensor, gates: torch.Tensor, by_heads: bool, heads: Heads
+) -> tuple[torch.Tensor, ...]:
+    """Of [..., columns]: all queries, keys and values; gates of the output; betas; alphas."""
+    if not by_heads:
+        opening = heads.values * heads.columns
+        return *projected.split([heads.channels, opening], -1), *gates.split(heads.values, -1)
+    ratio, dim = heads.values // heads.keys, heads.columns
+    parts = projected.unflatten(-1, (heads.keys, -1)).split([dim, dim, ratio * dim, ratio * dim], -1)
+    *mixed, opening = (part.flatten(-2) for part in parts)
+    more = (part.flatten(-2) for part in gates.unflatten(-1, (heads.keys, -1)).split(ratio, -1))
+    return torch.cat(mixed, -1), opening, *more
+
+
 def _gated_norm(y: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """The gated norm of rows, float32."""
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
@@ -61,14 +75,14 @@ def gated_delta_inputs(
     log_decay: torch.Tensor,
     bias: torch.Tensor,
     count: torch.Tensor | None,
+    by_heads: bool,
     heads: Heads,
     out: tuple[torch.Tensor, ...],
 ) -> None:
     """`kbit::gated_delta_inputs` into `out`; rounds where transformers' modules do."""
-    (batch, tokens, _), (k_heads, v_heads, dim), ratio = projected.shape, heads, heads.values // heads.keys
-    sizes = [dim, dim, ratio * dim, ratio * dim]
-    *convolved, _ = projected.view(batch, tokens, k_heads, -1).split(sizes, -1)
-    mixed = torch.cat([part.reshape(batch, tokens, -1) for part in convolved], -1).transpose(1, 2)
+    (batch, tokens, _), (k_heads, v_heads, dim) = projected.shape, heads
+    mixed, _, beta, alpha = _parts(projected, gates, by_heads, heads)
+    mixed = mixed.transpose(1, 2)
     reach, last = taps.shape[1], min(tokens, taps.shape[1])
     before = mixed.new_zeros(*mixed.shape[:2], reach) if window is None else window
     known = torch.cat((before, mixed), -1)
@@ -77,16 +91,14 @@ def gated_delta_inputs(
     made = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
     query, key, value = (part.reshape(batch, tokens, -1, dim) for part in made)
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, True) + 1e-6) for x in (query, key))
-    beta, alpha = gates.view(batch, tokens, k_heads, -1).split(ratio, -1)
-    alpha = alpha.reshape(batch, tokens, v_heads).float()
     ends = torch.tensor([tokens], device=mixed.device) if count is None else count.clamp(0, tokens)
     there = torch.arange(tokens, device=mixed.device)[:, None] < ends
     results = (
         query,
         key,
         value,
-        beta.reshape(batch, tokens, v_heads).sigmoid().where(there, 0),
-        (-log_decay.float().exp() * F.softplus(alpha + bias.float())).where(there, 0),
+        beta.sigmoid().where(there, 0),
+        (-log_decay.float().exp() * F.softplus(alpha.float() + bias.float())).where(there, 0),
         known.index_select(-1, ends + torch.arange(reach - last, reach, device=mixed.device)),
     )
     for to, result in zip(out, results, strict=True):
@@ -133,9 +145,14 @@ def _chunked(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_delta_output(
-    x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float, heads: Heads, out: torch.Tensor
+    x: torch.Tensor,
+    projected: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    by_heads: bool,
+    heads: Heads,
+    out: torch.Tensor,
 ) -> None:
     """`kbit::gated_delta_output` into `out`."""
-    opening = heads.values // heads.keys * heads.columns  # of a head of keys
-    gates = projected.view(*projected.shape[:2], heads.keys, -1)[..., -opening:]
+    _, gates, *_ = _parts(projected, projected[..., : 2 * heads.values], by_heads, heads)
     out.copy_(_gated_norm(x.float(), gates.reshape(x.shape), norm, eps))

@@ -12,30 +12,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kbit.backends.cuda.gated_delta import takes
+from kbit.nn.delta_families import FAMILIES
 from kbit.nn.gated_delta import by_kernels
 from kbit.nn.standing_in import standing_in
-from kbit.ops.gated_delta_schemas import LAYER
-
-# Where transformers has the class whose forward this stands in for, by the model's own order of projections.
-_MODULE = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
 def by_own_kernels(config: Any) -> bool:
     """Whether a model's linear attention is one that kernels of ours compute, of prompts as of steps."""
-    if config.model_type != "qwen3_next" or config.linear_key_head_dim != config.linear_value_head_dim:
+    packages = [family for family in FAMILIES.values() if type(config).__module__.startswith(family.package)]
+    if not packages or config.linear_key_head_dim != config.linear_value_head_dim:
         return False
     ratio = config.linear_num_value_heads / config.linear_num_key_heads
-    return takes(config.linear_key_head_dim, config.linear_conv_kernel_dim, ratio)
+    taps, by_heads = config.linear_conv_kernel_dim, packages[0].by_heads
+    return takes(config.linear_key_head_dim, taps, ratio, by_heads)
 
 
 @contextlib.contextmanager
 def fused_linear_attention() -> Iterator[None]:
-    """Layers of Qwen3-Next run by few kernels between their projections."""
-    cls = getattr(sys.modules.get(_MODULE), LAYER, None)
-    if cls is None:
-        yield
-        return
-    with standing_in(cls, "forward", _fused):
+    """Layers of `FAMILIES` run by few kernels between their projections."""
+    with contextlib.ExitStack() as stack:
+        for name, family in FAMILIES.items():
+            if (cls := getattr(sys.modules.get(family.module), name, None)) is not None:
+                stack.enter_context(standing_in(cls, "forward", _fused))
         yield
 
 

@@ -1,9 +1,14 @@
 // A token's step of gated delta linear attention, between the projections: convolution over the last tokens,
 // gates, the recurrence of every head's state, and the gated RMS norm. dim = 128 columns of keys and values;
-// a head of keys has Config::heads heads of values (1 or 2). Of a token's projections, 16-bit:
+// a head of keys has Config::heads heads of values (1 to 4). Of a token's projections, 16-bit:
 //
 //   projected  [batch, k_heads, dim query, dim key, heads * dim value, heads * dim gate], rows `row` apart
 //   gates      [batch, k_heads, heads beta, heads alpha], rows `gates_row` apart
+//
+// with Config::by_heads, and otherwise
+//
+//   projected  [batch, channels, v_heads * dim gate]
+//   gates      [batch, v_heads beta, v_heads alpha]
 //
 // In place, of channels [all queries, all keys, all values]:
 //
@@ -35,6 +40,7 @@
 #include "gated_delta.cuh"
 #include "hopper.cuh"
 
+constexpr bool kByHeads = Config::by_heads;
 constexpr int kHeads = Config::heads, kTaps = Config::taps, kDim = 128;
 constexpr int kColumns = Config::columns, kBlocks = Config::blocks;  // of a block; of a head of keys
 constexpr bool kCluster = kBlocks > 1;
@@ -142,13 +148,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float4* const rows =
         reinterpret_cast<float4*>(state + (i64(head_of_keys) * kHeads + head) * kDim * kDim + first_column) +
         first_row * (kDim / 4) + lane % kLanes;
-    const u16* const mine = projected + i64(batch) * i64(row) + i64(k_head) * kProjected;
+    const u16* const mine = projected + i64(batch) * i64(row) + (kByHeads ? i64(k_head) * kProjected : 0);
     uint2* const windows = window + i64(batch) * (2 + kHeads) * k_heads * kDim;
     const int value = first_value + at - kDim;  // of the threads behind those of keys
     const bool has_key = at < kDim, has_value = !has_key && at < kDim + kValues;
-    Convolution key(mine, windows, taps, kDim + at, (k_heads + k_head) * kDim + at);
-    Convolution other(mine, windows, taps, has_key ? at : kShared + value,  // a query, or a value
-                      has_key ? k_head * kDim + at : (2 * k_heads + k_head * kHeads) * kDim + value);
+    const int channel = (k_heads + k_head) * kDim + at;
+    const int other_channel = has_key ? k_head * kDim + at : (2 * k_heads + k_head * kHeads) * kDim + value;
+    Convolution key(mine, windows, taps, kByHeads ? kDim + at : channel, channel);
+    Convolution other(mine, windows, taps,  // a query, or a value
+                      !kByHeads ? other_channel
+                      : has_key ? at
+                                : kShared + value,
+                      other_channel);
     if (kCluster && at == 0) {
         barrier_init(shared_address(&arrived), 1);
         barriers_visible();
@@ -184,13 +195,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     const bool finishes = at < kValues;  // a column of a head
     const int finished = first_value + at;
-    const u16 gate = finishes ? mine[kShared + kHeads * kDim + finished] : u16(0);
+    const int first_gate =
+        kByHeads ? kShared + kHeads * kDim : (2 + kHeads) * k_heads * kDim + k_head * kHeads * kDim;
+    const u16 gate = finishes ? mine[first_gate + finished] : u16(0);
     const u16 weight = finishes ? norm[finished % kDim] : u16(0);
     if (warp == kUnits * kWarps - 1 && lane < kUnits) {
         const int of = kCluster ? head : lane, kind = wide ? 0 : Config::bf16 ? 2 : 1;
-        const u16* const of_head = gates + i64(batch) * i64(gates_row) + k_head * 2 * kHeads + of;
+        const int first = k_head * (kByHeads ? 2 : 1) * kHeads,
+                  between = kByHeads ? kHeads : k_heads * kHeads;
+        const u16* const of_head = gates + i64(batch) * i64(gates_row) + first + of;
         factors[2 * lane] =
-            expf(log_of_decay(H::widen(of_head[kHeads]), log_decay, bias, k_head * kHeads + of, kind));
+            expf(log_of_decay(H::widen(of_head[between]), log_decay, bias, k_head * kHeads + of, kind));
         factors[2 * lane + 1] = rounded(sigmoid(H::widen(of_head[0])));
     }
     if (has_key) {

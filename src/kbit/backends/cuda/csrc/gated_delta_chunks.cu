@@ -7,22 +7,23 @@
 //   scores      16-bit, likewise: tril(exp(G_i - G_j) q_i k_j)
 //   factors     float32 [batch, chunks, v_heads, 2, 64]: exp(G), and exp(G_last - G)
 //
-// v_heads = k_heads * Config::heads. Tokens that are not there have keys, queries, beta and decay of 0.
+// v_heads = k_heads * Config::heads * Config::groups. Tokens that are not there have keys, queries, beta and
+// decay of 0.
 //
-// A block takes a chunk of a head of keys: products of its keys, and of queries and keys, serve all its heads
-// of values. A thread computes a column of an inverse, 16 rows at a time: row r is less by A[r, i] times row
-// i for i ascending. A lies in shared memory where keys and queries did, turned over, above the diagonal; the
-// inverse grows below.
+// A block takes a chunk of a head of keys and Config::heads of its heads of values, which products of its
+// keys, and of queries and keys, serve. A thread computes a column of an inverse, 16 rows at a time: row r is
+// less by A[r, i] times row i for i ascending. A lies in shared memory where keys and queries did, turned
+// over, above the diagonal; the inverse grows below.
 //
 // Shared memory: 2 * 64 rows of 272 bytes, 2 * heads * 64 floats. Products are summed in float32 by steps of
 // 16 columns, ascending; the inverse is float32, too. 2048 tokens of 16 and 32 heads: 24 us on an H100.
 //
-// grid: (chunks, k_heads, batch)
+// grid: (chunks, k_heads * groups, batch)
 // Method: Yang et al. 2024 (arXiv:2412.06464), Bischof and Van Loan 1987 (the WY form).
 #include "gated_delta_rule.cuh"
 #include "warp_scan.cuh"
 
-constexpr int kHeads = Config::heads, kThreads = kTiles * 32;
+constexpr int kHeads = Config::heads, kGroups = Config::groups, kThreads = kTiles * 32;
 constexpr int kPitch = kRowPitch / 4;  // of a row of A, float32
 constexpr u32 kSumsAt = 2 * kRowsBytes, kBetasAt = kSumsAt + kHeads * kChunk * 4;
 static_assert(kHeads <= 2 && kHeads * kChunk <= kThreads);
@@ -116,14 +117,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     follow_previous(query, key, beta, decay);
     const u32 base = shared_address(memory);
     const int thread = int(threadIdx.x), warp = uniform(thread / 32), lane = thread % 32;
-    const int chunk = int(blockIdx.x), k_head = int(blockIdx.y), v_heads = k_heads * kHeads;
+    const int chunk = int(blockIdx.x), group = int(blockIdx.y), k_head = group / kGroups;
+    const int v_heads = k_heads * kHeads * kGroups;
     const int first = chunk * kChunk, there = min(kChunk, tokens - first);
     const i64 token = i64(blockIdx.z) * tokens + first;
     const i64 of_keys = (token * k_heads + k_head) * kDim, row = i64(k_heads) * kDim;
     stage_rows<kDim / 8, kThreads>(base, kRowPitch, key + of_keys, row, there, thread);
     stage_rows<kDim / 8, kThreads>(base + kRowsBytes, kRowPitch, query + of_keys, row, there, thread);
     end_stage();
-    const i64 of_values = token * v_heads + k_head * kHeads;
+    const i64 of_values = token * v_heads + group * kHeads;
     if (warp < kHeads) {
         add_up(sum_of + warp * kChunk, decay + of_values + warp, v_heads, there, lane);
     }
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     multiply_keys(products, of_queries, base, warp, lane);
     __syncthreads();
     float* const a = reinterpret_cast<float*>(memory);
-    const i64 block = (i64(blockIdx.z) * gridDim.x + chunk) * v_heads + k_head * kHeads;
+    const i64 block = (i64(blockIdx.z) * gridDim.x + chunk) * v_heads + group * kHeads;
 #pragma unroll
     for (int i = 0; i < 2 * kHeads; ++i) {  // rows lane / 4 and + 8, of each head
         const int head = i / 2, half = i % 2, at = warp * 16 + half * 8 + lane / 4;

@@ -2,8 +2,8 @@
 // convolved over the last tokens of their channels and activated; beta and the logarithm of each head's
 // decay. Layout of projections and gates, channels and rounding as in gated_delta.cu.
 //
-//   projected  16-bit [batch, tokens, k_heads, (2 + 2 * heads) * 128], tokens `row` pieces of 16 bytes apart
-//   gates      16-bit [batch, tokens, k_heads, 2 * heads], tokens `gates_row` elements apart
+//   projected  16-bit [batch, tokens, k_heads * (2 + 2 * heads) * 128], tokens `row` pieces of 16 bytes apart
+//   gates      16-bit [batch, tokens, k_heads * 2 * heads], tokens `gates_row` elements apart
 //   window     null, or 16-bit [batch, channels, taps]: projections of the tokens before, the newest last
 //   taps       16-bit [channels, taps]; log_decay, bias [v_heads], float32 if wide, else 16-bit
 //   query, key  16-bit [batch, tokens, k_heads, 128], divided by their lengths; value [.., v_heads, 128]
@@ -22,6 +22,7 @@
 #include "gated_delta.cuh"
 #include "heads.cuh"
 
+constexpr bool kByHeads = Config::by_heads;
 constexpr int kHeads = Config::heads, kTaps = Config::taps, kTokens = Config::tokens, kDim = 128;
 constexpr int kAtOnce = 4, kPieces = (2 + kHeads) * kDim / 8, kRow = (2 + 2 * kHeads) * kDim / 8;
 static_assert(kTaps == 4 && kTokens % kAtOnce == 0);
@@ -84,11 +85,13 @@ DEVICE void store_last(u16* to, uint4 piece, int kept) {
 DEVICE void compute_gates(const u16* gates, const void* log_decay, const void* bias, u16* beta, float* decay,
                           i64 at, int tokens, int there, u64 gates_row, int k_heads, int wide) {
     const int v_heads = k_heads * kHeads, head = int(at % v_heads), kind = wide ? 0 : Config::bf16 ? 2 : 1;
-    const u16* const gate =
-        gates + u64(at / v_heads) * gates_row + head / kHeads * 2 * kHeads + head % kHeads;
+    const int first = kByHeads ? head / kHeads * 2 * kHeads + head % kHeads : head;
+    const u16* const gate = gates + u64(at / v_heads) * gates_row + first;
     const bool is_there = int(at / v_heads % tokens) < there;
     beta[at] = H::narrow(is_there ? sigmoid(H::widen(gate[0])) : 0.0f);
-    decay[at] = is_there ? log_of_decay(H::widen(gate[kHeads]), log_decay, bias, head, kind) : 0.0f;
+    decay[at] = is_there
+                    ? log_of_decay(H::widen(gate[kByHeads ? kHeads : v_heads]), log_decay, bias, head, kind)
+                    : 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -126,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(256)
             weights[i][tap] = D::get(words, tap);
         }
     }
-    const uint4* const of_token = projected + u64(of_batch) * tokens * row + u64(k_head) * kRow + column / 8;
+    const u64 in_row = kByHeads ? u64(k_head) * kRow + column / 8 : u64(channel / 8);
+    const uint4* const of_token = projected + u64(of_batch) * tokens * row + in_row;
     const int first = chunk * kTokens, end = is_there ? min(first + kTokens, tokens) : first;
     const u16* const own_window = window + (u64(of_batch) * channels + channel) * kTaps;
     u16* const own_last = last + (u64(of_batch) * channels + channel) * kept;

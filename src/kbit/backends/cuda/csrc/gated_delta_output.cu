@@ -2,8 +2,9 @@
 // y = norm * x / sqrt(mean(x^2) + eps) * silu(gate), rounded as in gated_delta.cu.
 //
 //   x          16-bit [rows, 128], rows = tokens * k_heads * heads, 16-byte aligned as the others
-//   projected  16-bit [tokens, k_heads, (2 + 2 * heads) * 128], of which a head's last columns are gates;
-//              tokens `row_pieces` pieces of 16 bytes apart
+//   projected  16-bit [tokens, k_heads * (2 + 2 * heads) * 128], of which the last columns, of each head or
+//   of
+//              all (Config::by_heads), are gates; tokens `row_pieces` pieces of 16 bytes apart
 //   norm       16-bit [128]; y 16-bit [rows, 128]
 //
 // 16 lanes have a row. Order of the sum of squares: a lane's 8 columns, then lanes by halves.
@@ -23,7 +24,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const bool there = row < rows;
     const u64 of_keys = row / kHeads, token = of_keys / u32(k_heads);
     const u32 k_head = u32(of_keys % u32(k_heads)), head = u32(row % kHeads);
-    const u64 gate_at = token * row_pieces + k_head * kRow + (2 + kHeads + head) * kLanes + lane;
+    const u64 first = Config::by_heads ? k_head * kRow + (2 + kHeads + head) * kLanes
+                                       : ((2 + kHeads) * u32(k_heads) + k_head * kHeads + head) * kLanes;
+    const u64 gate_at = token * row_pieces + first + lane;
     const uint4 mine = there ? x[row * kLanes + lane] : uint4{}, gate = there ? projected[gate_at] : uint4{};
     const uint4 weight = norm[lane];
     const float mean = sum_lanes(add_squares(0.0f, mine), kLanes) / float(8 * kLanes);
