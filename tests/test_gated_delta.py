@@ -268,6 +268,18 @@ def test_prompts_of_quantized_models(how, architecture, by_ops):
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_layers_of_a_derived_class(by_ops):
+    model = tiny()
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    layer.__class__ = type("Derived", (type(layer),), {})
+    own = logits_of_steps(model, "cpu")
+    with linear_attention.fused_linear_attention():
+        fused = logits_of_steps(model, "cpu")
+    assert "gated_delta_rule" in by_ops
+    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
+
+
 def test_a_layer_that_stays_as_it_is():
     """One with a projection that is not quantized, or a forward of other arguments."""
     model = tiny()

@@ -40,8 +40,9 @@ FAMILIES = {
 
 
 def family_of(module: Any) -> Family | None:
-    """A layer's family, mixed with another class of ours or not; None of any other module."""
-    return FAMILIES.get(getattr(module, "own", type(module)).__name__)
+    """The family of a layer, of a class made of one of `FAMILIES` or derived from it, too; None of others."""
+    names = (kind.__name__ for kind in type(module).__mro__)
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
 
 
 def layout_of(module: Any) -> tuple[bool, float] | None:

@@ -69,8 +69,8 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
         cache, mask: its cache_params and attention_mask.
         named: what else its forward was given.
     """
-    family = _family(layer)
-    if not _may_take(layer, x, family):
+    family = family_of(layer)
+    if family is None or not _may_take(layer, x, family):
         return None
     states = None
     if cache is not None:
@@ -83,24 +83,18 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
             if not _fit(layer, x, *states):
                 return None
     if x.shape[1] == 1 and states is not None:
-        return None if mask is not None else _step(layer, x, *states)
+        return None if mask is not None else _step(layer, x, family, *states)
     module = sys.modules.get(family.module)
     masked = getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
     if masked is None or packed:
         return None
-    return _prompt(layer, masked(x, mask), cache, states)
+    return _prompt(layer, masked(x, mask), family, cache, states)
 
 
-def _family(layer: Any) -> Family:
-    family = family_of(layer)
-    assert family is not None
-    return family
-
-
-def _projected(layer: Any, x: torch.Tensor) -> Any:
+def _projected(layer: Any, x: torch.Tensor, family: Family) -> Any:
     """Projections and gates of the rule, [B, T, ...]."""
-    results = [getattr(layer, name)(x) for name in _family(layer).projections]
+    results = [getattr(layer, name)(x) for name in family.projections]
     return results if len(results) == 2 else (_side_by_side(*results[:2]), _side_by_side(*results[2:]))
 
 
@@ -113,8 +107,10 @@ def _side_by_side(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.cat((left, right), -1)
 
 
-def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    projected, gates = _projected(layer, x)
+def _step(
+    layer: Any, x: torch.Tensor, family: Family, window: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    projected, gates = _projected(layer, x, family)
     y = torch.ops.kbit.gated_delta_step(
         projected.squeeze(1),
         gates.squeeze(1),
@@ -123,24 +119,24 @@ def _step(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor
         *_weights(layer),
         layer.norm.weight,
         layer.norm.variance_epsilon,
-        _family(layer).by_heads,
+        family.by_heads,
     )
     return layer.out_proj(y.unsqueeze(1))
 
 
-def _prompt(layer: Any, x: torch.Tensor, cache: Any, states: Any) -> torch.Tensor:
+def _prompt(layer: Any, x: torch.Tensor, family: Family, cache: Any, states: Any) -> torch.Tensor:
     window, state = states or (None, None)
-    (projected, gates), by_heads = _projected(layer, x), _family(layer).by_heads
+    projected, gates = _projected(layer, x, family)
     given = projected, gates, window, *_weights(layer), _there.count
-    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(*given, by_heads)
+    *rows, beta, decay, last = torch.ops.kbit.gated_delta_inputs(*given, family.by_heads)
     _there.layers += 1
     if cache is not None:
         cache.update_conv_state(last, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
     y, state = torch.ops.kbit.gated_delta_rule(*rows, beta, decay, state)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
-    norm = layer.norm
-    y = torch.ops.kbit.gated_delta_output(y, projected, norm.weight, norm.variance_epsilon, by_heads)
+    norm = layer.norm.weight, layer.norm.variance_epsilon
+    y = torch.ops.kbit.gated_delta_output(y, projected, *norm, family.by_heads)
     return layer.out_proj(y.flatten(2))
 
 
