@@ -27,12 +27,27 @@ def _qwen3_moe():
     return Qwen3MoeConfig(**_COMMON, **_MOE, num_experts=4, mlp_only_layers=[1])
 
 
+_LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 64,
+}
+
+
 def _qwen3_next():
     from transformers import Qwen3NextConfig
 
-    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
-    linear |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
-    return Qwen3NextConfig(**_COMMON, **_MOE, num_experts=4, shared_expert_intermediate_size=64, **linear)
+    return Qwen3NextConfig(**_COMMON, **_MOE, **_LINEAR)
+
+
+def _qwen3_5_moe():
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(**_COMMON, **_MOE, **_LINEAR)
 
 
 def _glm4_moe_lite():
@@ -56,6 +71,7 @@ PARALLEL = {
     "llama": _llama,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_moe": _qwen3_5_moe,
     "glm4_moe_lite": _glm4_moe_lite,
 }
 
