@@ -61,8 +61,11 @@ def require_same(mine, theirs, bound):
         assert logs == pytest.approx(other_logs, abs=bound)
 
 
+# vLLM's Qwen3.5 imports torchvision, of which PyPI has no build for a torch without CUDA.
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [name for name in tiny_models.ARCHITECTURES if name != "qwen3_5_moe"]
+)
 def test_answers_are_those_of_the_decoded_model(architecture, saved, answers):
     # vLLM's linear attention for CPUs knows bfloat16 alone, in which the decoded weights are rounded.
     dtype, bound = (("bfloat16",), 3e-2) if architecture == "qwen3_next" else ((), 1e-5)
