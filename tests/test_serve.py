@@ -1,5 +1,6 @@
 """A served k-bit checkpoint: `transformers serve` on loopback, concurrent clients, and generate_batch."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -27,7 +28,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_batching, serve_graphs, serve_requests
+from kbit.cli import app, serve_batching, serve_gone, serve_graphs, serve_requests
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
@@ -436,13 +437,63 @@ def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, opti
     assert last is None or log.splitlines()[-1] == last
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-def test_a_second_signal_does_not_wait_for_an_answer(folders, tmp_path):
+@pytest.fixture
+def long_answers(folders, tmp_path):
+    """A model that answers for minutes."""
     folder = shutil.copytree(folders["kbit"], tmp_path / "long")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100_000}))
-    with own_process(folder, []) as (process, port), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(bench.chat, port, str(folder), "w1", 50_000)
+    return folder
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_answers_to_clients_that_have_gone_end(path, long_answers):
+    """The next request is answered at once, and so is one that went before its turn came."""
+    given = (
+        {"messages": [USER]} if "chat" in path else {"prompt": "w1"} if "/v1/c" in path else {"input": "w1"}
+    )
+    count = "max_output_tokens" if "responses" in path else "max_tokens"
+    body = json.dumps({"model": str(long_answers), **given, count: 50_000}).encode()
+    with own_process(long_answers, []) as (process, port):
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                time.sleep(0.5)
+        answer = bench.chat(port, str(long_answers), "w1", 3, timeout=20.0)
+        assert answer["usage"]["completion_tokens"] <= 3
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert "Traceback" not in log
+
+
+def test_a_request_in_parts_and_what_comes_behind_it():
+    """The app gets every part of a body, and all that wait for the client's end learn of it."""
+    parts = [{"type": "http.request", "body": bytes([i]), "more_body": i < 2} for i in range(3)]
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.extend([(await receive())["body"] for _ in parts])
+        seen.append(serve_gone._gone.get().is_set())
+        ends = await asyncio.gather(receive(), receive())
+        seen.extend(message["type"] for message in (*ends, await receive()))
+        seen.append(serve_gone._gone.get().is_set())
+
+    async def run():
+        messages = asyncio.Queue()
+        for message in (*parts, {"type": "http.disconnect"}):
+            messages.put_nowait(message)
+        await serve_gone.Watch(app)({"type": "http"}, messages.get, None)
+        assert serve_gone._gone.get() is None
+
+    asyncio.run(run())
+    assert seen == [b"\0", b"\1", b"\2", False, *["http.disconnect"] * 3, True]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+def test_a_second_signal_does_not_wait_for_an_answer(long_answers):
+    with own_process(long_answers, []) as (process, port), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bench.chat, port, str(long_answers), "w1", 50_000)
         time.sleep(1)
         for _ in range(2):
             process.send_signal(signal.SIGINT)

@@ -61,6 +61,7 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
     import kbit  # noqa: F401  (registers the checkpoints)
     from kbit.cli import serve_batching, serve_graphs
     from kbit.cli.compile_ahead import compile_ahead
+    from kbit.cli.serve_gone import stop_for_clients_that_have_gone
     from kbit.cli.serve_loading import when_loaded
     from kbit.cli.serve_requests import refuse_malformed
 
@@ -75,6 +76,7 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
     ModelManager.get_gen_models = staticmethod(lambda *_: [served])
     refuse_malformed()
+    stop_for_clients_that_have_gone()
     bars_on_terminals_only()
     # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
     # end in transformers' command line: "Aborted!" and exit code 1. And the thread that computes may be in

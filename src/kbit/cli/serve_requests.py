@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kbit.cli.generate import LEAST_TEMPERATURE
+from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
 
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
@@ -224,6 +225,8 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
                 if "chat_template is not set" not in str(error):
                     raise
                 raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None
+        except ClientGoneError:
+            return answer_to_nobody()
         except RequestError as error:
             told = {
                 "message": str(error),

@@ -1,0 +1,115 @@
+"""Answers for clients that have gone are not computed to the end.
+
+transformers' server stops a stream when its client goes. Other requests it computes one after the other, each
+to its end: clients that give up and ask again would fill the queue with answers that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+_STATUS = 499  # nginx's for a client that closed its request; nobody reads it but the log
+_gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
+
+
+class ClientGoneError(Exception):
+    """Whoever asked has closed the connection."""
+
+
+class Watch:
+    """ASGI middleware that learns when a request's client goes, while the request is computed."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Any) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        gone = threading.Event()
+        watching: asyncio.Task[Message] | None = None
+
+        async def watch() -> Message:
+            while (message := await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+            return message
+
+        async def receive_and_watch() -> Message:
+            nonlocal watching
+            if watching is not None:
+                return await asyncio.shield(watching)  # several may wait for it
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                watching = asyncio.create_task(watch())
+            return message
+
+        token = _gone.set(gone)
+        try:
+            await self.app(scope, receive_and_watch, send)
+        finally:
+            _gone.reset(token)
+            if watching is not None:
+                watching.cancel()
+
+
+def stop_for_clients_that_have_gone() -> None:
+    """Have transformers' server, one request at a time, stop computing what nobody waits for."""
+    from transformers.cli.serving import server
+    from transformers.cli.serving.utils import GenerateManager
+
+    GenerateManager.generate_non_streaming = _stoppable(GenerateManager.generate_non_streaming)
+    server.build_server = _watched(server.build_server)
+
+
+def _watched(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def watched(*args: Any, **named: Any) -> Any:
+        app = build(*args, **named)
+        app.add_middleware(Watch)  # the outermost
+        return app
+
+    return watched
+
+
+def _stoppable(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(generate)
+    async def stoppable(self: Any, model: Any, processor: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        from transformers import LogitsProcessorList
+
+        gone = _gone.get()
+        if gone is None:
+            return await generate(self, model, processor, inputs, *args, **named)
+        checks = LogitsProcessorList([_raising(gone)])
+        return await generate(self, model, processor, {**inputs, "logits_processor": checks}, *args, **named)
+
+    return stoppable
+
+
+def _raising(gone: threading.Event) -> Any:
+    """A logits processor, which is called at every step, that changes nothing."""
+    from transformers import LogitsProcessor
+
+    class Raising(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if gone.is_set():
+                raise ClientGoneError
+            return scores
+
+    return Raising()
+
+
+def answer_to_nobody() -> Any:
+    """The response to a request whose client has gone."""
+    from starlette.responses import Response
+
+    return Response(status_code=_STATUS)
