@@ -23,6 +23,7 @@ from kbit.backends import reference
 from kbit.backends.cuda import gated_delta
 from kbit.integrations.transformers import linear_attention
 from kbit.integrations.transformers.step_kernels import step_kernels
+from kbit.nn import delta_families
 from kbit.nn import gated_delta as layers
 from kbit.ops import gated_delta_schemas
 from tiny_models import ARCHITECTURES, build
@@ -278,6 +279,20 @@ def test_layers_of_a_derived_class(by_ops):
         fused = logits_of_steps(model, "cpu")
     assert "gated_delta_rule" in by_ops
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_a_family():
+    layer = next(module for module in tiny().modules() if hasattr(module, "A_log"))
+    assert delta_families.family_of(layer).by_heads
+    assert delta_families.layout_of(layer) == (True, 2)
+    # Somebody else's, of the same name.
+    assert delta_families.family_of(type("Qwen3NextGatedDeltaNet", (torch.nn.Module,), {})()) is None
+    assert delta_families.layout_of(layer.norm) is None
+
+
+@pytest.mark.parametrize(("arch", "ratios"), [("80", (1, 2)), ("89", (1, 2)), ("90a", (1, 2, 3, 4))])
+def test_steps_that_one_kernel_computes(arch, ratios):
+    assert tuple(ratio for ratio in (1, 2, 3, 4) if gated_delta.takes_steps(ratio, arch)) == ratios
 
 
 def test_a_layer_that_stays_as_it_is():

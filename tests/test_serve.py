@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -548,3 +549,17 @@ def test_answers_end_with_the_models_positions(folders):
 def test_a_temperature_has_tokens_drawn(body, drawn):
     settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, body)
     assert bool(settings.do_sample) == bool(drawn)
+
+
+def test_a_call_whose_turn_comes_too_late():
+    submit = serve_gone._checked_first(lambda _, fn, *args: fn(*args))
+    assert submit(None, len, "ab") == 2
+    gone = threading.Event()
+    token = serve_gone._stops.set(gone)
+    try:
+        assert submit(None, len, "ab") == 2
+        gone.set()
+        with pytest.raises(serve_gone.ClientGoneError):
+            submit(None, len, "ab")
+    finally:
+        serve_gone._stops.reset(token)

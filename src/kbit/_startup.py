@@ -27,7 +27,7 @@ def is_command() -> bool:
 def leave(number: int, _: object) -> None:
     """A signal's handler: end the process at once, whatever its threads do."""
     # Not by an exception, which imports may catch: of 30 interrupts spread over them, 2 had no effect.
-    with suppress(OSError, ValueError):  # closed, or its reader has gone
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # closed, its reader gone, or in use
         sys.stdout.flush()
     os.write(2, f"{MESSAGE}\n".encode())
     os._exit(EXIT_CODE)

@@ -16,8 +16,9 @@ from typing import Any
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-_STATUS = 499  # nginx's for a client that closed its request; nobody reads it but the log
+_STATUS = 499  # nginx's for a client that closed its request; nobody reads it
 _gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
+_stops: ContextVar[threading.Event | None] = ContextVar("stops", default=None)  # the same, of an answer
 
 
 class ClientGoneError(Exception):
@@ -68,6 +69,7 @@ def stop_for_clients_that_have_gone() -> None:
     from transformers.cli.serving.utils import GenerateManager
 
     GenerateManager.generate_non_streaming = _stoppable(GenerateManager.generate_non_streaming)
+    GenerateManager.async_submit = _checked_first(GenerateManager.async_submit)
     server.build_server = _watched(server.build_server)
 
 
@@ -89,10 +91,31 @@ def _stoppable(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
         gone = _gone.get()
         if gone is None:
             return await generate(self, model, processor, inputs, *args, **named)
-        checks = LogitsProcessorList([_raising(gone)])
-        return await generate(self, model, processor, {**inputs, "logits_processor": checks}, *args, **named)
+        checked = {**inputs, "logits_processor": LogitsProcessorList([_raising(gone)])}
+        token = _stops.set(gone)
+        try:
+            return await generate(self, model, processor, checked, *args, **named)
+        finally:
+            _stops.reset(token)
 
     return stoppable
+
+
+def _checked_first(submit: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls are queued, and looked at again when their turn comes: the first step reads the whole prompt."""
+
+    @functools.wraps(submit)
+    def checked(self: Any, fn: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        gone = _stops.get()
+
+        def call(*args: Any, **named: Any) -> Any:
+            if gone is not None and gone.is_set():
+                raise ClientGoneError
+            return fn(*args, **named)
+
+        return submit(self, call, *args, **named)
+
+    return checked
 
 
 def _raising(gone: threading.Event) -> Any:

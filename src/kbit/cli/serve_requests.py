@@ -225,7 +225,8 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
                 if "chat_template is not set" not in str(error):
                     raise
                 raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None
-        except ClientGoneError:
+        except ClientGoneError as error:
+            error.__traceback__ = None  # the thread keeps the error until its next one, and so the cache
             return answer_to_nobody()
         except RequestError as error:
             told = {

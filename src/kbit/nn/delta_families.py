@@ -41,8 +41,11 @@ FAMILIES = {
 
 def family_of(module: Any) -> Family | None:
     """The family of a layer, of a class made of one of `FAMILIES` or derived from it, too; None of others."""
-    names = (kind.__name__ for kind in type(module).__mro__)
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    for kind in type(module).__mro__:
+        family = FAMILIES.get(kind.__name__)
+        if family is not None and kind.__module__ == family.module:  # or it is somebody else's of that name
+            return family
+    return None
 
 
 def layout_of(module: Any) -> tuple[bool, float] | None:

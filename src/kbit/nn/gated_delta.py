@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.backends.cuda.gated_delta import takes
+from kbit.backends.cuda import driver
+from kbit.backends.cuda.gated_delta import takes, takes_steps
 from kbit.nn.delta_families import FAMILIES, Family, family_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
@@ -83,7 +84,7 @@ def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[s
             if not _fit(layer, x, *states):
                 return None
     if x.shape[1] == 1 and states is not None:
-        return None if mask is not None else _step(layer, x, family, *states)
+        return _step(layer, x, family, *states) if mask is None and _may_step(layer, x) else None
     module = sys.modules.get(family.module)
     masked = getattr(module, _MASKED, None)
     packed = any(value is not None and name.startswith(_PACKED) for name, value in named.items())
@@ -169,6 +170,13 @@ def _may_take(layer: Any, x: Any, family: Family) -> bool:
     return others and usual and taken
 
 
+def _may_step(layer: Any, x: torch.Tensor) -> bool:
+    """Whether the step is one kernel."""
+    if x.device.type != "cuda":
+        return True
+    return takes_steps(layer.num_v_heads / layer.num_k_heads, driver.device_limits(x.device.index).arch)
+
+
 def _fit(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> bool:
     """Whether what a cache holds is as the ops take it."""
     if window.device != x.device or state.device != x.device:  # offloaded
@@ -195,7 +203,7 @@ class MergedGatedDelta(MergedProjections, _ByKernels):
 def merge_gated_delta(model: nn.Module) -> None:
     """Have layers of gated delta attention run by few kernels from now on, in place."""
     for module in model.modules():
-        family = FAMILIES.get(type(module).__name__)
+        family = family_of(module) if type(module).__name__ in FAMILIES else None
         if family is None or isinstance(module, MixedIn) or has_own_forward(module):
             continue
         known = list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS

@@ -63,7 +63,7 @@ def specs(arch: str, layouts: Iterable[tuple[bool, float]] | None = None) -> lis
     known = [(by_heads, ratio) for by_heads, ratios in _RATIOS.items() for ratio in ratios]
     chosen = known if layouts is None else [layout for layout in known if layout in set(layouts)]
     kinds = [(dtype, *layout) for dtype in operands.DTYPES for layout in chosen]
-    steps = [_spec(*kind, arch) for kind in kinds if _takes_steps(kind[2], arch)]
+    steps = [_spec(*kind, arch) for kind in kinds if takes_steps(kind[2], arch)]
     inputs = [_inputs_spec(*kind, tokens) for kind in kinds for tokens in (_FEW_TOKENS, _TOKENS)]
     return [*steps, *inputs, *(_output_spec(*kind) for kind in kinds)]
 
@@ -73,8 +73,8 @@ def takes(dim: int, taps: int, ratio: float, by_heads: bool) -> bool:
     return (dim, taps) == (DIM, _TAPS) and ratio in _RATIOS[by_heads]
 
 
-def _takes_steps(ratio: float, arch: str) -> bool:
-    """And for steps: below Hopper one block has all columns of a head of keys."""
+def takes_steps(ratio: float, arch: str) -> bool:
+    """Whether one computes steps, too: below Hopper one block has all columns of a head of keys."""
     return ratio <= _ALONE or driver.since_hopper(arch)
 
 
@@ -109,7 +109,7 @@ def gated_delta_step(
     rows = rows and not (state.data_ptr() % 16 or (window.data_ptr() | taps.data_ptr()) % 8)
     index = projected.device.index
     arch = driver.device_limits(index).arch
-    plain = plain and _takes_steps(ratio, arch)
+    plain = plain and takes_steps(ratio, arch)
     if not (plain and rows and all(tensor.is_contiguous() for tensor in weights)):
         reference.gated_delta_step(projected, gates, window, state, *weights, eps, by_heads, out)
         return

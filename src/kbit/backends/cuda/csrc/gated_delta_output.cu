@@ -2,9 +2,8 @@
 // y = norm * x / sqrt(mean(x^2) + eps) * silu(gate), rounded as in gated_delta.cu.
 //
 //   x          16-bit [rows, 128], rows = tokens * k_heads * heads, 16-byte aligned as the others
-//   projected  16-bit [tokens, k_heads * (2 + 2 * heads) * 128], of which the last columns, of each head or
-//   of
-//              all (Config::by_heads), are gates; tokens `row_pieces` pieces of 16 bytes apart
+//   projected  16-bit [tokens, k_heads * (2 + 2 * heads) * 128], rows `row_pieces` pieces of 16 bytes apart:
+//              with Config::by_heads each head's last columns are its gates, otherwise the last of all are
 //   norm       16-bit [128]; y 16-bit [rows, 128]
 //
 // 16 lanes have a row. Order of the sum of squares: a lane's 8 columns, then lanes by halves.
