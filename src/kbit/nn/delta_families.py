@@ -48,7 +48,12 @@ def family_of(module: Any) -> Family | None:
     return None
 
 
+def ratio_of(layer: Any) -> float:
+    """Heads of values to one of keys."""
+    return layer.num_v_heads / layer.num_k_heads
+
+
 def layout_of(module: Any) -> tuple[bool, float] | None:
     """Whether a layer projects by heads of keys, and heads of values to one of them; None of others."""
     family = family_of(module)
-    return None if family is None else (family.by_heads, module.num_v_heads / module.num_k_heads)
+    return None if family is None else (family.by_heads, ratio_of(module))

@@ -20,7 +20,7 @@ from torch import nn
 
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.gated_delta import takes, takes_steps
-from kbit.nn.delta_families import FAMILIES, Family, family_of
+from kbit.nn.delta_families import FAMILIES, Family, family_of, ratio_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
 from kbit.nn.mixins import MixedIn, mix_in
@@ -166,7 +166,7 @@ def _may_take(layer: Any, x: Any, family: Family) -> bool:
     usual = layer.conv1d.bias is None and layer.activation == "silu" == layer.norm.activation
     # Of others the ops run as many small operators as the layer's own forward.
     square, taps = layer.head_k_dim == layer.head_v_dim, layer.conv1d.weight.shape[2]
-    taken = square and takes(layer.head_k_dim, taps, layer.num_v_heads / layer.num_k_heads, family.by_heads)
+    taken = square and takes(layer.head_k_dim, taps, ratio_of(layer), family.by_heads)
     return others and usual and taken
 
 
@@ -174,7 +174,7 @@ def _may_step(layer: Any, x: torch.Tensor) -> bool:
     """Whether the step is one kernel."""
     if x.device.type != "cuda":
         return True
-    return takes_steps(layer.num_v_heads / layer.num_k_heads, driver.device_limits(x.device.index).arch)
+    return takes_steps(ratio_of(layer), driver.device_limits(x.device.index).arch)
 
 
 def _fit(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from kbit.ops.gated_delta_schemas import Heads
 _CHUNKS_FORMAT, _RULE_FORMAT = "Q" * 7 + "ii", "Q" * 9 + "iii"
 _CHUNK = 64  # tokens
 _COLUMNS = 32  # of a head's state, of a block
-_CHUNKS_THREADS, _LOADERS = 128, 128  # of a block of the first kernel; those of the second that fetch
+_CHUNKS_THREADS = _CHUNK // 16 * driver.WARP  # of a block of the first kernel
+_LOADERS = 128  # threads of the second that fetch
 _MOST_STAGES = 3
 _PADDING = 16  # bytes behind a row in shared memory
 _ROWS_BYTES = _CHUNK * (2 * DIM + _PADDING)
@@ -47,13 +48,17 @@ def _chunks_bytes(heads: int) -> int:
 def _chunks_spec(dtype: torch.dtype, ratio: int) -> KernelSpec:
     heads = _heads(ratio)
     sizes = {"heads": heads, "groups": ratio // heads, "shared_bytes": _chunks_bytes(heads)}
-    return KernelSpec.make("gated_delta_chunks.cu", bf16=dtype == torch.bfloat16, **sizes)
+    return _spec("gated_delta_chunks.cu", dtype, **sizes)
 
 
 @functools.cache
 def _rule_spec(dtype: torch.dtype, room: int) -> KernelSpec:
     sizes = {"columns": _COLUMNS, "loaders": _LOADERS, **_layout(room)}
-    return KernelSpec.make("gated_delta_rule.cu", bf16=dtype == torch.bfloat16, **sizes)
+    return _spec("gated_delta_rule.cu", dtype, **sizes)
+
+
+def _spec(source: str, dtype: torch.dtype, **sizes: int) -> KernelSpec:
+    return KernelSpec.make(source, bf16=dtype == torch.bfloat16, dim=DIM, chunk=_CHUNK, **sizes)
 
 
 def specs(shared_bytes: int, ratios: Iterable[float] | None = None) -> list[KernelSpec]:

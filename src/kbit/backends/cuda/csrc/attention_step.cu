@@ -40,7 +40,7 @@
 DEVICE void multiply_queries(float (&scores)[4], const u32 (&queries)[kSteps][2], u32 keys, int lane) {
     constexpr int kChains = kSteps < 4 ? kSteps : 4;  // one alone would wait for itself
     float acc[kChains][4] = {};
-    const u32 row = keys + lane % 16 * kPitch + lane / 16 * 16;
+    const u32 row = keys + by_rows(lane, kPitch);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         u32 a[4];
@@ -60,7 +60,7 @@ DEVICE void multiply_queries(float (&scores)[4], const u32 (&queries)[kSteps][2]
 // sums = sums * the factor of their head + values * weights
 DEVICE void add_values(float (&sums)[kSteps][4], const Softmax& softmax, u32 values, int lane) {
     const u32 upper = transposed(softmax.weights[0]), lower = transposed(softmax.weights[1]);
-    const u32 row = values + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+    const u32 row = values + by_columns(lane, kPitch);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         u32 a[4];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "config.h"
+#include "fragments.cuh"
 #include "hopper.cuh"
 #include "matrices.cuh"
 #include "new_heads.cuh"

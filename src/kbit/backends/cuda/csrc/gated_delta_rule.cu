@@ -47,6 +47,7 @@ static_assert(kHandedAt + 2 * kWarps * kHandedBytes == Config::shared_bytes);
 // and of 8 on.
 using Tile = float[4];
 constexpr float kFactor = 0.0883883476f;  // 1 / sqrt(kDim)
+static_assert(kDim == 128);
 
 DEVICE void pack(u32 (&v)[4], const Tile& left, const Tile& right) {
     v[0] = H::pack(left[0], left[1]);

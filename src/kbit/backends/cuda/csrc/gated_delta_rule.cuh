@@ -12,26 +12,17 @@
 #pragma once
 
 #include "config.h"
+#include "fragments.cuh"
 #include "matrices.cuh"
 #include "rows.cuh"
 #include "stage16.cuh"
 
 using H = Half<Config::bf16>;
 
-constexpr int kDim = 128, kChunk = 64, kTiles = kChunk / 16;
+constexpr int kDim = Config::dim, kChunk = Config::chunk, kTiles = kChunk / 16;
 // Bytes between rows of 16-bit matrices: an odd number of pieces, for ldmatrix.
 constexpr u32 kRowPitch = kDim * 2 + 16, kSquarePitch = kChunk * 2 + 16;
 constexpr u32 kRowsBytes = kChunk * kRowPitch, kSquareBytes = kChunk * kSquarePitch;
-
-// Where a lane's row of four 8 x 8 matrices lies: of A's operand, or, transposed, of two of B's next to each
-// other whose rows are rows here.
-DEVICE u32 by_rows(int lane, u32 pitch) {
-    return lane % 16 * pitch + lane / 16 * 16;
-}
-// Of A's operand transposed, or of two of B's whose columns are rows here.
-DEVICE u32 by_columns(int lane, u32 pitch) {
-    return (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 16;
-}
 
 // 64 rows of PIECES of 16 bytes, `step` elements apart, by THREADS of a block; zeros behind the first
 // `there`.

@@ -36,7 +36,7 @@
 DEVICE void multiply_queries(u32 base, u32 stage, int warp, int lane) {
     float acc[kHeadTiles][4] = {};
     const int tile = warp % 2, quarter = warp / 2;
-    const u32 rows = stage + (tile * 16 + lane % 16) * kPitch + lane / 16 * 16 + quarter * 32;
+    const u32 rows = stage + tile * 16 * kPitch + by_rows(lane, kPitch) + quarter * 32;
     u32 queries[kHeadTiles];
 #pragma unroll
     for (int n = 0; n < kHeadTiles; ++n) {  // heads that there are not: as the last one
@@ -79,7 +79,7 @@ DEVICE void add_latents(float (&sums)[kTiles][kHeadTiles][4], u32 base, u32 stag
         }
     }
     const u32 weights = base + kWeightsAt + lane % 8 * kWeightPitch + lane / 8 % 2 * 16;
-    const u32 rows = stage + (lane / 16 * 8 + lane % 8) * kPitch + warp * kTiles * 32 + lane / 8 % 2 * 16;
+    const u32 rows = stage + by_columns(lane, kPitch) + warp * kTiles * 32;
 #pragma unroll
     for (int step = 0; step < kTokens / 16; ++step) {
         u32 b[kHeadTiles][2];

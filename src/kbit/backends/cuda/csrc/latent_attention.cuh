@@ -1,6 +1,7 @@
 // Parts of latent_attention.cu: sizes, the new token, the cache, the softmax.
 #pragma once
 
+#include "fragments.cuh"
 #include "latent.cuh"
 #include "matrices.cuh"
 
