@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h200-peers.json"
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
-MODEL_FILES = ("h200-qwen3-*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
+MODEL_FILES = ("h200-qwen3*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
 H100 = "h100-80gb-hbm3-"  # how names of its results begin
 GENERATE_FILES = f"{H100}generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
