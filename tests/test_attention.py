@@ -11,6 +11,7 @@ from transformers import LlavaConfig, StaticCache, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kbit.integrations.transformers import attention
+from kbit.integrations.transformers.additive_masks import additive
 from kbit.integrations.transformers.attention import (
     NAME,
     causal_without_masks,
@@ -67,7 +68,7 @@ def cudnn(monkeypatch):
 def test_it_gives_what_transformers_gives(cudnn, tokens, scaling):
     given = operands(2, 8, 2, tokens, 40, 16)
     want, _ = sdpa_attention_forward(Layer(4), *given, scaling=scaling)
-    for mask in (given[3], attention._additive(given[3], torch.float32)):
+    for mask in (given[3], additive(given[3], torch.float32)):
         have, weights = attention.attention(Layer(4), *given[:3], mask, scaling=scaling)
         assert weights is None
         assert have.shape == want.shape
@@ -198,16 +199,16 @@ class Again:
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 7), (1, 333), (1, 2048), (3, 1001), (64, 320)])
 def test_cudnn_against_float64(tokens, keys, head_dim, dtype):
     given = operands(2, 12, 3, tokens, keys, head_dim, dtype, "cuda")
-    additive = attention._additive(given[3], dtype)
-    assert attention._cudnn_takes(*given[:3], additive)
+    mask = additive(given[3], dtype)
+    assert attention._cudnn_takes(*given[:3], mask)
     query, key, value = (tensor.double() for tensor in given[:3])
     key, value = key.repeat_interleave(4, 1), value.repeat_interleave(4, 1)
     scores = (query @ key.transpose(2, 3) * head_dim**-0.5).masked_fill(~given[3], -torch.inf)
     want = (scores.softmax(-1) @ value).transpose(1, 2)
-    have, _ = attention.attention(Layer(4), *given[:3], additive)
+    have, _ = attention.attention(Layer(4), *given[:3], mask)
     # Probabilities are rounded to 16 bits before they meet the values, which are below 6; so are results.
     torch.testing.assert_close(have.double(), want, rtol=0, atol=12 * torch.finfo(dtype).eps)
-    assert torch.equal(have, attention.attention(Layer(4), *given[:3], additive)[0])
+    assert torch.equal(have, attention.attention(Layer(4), *given[:3], mask)[0])
 
 
 @gpu

@@ -153,6 +153,14 @@ def test_rotary(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_masks_and_angles(tokens):
+    first, there = torch.tensor(99, device="cuda"), torch.rand(2, 777, device="cuda") < 0.9
+    frequencies, positions = torch.rand(64, device="cuda"), torch.randint(2**18, (2, tokens), device="cuda")
+    assert differing(lambda: ops.causal_mask(first, there, 2, tokens, 800, torch.half), 20) == 0
+    assert differing(lambda: ops.rotary_angles(frequencies, positions, 1.0, torch.half)[1], 20) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_caches(tokens):
     key, value = torch.randn(2, 4, 8, tokens, 128, device="cuda").half()
     length = torch.tensor(3, device="cuda")

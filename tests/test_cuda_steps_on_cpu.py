@@ -10,7 +10,7 @@ import cuda_rows_on_cpu
 import latent_steps
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import caches, heads, latent, position
+from kbit.backends.cuda import caches, heads, latent, masks, position
 from kbit.backends.cuda import norm as norms_of_rows
 from kbit.backends.cuda.driver import DeviceLimits
 
@@ -86,6 +86,33 @@ def test_caches(heads, columns, dtype):
         for out, expected in zip(outs, want, strict=True):
             assert untouched(out)
             assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 24), (2, 3, 13), (3, 2, 1030)])
+def test_masks(sizes, dtype):
+    keys = sizes[-1]
+    for first in (0, keys // 2, keys - 1, 2**40):
+        for known in (None, 0, 5, keys, keys + 3):
+            there = None if known is None else guarded(torch.rand(sizes[0], known) < 0.8)
+            out = guarded(torch.full(sizes, float("nan"), dtype=dtype))
+            masks.causal_mask(torch.tensor(first), there, out)
+            reference.causal_mask(torch.tensor(first), there, want := torch.empty_like(out))
+            assert untouched(out)
+            assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "half"), [((1, 1), 64), ((2, 3), 5), ((3, 50), 16)])
+def test_angles(shape, half, dtype):
+    frequencies, positions = guarded(torch.rand(half)), guarded(torch.randint(2**18, shape))
+    outs = [guarded(torch.full((*shape, 2 * half), float("nan"), dtype=dtype)) for _ in range(2)]
+    position.rotary_angles(frequencies, positions, 1.2, *outs)
+    each = (positions[..., None].float() * frequencies).double()
+    for out, of in zip(outs, (torch.cos, torch.sin), strict=True):
+        assert untouched(out)
+        want = torch.cat((of(each), of(each)), -1) * 1.2
+        torch.testing.assert_close(out.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def projections(sizes, columns, dtype, wide=0):

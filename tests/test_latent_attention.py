@@ -359,7 +359,7 @@ def test_recorded_steps_give_the_same_tokens(monkeypatch):
     monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
 
     def generate(record):
-        monkeypatch.setattr(cuda_graphs.Steps.__init__, "__defaults__", (False, record))
+        monkeypatch.setattr(cuda_graphs.Steps.__init__, "__defaults__", (False, record, None))
         kbit.enable_cuda_graphs(model)
         ids = torch.arange(2, 12, device="cuda").view(2, 5)
         named = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}

@@ -121,6 +121,18 @@ def run_around_products() -> None:
         keys, values = (torch.zeros(2, 2, 9, columns, device="cuda").half() for _ in range(2))
         given = (*new, *norms, *angles, keys, values, torch.tensor(8, device="cuda"))
         assert torch.isfinite(torch.ops.kbit.append_heads(*given, 1e-6)).all()
+    for tokens, keys, known in ((1, 64, 64), (3, 130, 7), (2, 7, 0)):
+        there = torch.ones(2, known, device="cuda").bool()
+        for given in (None, there):
+            mask = torch.ops.kbit.causal_mask(
+                torch.tensor(5, device="cuda"), given, 2, tokens, keys, torch.half
+            )
+            assert int((mask == 0).sum()) == 2 * sum(
+                min(6 + token, keys, keys if given is None else known) for token in range(tokens)
+            )
+        positions = torch.randint(2**18, (2, tokens), device="cuda")
+        both = torch.ops.kbit.rotary_angles(torch.rand(keys, device="cuda"), positions, 1.0, torch.half)
+        assert all(torch.isfinite(angles).all() for angles in both)
     for heads, columns, room in (((6, 2), 64, 150), ((12, 1), 128, 300), ((4, 2), 256, 70)):
         for length in (room - 2, room):  # there is room for one more, and not
             new = torch.randn(3, 2, heads[0], columns, device="cuda").half()

@@ -6,6 +6,7 @@ from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
     gated_delta,
     heads,
     latent,
+    masks,
     moe,
     norm,
     ops,

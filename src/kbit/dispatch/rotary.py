@@ -1,9 +1,9 @@
-"""Implementation of `kbit::rotary`, in the steps of `kbit.dispatch.ops`."""
+"""Implementations of `kbit::rotary` and `kbit::rotary_angles`, in the steps of `kbit.dispatch.ops`."""
 
 from __future__ import annotations
 
 from kbit.dispatch.backends import module_on_gpus
-from kbit.dispatch.ops import implement
+from kbit.dispatch.ops import contiguous, implement
 from kbit.ops import rotary_schemas
 
 
@@ -14,4 +14,14 @@ def _rotary(query, key, cos, sin, interleaved=False):
     if query.numel() or key.numel():
         module = module_on_gpus("rotary", query.device)
         module.rotary(query, key, cos, sin, *(out.transpose(1, 2) for out in outputs), interleaved)
+    return outputs
+
+
+@implement("rotary_angles")
+def _rotary_angles(frequencies, positions, factor, dtype):
+    rotary_schemas.check_angles(frequencies, positions, dtype)
+    outputs = rotary_schemas.empty_angles(frequencies, positions, dtype)
+    if outputs[0].numel():
+        given = contiguous(frequencies, positions)
+        module_on_gpus("rotary_angles", frequencies.device).rotary_angles(*given, factor, *outputs)
     return outputs

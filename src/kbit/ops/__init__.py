@@ -9,6 +9,7 @@ from kbit.ops import (  # noqa: F401
     heads_schemas,
     latent_heads_schemas,
     latent_schemas,
+    mask_schemas,
     moe_schemas,
     norm_schemas,
     rotary_schemas,

@@ -1,6 +1,11 @@
-"""Rotary position embedding as one op: schema, checks, and the fake kernel.
+"""Rotary position embedding, and its angles, as one op each: schemas, checks, and the fake kernels.
 
+    cos, sin = torch.ops.kbit.rotary_angles(frequencies, positions, factor, dtype)
     query, key = torch.ops.kbit.rotary(query, key, cos, sin, interleaved)
+
+cos and sin [B, T, R] of positions int64 [B, T] times frequencies float32 [R / 2], a row's halves alike: in
+float32, times the factor, rounded to the dtype, as transformers' modules of that name.
+
 
 query [B, H, T, D] and key [B, H', T, D] by the angles of their positions, cos and sin [B or 1, T, R], as
 transformers' `apply_rotary_pos_emb` (Su et al. 2021, arXiv:2104.09864): x * cos + rotate_half(x) * sin over
@@ -18,6 +23,10 @@ from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
     "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "rotary_angles(Tensor frequencies, Tensor positions, float factor, ScalarType dtype) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -51,6 +60,36 @@ def check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
         )
 
 
+def check_angles(frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check the arguments of `kbit::rotary_angles`.
+
+    Raises:
+        TypeError: a dtype is not the one that is wanted.
+        ValueError: shapes or devices do not belong together.
+    """
+    checks.float_dtype("rotary_angles", "dtype", dtype)
+    operands = (("frequencies", frequencies, torch.float32, 1), ("positions", positions, torch.int64, 2))
+    for name, tensor, wanted, dims in operands:
+        if tensor.dtype != wanted:
+            raise TypeError(f"rotary_angles: {name} must be {wanted}, got {tensor.dtype}. Cast it.")
+        if tensor.dim() != dims:
+            shape = "[R / 2]" if dims == 1 else "[B, T]"
+            raise ValueError(f"rotary_angles: {name} must be {shape}, got {tuple(tensor.shape)}.")
+    if frequencies.device != positions.device:
+        raise ValueError(
+            f"rotary_angles: frequencies are on {frequencies.device}, positions on {positions.device}. "
+            "Move one of them."
+        )
+
+
+def empty_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `kbit::rotary_angles` returns, unfilled."""
+    shape = (*positions.shape, 2 * frequencies.shape[0])
+    return frequencies.new_empty(shape, dtype=dtype), frequencies.new_empty(shape, dtype=dtype)
+
+
 def output(x: torch.Tensor) -> torch.Tensor:
     """Like x [B, H, T, D], of any values, a token's heads next to each other in memory."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
@@ -65,3 +104,9 @@ def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch
 def rotary(query, key, cos, sin, interleaved=False):  # noqa: D103
     check(query, key, cos, sin)
     return outputs(query, key)
+
+
+@torch.library.register_fake("kbit::rotary_angles", lib=LIBRARY)
+def rotary_angles(frequencies, positions, factor, dtype):  # noqa: D103
+    check_angles(frequencies, positions, dtype)
+    return empty_angles(frequencies, positions, dtype)

@@ -20,8 +20,9 @@ from kbit.backends.cuda.gated_delta import gated_delta_inputs, gated_delta_outpu
 from kbit.backends.cuda.heads import append_heads
 from kbit.backends.cuda.latent import latent_attention_step
 from kbit.backends.cuda.latent_prompts import latent_heads
+from kbit.backends.cuda.masks import causal_mask
 from kbit.backends.cuda.norm import rms_norm
-from kbit.backends.cuda.position import rotary
+from kbit.backends.cuda.position import rotary, rotary_angles
 from kbit.backends.cuda.products import experts_tiled, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
@@ -39,6 +40,7 @@ __all__ = [
     "attention_step",
     "available",
     "cache_append",
+    "causal_mask",
     "dequantize",
     "dequantize_tiled",
     "embedding",
@@ -60,6 +62,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rotary",
+    "rotary_angles",
     "to_tiled",
     "unavailable_reason",
 ]

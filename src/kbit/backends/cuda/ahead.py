@@ -16,6 +16,7 @@ from kbit.backends.cuda import (
     grouped,
     grouped_preference,
     heads,
+    masks,
     norm,
     one_token,
     operands,
@@ -39,7 +40,7 @@ ROWS = (*range(1, 65), *range(72, 513, 8), *range(576, 2049, 64), *range(2560, 1
 
 
 # Modules of kernels that steps of any model may run between its products.
-BETWEEN = (norm, position, caches, heads)
+BETWEEN = (norm, position, caches, heads, masks)
 
 
 class Product(NamedTuple):

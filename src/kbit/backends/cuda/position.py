@@ -1,4 +1,4 @@
-"""Rotary position embedding, csrc/rotary.cu: which queries and keys it takes, and its launch."""
+"""Rotary position embedding, csrc/rotary.cu and csrc/rotary_angles.cu: what they take, and their launches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import position as reference
 
 _FORMAT = "QQQQQQ" + "Q" * 8 + "i" * 7
+_ANGLES_FORMAT = "QQQQiif"
 _THREADS = 128
 _MOST_THREADS = 2**31 - _THREADS
 
@@ -20,9 +21,14 @@ def _spec(dtype: torch.dtype) -> KernelSpec:
     return KernelSpec.make("rotary.cu", bf16=dtype == torch.bfloat16)
 
 
+@functools.cache
+def _angles_spec(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec.make("rotary_angles.cu", bf16=dtype == torch.bfloat16)
+
+
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return [_spec(dtype) for dtype in operands.DTYPES]
+    return [of(dtype) for of in (_spec, _angles_spec) for dtype in operands.DTYPES]
 
 
 def rotary(
@@ -63,3 +69,32 @@ def rotary(
     sizes = (count, tokens, heads, key.shape[1], pieces, half, int(interleaved))
     places = operands.addresses(query, key, cos, sin, out_query, out_key)
     prepared.launch((*places, *by_query, *by_key, *along, *sizes))
+
+
+def rotary_angles(
+    frequencies: torch.Tensor,
+    positions: torch.Tensor,
+    factor: float,
+    out_cos: torch.Tensor,
+    out_sin: torch.Tensor,
+) -> None:
+    """`kbit::rotary_angles`; the reference where the kernel may not.
+
+    Args:
+        frequencies: float32 [R / 2], contiguous.
+        positions: int64 [B, T], contiguous.
+        factor: of cosines and sines.
+        out_cos, out_sin: [B, T, R], float16, bfloat16 or float32, contiguous, one element or more.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    count = positions.numel() * len(frequencies)
+    if out_cos.dtype not in operands.DTYPES or count > _MOST_THREADS:
+        reference.rotary_angles(frequencies, positions, factor, out_cos, out_sin)
+        return
+    index = out_cos.device.index
+    kernel = launcher.load(_angles_spec(out_cos.dtype), index, _ANGLES_FORMAT)
+    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
+    places = operands.addresses(frequencies, positions, out_cos, out_sin)
+    prepared.launch((*places, count, len(frequencies), factor))

@@ -19,9 +19,10 @@ from kbit.backends.reference.gated_delta import (
 )
 from kbit.backends.reference.heads import append_heads
 from kbit.backends.reference.latent import latent_attention_step, latent_heads
+from kbit.backends.reference.masks import causal_mask
 from kbit.backends.reference.moe import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.reference.norm import rms_norm
-from kbit.backends.reference.position import rotary
+from kbit.backends.reference.position import rotary, rotary_angles
 from kbit.backends.reference.products import grad_input, grouped_grad_input, groups, matmul, rows_at_once
 from kbit.backends.reference.tiled import (
     dequantize_tiled,
@@ -37,6 +38,7 @@ __all__ = [
     "append_heads",
     "attention_step",
     "cache_append",
+    "causal_mask",
     "dequantize",
     "dequantize_tiled",
     "embedding",
@@ -61,6 +63,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rotary",
+    "rotary_angles",
     "to_tiled",
 ]
 

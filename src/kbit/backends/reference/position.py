@@ -1,4 +1,4 @@
-"""Rotary position embedding in PyTorch: the definition that the kernel is tested against."""
+"""Rotary position embedding in PyTorch: the definitions that the kernels are tested against."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def rotary(
         low, high = turned.chunk(2, -1)
         turned = turned * cos + torch.cat((-high, low), -1) * sin
         out.copy_(torch.cat((turned, rest), -1).transpose(1, 2))
+
+
+def rotary_angles(
+    frequencies: torch.Tensor,
+    positions: torch.Tensor,
+    factor: float,
+    out_cos: torch.Tensor,
+    out_sin: torch.Tensor,
+) -> None:
+    """`kbit::rotary_angles` into outputs [B, T, R]."""
+    angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
+    out_cos.copy_(angles.cos() * factor)
+    out_sin.copy_(angles.sin() * factor)

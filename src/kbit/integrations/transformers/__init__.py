@@ -12,8 +12,9 @@ transformers; asking it for `KbitConfig` does.
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
-    late_masks                   masks that such steps make themselves
+    late_masks, additive_masks   masks that such steps make themselves, as what is added to scores
     step_kernels, attention      what such steps run: fewer kernels, no copies of the cache
+    angles                       those of rotary embeddings, in one kernel
     attention_heads              what is between attention's projections and attention, in one kernel
     latent_attention             multi-head latent attention, of latents that are not expanded
     latent_prompts               that of prompts, whose latents are

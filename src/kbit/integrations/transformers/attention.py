@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
+
+from kbit.integrations.transformers.additive_masks import additive, additive_mask
 
 NAME, MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
 # What asks transformers' own function for more than this one does.
@@ -30,7 +31,7 @@ def shared_heads(model: Any) -> Iterator[None]:
 
     torch.compiler.assume_constant_result(_ask)
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionMaskInterface.register(NAME, additive_mask)
     with _in_place_of_sdpa(model.config, NAME):
         yield
 
@@ -130,22 +131,8 @@ def with_additive_masks(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs of a model, their boolean masks as what is added to scores: else every layer would make that."""
     if model.config._attn_implementation != NAME:
         return inputs
-    masks = tree_map(lambda mask: _additive(mask, model.dtype), inputs.get("attention_mask"))
+    masks = tree_map(lambda mask: additive(mask, model.dtype), inputs.get("attention_mask"))
     return {**inputs, "attention_mask": masks}
-
-
-def _additive(mask: Any, dtype: torch.dtype) -> Any:
-    """0 where a mask of attention is true, else -inf. Others, such as those of tokens, stay as they are."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-
-
-def _mask(*arguments: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch.Tensor | None:
-    """transformers' mask of "sdpa", but additive."""
-    from transformers.masking_utils import sdpa_mask
-
-    return _additive(sdpa_mask(*arguments, dtype=dtype, **named), dtype)
 
 
 def asks_for_more(named: dict[str, Any]) -> bool:

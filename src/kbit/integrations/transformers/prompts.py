@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.angles import fused_angles
 from kbit.integrations.transformers.attention import causal_without_masks
 from kbit.integrations.transformers.late_masks import MASKS
 from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
@@ -118,6 +119,7 @@ def prompt_kernels(model: Any) -> Iterator[Callable[[], int]]:
     with contextlib.ExitStack() as stack:
         causal = stack.enter_context(causal_without_masks(model))
         for each in (
+            fused_angles(model),
             fused_rotary(rotary_modules(model)),
             fused_updates(whole=True),
             fused_linear_attention(),

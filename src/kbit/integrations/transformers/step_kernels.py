@@ -1,5 +1,5 @@
-"""What decoding steps run in place of transformers' own: attention and what comes before it, rotary
-embeddings, updates of caches, linear attention."""
+"""What decoding steps run in place of transformers' own: attention and what comes before it, its mask,
+rotary embeddings and their angles, updates of caches, linear attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from kbit.integrations.transformers.angles import fused_angles
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.attention_heads import fused_heads
 from kbit.integrations.transformers.latent_attention import fused_latents
@@ -25,5 +26,6 @@ def step_kernels(model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in (shared_heads(model), rotary, fused_updates(), fused_heads(model), fused_latents(model)):
             stack.enter_context(each)
+        stack.enter_context(fused_angles(model))
         stack.enter_context(fused_linear_attention())
         yield

@@ -1,0 +1,85 @@
+"""Angles of rotary embeddings by one kernel, `kbit::rotary_angles`, where transformers runs ten operators.
+
+Once a step or prompt, but that is as long as a quantized layer takes. A class is tried first, and stays what
+it is where it computes something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call
+from kbit.nn.mixins import stand_in
+from kbit.ops import checks
+
+_FREQUENCIES, _FACTOR, _TYPE = "inv_freq", "attention_scaling", "rope_type"
+_kinds = Kinds((), (_FACTOR, _TYPE))
+_TRIED_POSITIONS = [[0, 3, 70001], [1, 17, 262143]]
+_TRIED_FREQUENCIES = [1.0, 0.37, 0.004]
+_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def fused_angles(model: Any) -> Iterator[None]:
+    """A model's rotary embeddings run as here where that gives what they give."""
+    with _kinds.run(model, _fused):
+        yield
+
+
+def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(layer: Any, x: Any, position_ids: Any, *more: Any, **named: Any) -> Any:
+        if more or named or not _takes(layer, x, position_ids) or not _is_known(layer, own):
+            return own(layer, x, position_ids, *more, **named)
+        factor = float(getattr(layer, _FACTOR))
+        return torch.ops.kbit.rotary_angles(layer._buffers[_FREQUENCIES], position_ids, factor, x.dtype)
+
+    return forward
+
+
+def _takes(layer: Any, x: Any, positions: Any) -> bool:
+    """Whether angles are those of plain positions [B, T], by frequencies that do not depend on them."""
+    frequencies = layer._buffers.get(_FREQUENCIES)
+    if any(type(tensor) is not torch.Tensor for tensor in (x, positions, frequencies)):
+        return False
+    if not is_plain_call() or not _has_kernels(x) or x.dtype not in checks.HALF_DTYPES:
+        return False
+    kind = getattr(layer, _TYPE)
+    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
+        return False
+    plain = positions.dtype == torch.int64 and positions.dim() == 2
+    plain = plain and frequencies.dtype == torch.float32 and frequencies.dim() == 1
+    return plain and x.device == positions.device == frequencies.device
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _is_known(layer: Any, own: Callable[..., Any]) -> bool:
+    if layer not in _known:
+        _known[layer] = _is(layer, own)
+    return _known[layer]
+
+
+@torch.no_grad()
+def _is(layer: Any, own: Callable[..., Any]) -> bool:
+    """Whether a layer's own forward gives what the op gives, tried on a CPU in bfloat16."""
+    made = stand_in(layer)
+    try:
+        factor = float(getattr(layer, _FACTOR))
+        frequencies = torch.tensor(_TRIED_FREQUENCIES, device="cpu")
+        positions = torch.tensor(_TRIED_POSITIONS, device="cpu")
+        made._buffers = {**layer._buffers, _FREQUENCIES: frequencies}
+        x = torch.zeros(len(positions), positions.shape[1], 2, dtype=torch.bfloat16, device="cpu")
+        want = own(made, x, positions)
+        have = torch.ops.kbit.rotary_angles(frequencies, positions, factor, x.dtype)
+        return len(want) == len(have) and all(map(torch.equal, want, have))
+    except Exception:  # a class that wants something else stays as it is
+        return False
