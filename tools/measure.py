@@ -96,6 +96,12 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "qwen3.5-head",
+        "bench model qwen3.5-35b-a3b --embedding-bits 5 --no-baseline "
+        "--json {results}/{gpu}-qwen3.5-35b-a3b-head.json",
+        after=("tune",),
+    ),
+    Job(
         "30b",
         "bench model qwen3-30b-a3b --profile --json {results}/{gpu}-qwen3-30b-a3b.json",
         after=("tune",),
@@ -112,6 +118,11 @@ JOBS = (
         after=("tune",),
     ),
     Job("8b", "bench model llama-3-8b --json {results}/{gpu}-llama-3-8b.json", after=("tune",)),
+    Job(
+        "8b-head",
+        "bench model llama-3-8b --embedding-bits 5 --no-baseline --json {results}/{gpu}-llama-3-8b-head.json",
+        after=("tune",),
+    ),
     Job(
         "30b-generate",
         "bench generate qwen3-30b-a3b --compile --json {results}/{gpu}-generate-qwen3-30b-a3b.json",

@@ -224,8 +224,8 @@ def models(files: Sequence[str] = MODEL_FILES) -> str:
     if not results:
         return "Not measured yet: `kbit bench model` does."
     names = list(dict.fromkeys(result["model"] for result in results))
-    # As it is by default first, then with torch.compile.
-    results.sort(key=lambda result: (names.index(result["model"]), result["plan"]["compiled"]))
+    # As it is by default first, then with a quantized head, then with torch.compile.
+    results.sort(key=lambda result: (names.index(result["model"]), *_more_than_default(result["plan"])))
     batches = sorted({row["batch"] for r in results for arm in r["arms"] for row in arm["decode"]})
     best = _best_16_bit(results)
     body = []
@@ -282,7 +282,14 @@ def _run_name(result: dict[str, Any]) -> str:
     plan = result["plan"]
     library = plan.get("linear_attention") or "PyTorch"
     with_library = "" if library in ("PyTorch", "kbit") else f" + {library.split()[0]}"
-    return result["model"] + with_library + (" + torch.compile" if plan["compiled"] else "")
+    compiled, head = _more_than_default(plan)
+    of_head = f" + {head}-bit embeddings and head" if head else ""
+    return result["model"] + with_library + of_head + (" + torch.compile" if compiled else "")
+
+
+def _more_than_default(plan: dict[str, Any]) -> tuple[bool, int]:
+    """Whether layers were compiled; the width of embeddings and head, 0 if they were not quantized."""
+    return plan["compiled"], plan.get("embedding_bits") or 0
 
 
 def _runs(results: list[dict[str, Any]]) -> str:
