@@ -162,7 +162,28 @@ def test_models_give_the_same_logits(architecture, calls):
             model(ids)
             calls.clear()
             assert torch.equal(model(ids).logits, want)
-    assert len(calls) == (architecture != "qwen3_5_moe")  # whose positions are those of images, too
+    assert len(calls) == 1
+
+
+def test_positions_by_axes(calls):
+    """Those of text are one for all axes; of images they differ, and are left to the class."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextConfig, Qwen3_5TextRotaryEmbedding
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "partial_rotary_factor": 0.5,
+    }
+    layer = Qwen3_5TextRotaryEmbedding(Qwen3_5TextConfig(head_dim=32, rope_parameters=rope))
+    x, text = torch.zeros(2, 3, 4).bfloat16(), torch.tensor([[0, 1, 5], [3, 4, 70001]])
+    axes = torch.stack((text, text + 1, text + 2))
+    for positions, taken in ((text.expand(3, -1, -1), 1), (axes, 0), (axes[:1].expand(3, -1, -1), 1)):
+        want = layer(x, positions)
+        run(layer, x, positions)  # tried by now
+        calls.clear()
+        assert all(map(torch.equal, run(layer, x, positions), want))
+        assert len(calls) == taken
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

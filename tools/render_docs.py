@@ -44,6 +44,7 @@ H100_MODEL_FILES = [name.replace("h200-", H100) for name in MODEL_FILES]
 SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE = "h200-nvfp4.json"
+HEAD_QUALITY_FILES = "quality-tiny-moe.json", "quality-tiny-moe-head.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
@@ -396,6 +397,32 @@ def commands() -> dict[str, Any]:
     return dict(walk(typer.main.get_command(app), ()))
 
 
+def head() -> str:
+    """What quantized embeddings and head gain and cost."""
+    results = [load(path.name) for pattern in H100_MODEL_FILES for path in sorted(RESULTS.glob(pattern))]
+    results = [result for result in results if not result["plan"]["compiled"]]
+    as_it_is = {one["model"]: one for one in results if not one["plan"]["embedding_bits"]}
+    gains = []
+    for result in (one for one in results if one["plan"]["embedding_bits"]):
+        plain = as_it_is[result["model"]]
+        speeds = [one["arms"][0]["decode"][0]["tokens_s"] for one in (plain, result)]
+        weights = [one["arms"][0]["weight_bytes"] / 1e9 for one in (plain, result)]
+        gains.append(
+            f"{result['model']} decodes {speeds[1]:.0f} tokens a second instead of {speeds[0]:.0f}, of "
+            f"{weights[1]:.1f} GB instead of {weights[0]:.1f}"
+        )
+    whole, with_head = map(load, HEAD_QUALITY_FILES)
+    (row,) = (row for row in with_head["rows"] if row["bits"])
+    same = (row["bits"], row["method"])
+    before = next(one for one in whole["rows"] if (one["bits"], one["method"]) == same)
+    gpu = results[0]["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+    return (
+        f"With {with_head['embedding_bits']} bits for embeddings and head and {row['bits']} for the rest, on an "
+        f"{gpu}: {'; '.join(gains)}. The divergence of the table's model goes from "
+        f"{before['kl_divergence']:.4f} to {row['kl_divergence']:.4f}."
+    )
+
+
 def options(command: Any) -> str:
     """The arguments and options of a command."""
     hints = typing.get_type_hints(command.callback)
@@ -445,7 +472,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "models_h100": lambda: models(H100_MODEL_FILES),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
-    **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks)},
+    **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks, head)},
     **{f.__name__: f for f in (serving, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }

@@ -84,7 +84,8 @@ def evaluate(
     name = model_name(folder)
     sampled = None if samples is None else samples.numel()
     about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
-    write_json(json_file, about | {"window": window, "calibration_tokens": sampled, "rows": rows})
+    how = {"window": window, "embedding_bits": embedding_bits, "calibration_tokens": sampled}
+    write_json(json_file, about | how | {"rows": rows})
 
 
 def _saved(

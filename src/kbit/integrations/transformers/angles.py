@@ -19,6 +19,7 @@ from kbit.nn.mixins import stand_in
 from kbit.ops import checks
 
 _FREQUENCIES, _FACTOR, _TYPE = "inv_freq", "attention_scaling", "rope_type"
+_OF_AXES = "mrope_section"  # an attribute of those that take positions by axes
 _kinds = Kinds((), (_FACTOR, _TYPE))
 _TRIED_POSITIONS = [[0, 3, 70001], [1, 17, 262143]]
 _TRIED_FREQUENCIES = [1.0, 0.37, 0.004]
@@ -35,12 +36,22 @@ def fused_angles(model: Any) -> Iterator[None]:
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, x: Any, position_ids: Any, *more: Any, **named: Any) -> Any:
-        if more or named or not _takes(layer, x, position_ids) or not _is_known(layer, own):
+        positions = None if more or named else _plain(position_ids)
+        if positions is None or not _takes(layer, x, positions) or not _is_known(layer, own):
             return own(layer, x, position_ids, *more, **named)
         factor = float(getattr(layer, _FACTOR))
-        return torch.ops.kbit.rotary_angles(layer._buffers[_FREQUENCIES], position_ids, factor, x.dtype)
+        return torch.ops.kbit.rotary_angles(layer._buffers[_FREQUENCIES], positions, factor, x.dtype)
 
     return forward
+
+
+def _plain(positions: Any) -> torch.Tensor | None:
+    """Positions [B, T], also of those [axes, B, T] that are one for all axes, as models that see have in text."""
+    if type(positions) is not torch.Tensor or positions.dim() not in (2, 3):
+        return None
+    if positions.dim() == 2:
+        return positions
+    return positions[0] if len(positions) and not positions.stride(0) else None
 
 
 def _takes(layer: Any, x: Any, positions: Any) -> bool:
@@ -53,8 +64,7 @@ def _takes(layer: Any, x: Any, positions: Any) -> bool:
     kind = getattr(layer, _TYPE)
     if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
         return False
-    plain = positions.dtype == torch.int64 and positions.dim() == 2
-    plain = plain and frequencies.dtype == torch.float32 and frequencies.dim() == 1
+    plain = positions.dtype == torch.int64 and frequencies.dtype == torch.float32 and frequencies.dim() == 1
     return plain and x.device == positions.device == frequencies.device
 
 
@@ -78,8 +88,9 @@ def _is(layer: Any, own: Callable[..., Any]) -> bool:
         positions = torch.tensor(_TRIED_POSITIONS, device="cpu")
         made._buffers = {**layer._buffers, _FREQUENCIES: frequencies}
         x = torch.zeros(len(positions), positions.shape[1], 2, dtype=torch.bfloat16, device="cpu")
-        want = own(made, x, positions)
         have = torch.ops.kbit.rotary_angles(frequencies, positions, factor, x.dtype)
+        axes = positions.expand(3, -1, -1) if hasattr(layer, _OF_AXES) else positions
+        want = own(made, x, axes)
         return len(want) == len(have) and all(map(torch.equal, want, have))
     except Exception:  # a class that wants something else stays as it is
         return False
