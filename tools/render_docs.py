@@ -417,8 +417,8 @@ def head() -> str:
     before = next(one for one in whole["rows"] if (one["bits"], one["method"]) == same)
     gpu = results[0]["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
     return (
-        f"With {with_head['embedding_bits']} bits for embeddings and head and {row['bits']} for the rest, on an "
-        f"{gpu}: {'; '.join(gains)}. The divergence of the table's model goes from "
+        f"With {with_head['embedding_bits']} bits for embeddings and head and {row['bits']} for the rest, "
+        f"on an {gpu}: {'; '.join(gains)}. The divergence of the table's model goes from "
         f"{before['kl_divergence']:.4f} to {row['kl_divergence']:.4f}."
     )
 

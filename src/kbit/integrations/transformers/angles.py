@@ -46,7 +46,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(positions: Any) -> torch.Tensor | None:
-    """Positions [B, T], also of those [axes, B, T] that are one for all axes, as models that see have in text."""
+    """Positions [B, T]; of those by axes [A, B, T], which models that see have, where all axes are one."""
     if type(positions) is not torch.Tensor or positions.dim() not in (2, 3):
         return None
     if positions.dim() == 2:
