@@ -158,6 +158,12 @@ def test_a_release_that_computes_something_else(monkeypatch):
     assert not additive_masks._is_known.__wrapped__()
 
 
+def test_dtypes_that_the_op_does_not_have(calls):
+    named = asked(dtype=torch.float64)
+    assert torch.equal(additive_masks.additive_mask(**named), own(**named))
+    assert not calls
+
+
 @torch.no_grad()
 def decoded(model, around):
     """Logits of some steps behind a padded prompt, with a cache of a fixed size."""

@@ -106,6 +106,16 @@ def test_masks_that_nobody_left_stay():
     assert late_masks.with_masks(model, cache, other) is other
 
 
+def test_a_mask_that_was_moved_is_the_one_that_was_left():
+    model, _, given = step()
+    left, masks = prepared(model, given)["attention_mask"], vars(model)[late_masks.MASKS]
+    assert masks.left(left)
+    assert masks.left(left.to("meta"))
+    assert not masks.left(left.to("meta")[:, 1:])
+    assert not masks.left(left.to("meta").float())
+    assert not masks.left(None)
+
+
 def test_models_with_masks_of_their_own_keep_them():
     class Own:
         @staticmethod

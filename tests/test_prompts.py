@@ -217,6 +217,25 @@ def test_what_is_asked_for_besides_is_left_to_transformers(asked):
     assert enabled.counts == (0, 0)
 
 
+def test_beams_record_nothing_that_they_could_not_replay():
+    model = quantized()
+    want = answer(model, prompt(20), num_beams=3)
+    enabled = Enabled(model)
+    for _ in range(4):
+        found = answer(model, prompt(20), num_beams=3, cache_implementation="static")
+        assert torch.equal(found, want)
+    assert enabled.counts == (0, 0)
+
+
+def test_arguments_that_say_nothing():
+    model = quantized()
+    enabled = Enabled(model)
+    given = {"past_key_values": enabled.cache, "attention_mask": None}
+    enabled.cache.early_initialization(1, 1, 16, torch.float32, "cpu")
+    assert prompts._may_take(model, prompt(20), given | {"mm_encoder_outputs": {}, "pixel_values": None})
+    assert not prompts._may_take(model, prompt(20), given | {"mm_encoder_outputs": {"image": 1}})
+
+
 def test_prompts_that_cannot_be_recorded_run_all_the_same():
     def refuse(run, device):
         raise RuntimeError(f"{REFUSED}\nand more")

@@ -113,6 +113,10 @@ def test_gradients_and_inference_tensors_go_the_classes_own_way(mode, sums, kern
     with mode():
         assert torch.equal(model(IDS).logits, want)
     assert len(kernels) == sums
+    embedded = model.model.embed_tokens(IDS).detach()  # which may be no inference tensors where sums are
+    with mode():
+        assert torch.equal(model(inputs_embeds=embedded).logits, want)
+    assert len(kernels) == 2 * sums
 
 
 def test_hooks_see_and_change_what_they_would(kernels):

@@ -131,6 +131,19 @@ def test_what_is_left_to_the_module(calls):
     assert not calls
 
 
+class Foreign(LlamaRotaryEmbedding):
+    def forward(self, timestamps, length=None):
+        return timestamps, length
+
+
+def test_classes_that_are_called_otherwise(calls):
+    layer, x = Foreign(of_type("default").config), torch.zeros(1, 3, 4).half()
+    assert run(layer, x) == (x, None)
+    assert run(layer, timestamps=x, length=5) == (x, 5)
+    assert run(layer, x, length=5) == (x, 5)
+    assert not calls
+
+
 class Doubled(LlamaRotaryEmbedding):
     def forward(self, x, position_ids):
         return tuple(2 * each for each in super().forward(x, position_ids))

@@ -117,6 +117,23 @@ USER = {"role": "user", "content": "w1"}
             {"messages": [USER | {"content": [5]}]},
             "messages[0].content must have objects",
         ),
+        ("chat/completions", {"messages": [USER], "stop": 5}, "stop must be a string or a list"),
+        ("chat/completions", {"messages": [USER], "stop": ["w1", ""]}, "stop must be a string or a list"),
+        ("chat/completions", {"messages": [USER], "logit_bias": [1]}, "logit_bias must be an object"),
+        ("chat/completions", {"messages": [USER], "logit_bias": {"5": "x"}}, "logit_bias must be an object"),
+        ("chat/completions", {"messages": [USER], "logit_bias": {"w1": 1}}, "logit_bias must be an object"),
+        (
+            "chat/completions",
+            {"messages": [USER | {"content": [{"type": "text"}]}]},
+            "messages[0].content must have objects",
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER | {"tool_calls": 5}]},
+            "messages[0].tool_calls must be a list of objects",
+        ),
+        ("completions", {"prompt": "w1", "suffix": 5}, "suffix must be a string"),
+        ("responses", {"input": "w1", "instructions": 5}, "instructions must be a string"),
         ("completions", {"prompt": "w1", "generation_config": "{bad"}, "generation_config must be a string"),
         ("completions", {"prompt": "w1", "generation_config": "5"}, "generation_config must be a string"),
         ("completions", {}, "prompt must be a string"),
@@ -142,6 +159,8 @@ def test_malformed_requests_are_told_what_they_lack(path, body, told, served, fo
     [
         ({"temperature": 1e-45}, "temperature must be a number, 0"),
         ({"pad_token_id": "x"}, "the request's settings are of no use"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a whole number"),
+        ({"eos_token_id": [[2]]}, "eos_token_id must be a whole number"),
     ],
 )
 def test_settings_in_a_string_are_checked_too(settings, told, served, folders):
@@ -167,6 +186,24 @@ def test_a_prompt_without_tokens_is_refused_and_the_server_lives(stream, served,
     assert "the prompt has no tokens" in json.loads(answer)["error"]["message"]
     assert bench._request(served[0], "GET", "/health", None, 10.0)[0] == 200
     assert bench.chat(served[0], str(folders["kbit"]), "w1", 2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("served", [[], BATCHED], indirect=True, ids=["one by one", "batched"])
+def test_biases_may_be_whole_numbers(served, folders):
+    body = {"model": str(folders["kbit"]), "messages": [USER], "max_tokens": 2, "logit_bias": {"5": 1}}
+    status, answer = bench._request(served[0], "POST", "/v1/chat/completions", body, 60.0)
+    assert status == 200, answer
+
+
+def test_the_first_of_batched_requests_does_not_decide_for_all(folders):
+    model = str(folders["kbit"])
+    strange = {"guidance_scale": 3.0, "max_new_tokens": 3, "repetition_penalty": 5.0}
+    with bench.server(folders["kbit"], ["--device", "cpu", *BATCHED], start_timeout=120) as (port, _):
+        body = {"model": model, "prompt": "w1", "generation_config": json.dumps(strange)}
+        status, answer = bench._request(port, "POST", "/v1/completions", body, 60.0)
+        assert status == 200, answer
+        answer = bench.chat(port, model, "w1 w2 w3", 8)
+        assert answer["choices"][0]["message"]["content"] == expected(folders["kbit"], "w1 w2 w3", 8)
 
 
 @pytest.mark.parametrize("served", [BATCHED], indirect=True, ids=["batched"])

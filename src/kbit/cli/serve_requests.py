@@ -7,44 +7,27 @@ thread: the server answers nothing from then on.
 
 from __future__ import annotations
 
+import copy
 import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from kbit.cli.generate import LEAST_TEMPERATURE
+from kbit.cli.serve_fields import (
+    Check,
+    RequestError,
+    check_settings,
+    wrong_input,
+    wrong_messages,
+    wrong_prompt,
+)
 from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
 
-# What is wrong with a field's value, or None.
-Check = Callable[[Any], str | None]
-
-_MOST = 1e6
-_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
-# Which numbers a field may have, and the same in words.
-_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (
-        lambda value: value == 0 or LEAST_TEMPERATURE <= value <= _MOST,
-        f"0, which decodes greedily, or from {LEAST_TEMPERATURE:g} to {_MOST:g}",
-    ),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "top_k": (lambda value: 0 <= value <= _MOST and value == int(value), "a whole one of at least 0"),
-    "frequency_penalty": (lambda value: -1 < value <= _MOST, f"above -1 and at most {_MOST:g}"),
-    "repetition_penalty": (lambda value: 0 < value <= _MOST, f"above 0 and at most {_MOST:g}"),
-}
-_SEEDS = range(-(2**63), 2**64)  # that torch takes
-
+# Settings that batched requests share: the first one's, see docs/serving.md.
+_SHARED = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "use_cache")
 NO_TEMPLATE = (
     "tokenizer has no chat template, by which the server makes prompts of messages. Copy the "
     "chat_template.jinja of the model's chat variant into the folder"
 )
-
-
-class RequestError(Exception):
-    """A request that is answered with status 400: what is wrong, and with which field of it."""
-
-    def __init__(self, message: str, field: str | None) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 def refuse_malformed() -> None:
@@ -62,67 +45,7 @@ def refuse_malformed() -> None:
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
             setattr(manager, method, _fitted(getattr(manager, method)))
-
-
-def wrong_messages(messages: Any) -> str | None:
-    """What of a chat's messages the server could not read, or None."""
-    if not isinstance(messages, list) or not messages:
-        return 'messages must be a list of at least one, such as {"role": "user", "content": "Hello"}.'
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f'messages[{index}] must be an object with a role, "user" for one.'
-        content = message.get("content")
-        if not isinstance(content, str | list | None):
-            return f"messages[{index}].content must be a string or a list of parts."
-        if isinstance(content, list) and not all(isinstance(part, Mapping) for part in content):
-            return (
-                f'messages[{index}].content must have objects as parts: {{"type": "text", "text": "Hello"}}.'
-            )
-    return None
-
-
-def wrong_prompt(prompt: Any) -> str | None:
-    """What of a completion's prompt the server could not read, or None."""
-    return None if isinstance(prompt, str) else "prompt must be a string."
-
-
-def wrong_input(value: Any) -> str | None:
-    """What of a response's input the server could not read, or None."""
-    if isinstance(value, list) and not (value and all(isinstance(item, Mapping) for item in value)):
-        return "input must be a string, or a list of at least one object."
-    return None if isinstance(value, str | list) else "input must be a string or a list."
-
-
-def check_settings(body: Mapping[str, Any]) -> None:
-    """Raises RequestError where a field of a request is of the wrong kind, or a number out of range."""
-    check_numbers(body)
-    if (text := body.get("generation_config")) is not None:
-        try:
-            settings = json.loads(text)
-        except (TypeError, ValueError, RecursionError):
-            settings = None
-        if not isinstance(settings, dict):
-            wrong = "generation_config must be a string that holds a JSON object of settings."
-            raise RequestError(wrong, "generation_config")
-        check_numbers(settings)
-    tools = body.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
-        raise RequestError("tools must be a list of objects.", "tools")
-
-
-def check_numbers(body: Mapping[str, Any]) -> None:
-    """Raises RequestError where a field that has to be a number is something else, or out of range."""
-    for field in _COUNTS:
-        value = body.get(field)
-        if value is not None and (type(value) is not int or value < 1):
-            raise RequestError(f"{field} must be a whole number of at least 1, got {value!r:.40}.", field)
-    for field, (may_be, words) in _NUMBERS.items():
-        value = body.get(field)
-        if value is not None and not (type(value) in (int, float) and may_be(value)):
-            raise RequestError(f"{field} must be a number, {words}, got {value!r:.40}.", field)
-    seed = body.get("seed")
-    if seed is not None and not (type(seed) is int and seed in _SEEDS):
-        raise RequestError(f"seed must be a whole number of 64 bits, got {seed!r:.40}.", "seed")
+    CBGenerateManager.init_cb = _shared(CBGenerateManager.init_cb)
 
 
 def fit(tokens: int, settings: Any, room: int | None, positions: int | None = None) -> None:
@@ -189,6 +112,22 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     return fitted
 
 
+def _shared(init_cb: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager's method to begin batching, by the model's settings and few of the first request's.
+
+    All of them would decide for every later request, and may be such that no request survives.
+    """
+
+    @functools.wraps(init_cb)
+    def begun(self: Any, model: Any, gen_config: Any) -> None:
+        settings = copy.deepcopy(model.generation_config)
+        for name in _SHARED:
+            setattr(settings, name, getattr(gen_config, name, None))
+        init_cb(self, model, settings)
+
+    return begun
+
+
 def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
     """A handler's method to make a request's GenerationConfig, with RequestError for what it cannot be."""
 
@@ -198,6 +137,8 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
             settings = build(self, body, *args, **kw)
             if (body.get("temperature") or 0) > 0 and body.get("generation_config") is None:
                 settings.do_sample = True  # which transformers leaves to the model's own settings
+            if (bias := getattr(settings, "sequence_bias", None)) is not None:
+                settings.sequence_bias = {tokens: float(one) for tokens, one in dict(bias).items()}
             return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise RequestError(f"the request's settings are of no use: {error}.", None) from None
@@ -221,6 +162,10 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
                 return await handle(self, body, request_id)
             except TemplateError as error:
                 raise RequestError(f"the model's chat template refuses this: {error}.", field) from None
+            except UnicodeEncodeError:
+                raise RequestError(
+                    "the text has half a surrogate pair, which is no character.", field
+                ) from None
             except ValueError as error:
                 if "chat_template is not set" not in str(error):
                     raise

@@ -52,7 +52,8 @@ class FusedNorm(MixedIn):
 
         A call with anything else, or with that after it was changed in place, does not see this one.
         """
-        if not (self.takes(x) and _is_like(added, x)) or x.is_inference():
+        inferring = x.is_inference() or torch.is_inference_mode_enabled()
+        if inferring or not (self.takes(x) and _is_like(added, x)):
             return x + added  # inference tensors do not say whether they were changed
         total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
         vars(self)[_NORMED] = total, total._version, normed

@@ -6,7 +6,6 @@
 cos and sin [B, T, R] of positions int64 [B, T] times frequencies float32 [R / 2], a row's halves alike: in
 float32, times the factor, rounded to the dtype, as transformers' modules of that name.
 
-
 query [B, H, T, D] and key [B, H', T, D] by the angles of their positions, cos and sin [B or 1, T, R], as
 transformers' `apply_rotary_pos_emb` (Su et al. 2021, arXiv:2104.09864): x * cos + rotate_half(x) * sin over
 the first R columns, each product and the sum rounded to the dtype; other columns stay. `interleaved`, as

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kbit.ops import checks
+
 # What transformers asks for in a plain mask of causal attention; all else has to be what it is without.
 _ASKED = {"allow_is_causal_skip", "attention_mask", "batch_size", "kv_length", "mask_function", "q_length"}
 _PLAIN = {"allow_is_bidirectional_skip": False, "kv_offset": 0, "local_size": None, "use_vmap": False}
@@ -30,7 +32,7 @@ def additive_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **named: 
     """transformers' mask of "sdpa", but additive."""
     from transformers.masking_utils import sdpa_mask
 
-    if not arguments and _is_causal(named) and _is_known():
+    if not arguments and dtype in checks.FLOAT_DTYPES and _is_causal(named) and _is_known():
         sizes = named["batch_size"], named["q_length"], named["kv_length"]
         return torch.ops.kbit.causal_mask(named["q_offset"], named["attention_mask"], *sizes, dtype)
     return additive(sdpa_mask(*arguments, dtype=dtype, **named), dtype)

@@ -35,14 +35,19 @@ def fused_angles(model: Any) -> Iterator[None]:
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def forward(layer: Any, x: Any, position_ids: Any, *more: Any, **named: Any) -> Any:
-        positions = None if more or named else _plain(position_ids)
+    def forward(layer: Any, *given: Any, **named: Any) -> Any:
+        x, positions = _given(*given, **named)
         if positions is None or not _takes(layer, x, positions) or not _is_known(layer, own):
-            return own(layer, x, position_ids, *more, **named)
+            return own(layer, *given, **named)
         factor = float(getattr(layer, _FACTOR))
         return torch.ops.kbit.rotary_angles(layer._buffers[_FREQUENCIES], positions, factor, x.dtype)
 
     return forward
+
+
+def _given(x: Any = None, position_ids: Any = None, *more: Any, **named: Any) -> tuple[Any, Any]:
+    """What most modules are called with; no positions of a call that has more, or other names."""
+    return x, None if more or named else _plain(position_ids)
 
 
 def _plain(positions: Any) -> torch.Tensor | None:

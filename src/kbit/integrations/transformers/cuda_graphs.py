@@ -133,8 +133,10 @@ class _PromptsOfModels:
         steps = self._steps.of(model)
         is_prepared, steps.is_prepared = steps.is_prepared, False
         whole = is_first_iteration and generation_config.prefill_chunk_size is None
+        # Beams are put in another order, which gives a cache other tensors: no recording would last.
+        whole = whole and (generation_config.num_beams or 1) == 1
         if whole and model._valid_auto_compile_criteria(model_kwargs, generation_config):
-            if not is_prepared:  # as it is for prompts with steps behind them, not with beams
+            if not is_prepared:  # as it is for prompts with steps behind them
                 steps.prepare()
             if (
                 _why_not_here(model) is None

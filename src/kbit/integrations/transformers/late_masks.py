@@ -42,7 +42,13 @@ class _LateMasks:
         return mask
 
     def left(self, mask: torch.Tensor | None) -> bool:
-        return self._left is not None and self._left() is mask
+        """Whether a step's mask is the one that was left to it, maybe moved to the model's device."""
+        if self._left is None:
+            return False
+        left = self._left()
+        if left is None or mask is None or left.device == mask.device:
+            return left is mask
+        return (left.shape, left.dtype) == (mask.shape, mask.dtype)
 
 
 def with_late_mask(model: Any, cache: Any, inputs: dict[str, Any]) -> dict[str, Any]:

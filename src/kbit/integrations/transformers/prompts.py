@@ -72,7 +72,7 @@ class Prompts:
             return None
         given = {**named, "attention_mask": None}
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
-        inputs = {name: value for name, value in inputs.items() if value is not None}
+        inputs = {name: value for name, value in inputs.items() if not _is_absent(value)}
         del inputs["past_key_values"]
         if inputs.keys() - _KNOWN:
             return None
@@ -138,11 +138,16 @@ def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
         return False
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or why_not_recorded(cache) is not None:
         return False
-    if any(value is not None for name, value in named.items() if name not in _KNOWN):
+    if not all(_is_absent(value) for name, value in named.items() if name not in _KNOWN):
         return False
     if isinstance(named.get("logits_to_keep"), torch.Tensor) or not _is_empty(cache):
         return False
     return mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether an argument says nothing: models that see are given an empty dict where there is no image."""
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def _is_empty(cache: Any) -> bool:

@@ -19,8 +19,8 @@
 
 using D = Dense<Config::dtype>;
 constexpr int kWidth = Config::vector ? D::kPerPiece : 1;
-constexpr int kBatch =
-    11;  // Qwen3-Next's choices, the shared expert's too; beyond, one more round of memory latency
+// Qwen3-Next's choices, the shared expert's too; beyond, one more round of memory latency.
+constexpr int kBatch = 11;
 
 // 16 bytes, or one element in the low bits of the first word.
 DEVICE void load_piece(u32 (&words)[4], const u8* from) {

@@ -7,8 +7,7 @@
 //            the largest
 //   weights  [tokens, choices] of the logits' dtype, rounded once from float32
 //   of_shared  0, or all tokens have one more choice, the last: id `experts`, of weight 1 (kOne), or the
-//   sigmoid
-//            of a logit in one more column (kSigmoid)
+//            sigmoid of a logit in one more column (kSigmoid)
 //
 // A team of Config::team warps has a token, and a lane every 32 * team-th expert: Config::per_lane of them,
 // as keys whose order as integers is that of the scores. A team of one goes by rounds: each finds the largest

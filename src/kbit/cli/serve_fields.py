@@ -1,0 +1,136 @@
+"""Fields of a request to the server: what they may be, and what is said of those that are something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kbit.cli.generate import LEAST_TEMPERATURE
+
+# What is wrong with a field's value, or None.
+Check = Callable[[Any], str | None]
+
+_MOST = 1e6
+_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+# Which numbers a field may have, and the same in words.
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (
+        lambda value: value == 0 or LEAST_TEMPERATURE <= value <= _MOST,
+        f"0, which decodes greedily, or from {LEAST_TEMPERATURE:g} to {_MOST:g}",
+    ),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "top_k": (lambda value: 0 <= value <= _MOST and value == int(value), "a whole one of at least 0"),
+    "frequency_penalty": (lambda value: -1 < value <= _MOST, f"above -1 and at most {_MOST:g}"),
+    "repetition_penalty": (lambda value: 0 < value <= _MOST, f"above 0 and at most {_MOST:g}"),
+}
+_TEXTS = ("suffix", "instructions")
+_SEEDS = range(-(2**63), 2**64)  # that torch takes
+
+
+class RequestError(Exception):
+    """A request that is answered with status 400: what is wrong, and with which field of it."""
+
+    def __init__(self, message: str, field: str | None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def wrong_messages(messages: Any) -> str | None:
+    """What of a chat's messages the server could not read, or None."""
+    if not isinstance(messages, list) or not messages:
+        return 'messages must be a list of at least one, such as {"role": "user", "content": "Hello"}.'
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f'messages[{index}] must be an object with a role, "user" for one.'
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            return f"messages[{index}].content must be a string or a list of parts."
+        if isinstance(content, list) and not all(map(_is_part, content)):
+            return (
+                f'messages[{index}].content must have objects as parts: {{"type": "text", "text": "Hello"}}.'
+            )
+        if not _are_objects(message.get("tool_calls")):
+            return f"messages[{index}].tool_calls must be a list of objects."
+    return None
+
+
+def _is_part(part: Any) -> bool:
+    """Whether it is an object, and if of text has one."""
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") != "text" or isinstance(part.get("text"), str)
+
+
+def _are_objects(value: Any) -> bool:
+    """Whether it is a list of objects, or nothing."""
+    return value is None or (isinstance(value, list) and all(isinstance(one, Mapping) for one in value))
+
+
+def wrong_prompt(prompt: Any) -> str | None:
+    """What of a completion's prompt the server could not read, or None."""
+    return None if isinstance(prompt, str) else "prompt must be a string."
+
+
+def wrong_input(value: Any) -> str | None:
+    """What of a response's input the server could not read, or None."""
+    if isinstance(value, list) and not (value and all(isinstance(item, Mapping) for item in value)):
+        return "input must be a string, or a list of at least one object."
+    return None if isinstance(value, str | list) else "input must be a string or a list."
+
+
+def check_settings(body: Mapping[str, Any]) -> None:
+    """Raises RequestError where a field of a request is of the wrong kind, or a number out of range."""
+    check_numbers(body)
+    if (text := body.get("generation_config")) is not None:
+        try:
+            settings = json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            settings = None
+        if not isinstance(settings, dict):
+            wrong = "generation_config must be a string that holds a JSON object of settings."
+            raise RequestError(wrong, "generation_config")
+        check_numbers(settings)
+        _check_ends(settings)
+    if not _are_objects(body.get("tools")):
+        raise RequestError("tools must be a list of objects.", "tools")
+    for field in _TEXTS:
+        if not isinstance(body.get(field), str | None):
+            raise RequestError(f"{field} must be a string.", field)
+    stop = body.get("stop")
+    stops = stop if isinstance(stop, list) else [stop]
+    if stop is not None and not all(isinstance(one, str) and one for one in stops):
+        raise RequestError("stop must be a string or a list of strings, none of them empty.", "stop")
+    bias = body.get("logit_bias")
+    if bias is not None and not _is_bias(bias):
+        raise RequestError("logit_bias must be an object of numbers by ids of tokens.", "logit_bias")
+
+
+def _check_ends(settings: Mapping[str, Any]) -> None:
+    """Raises RequestError where the tokens that end an answer are none."""
+    ends = settings.get("eos_token_id")
+    if ends is not None and not all(type(one) is int for one in (ends if isinstance(ends, list) else [ends])):
+        wrong = f"eos_token_id must be a whole number or a list of them, got {ends!r:.40}."
+        raise RequestError(wrong, "generation_config")
+
+
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    are_numbers = all(type(one) in (int, float) and abs(one) <= _MOST for one in value.values())
+    return are_numbers and all(isinstance(token, str) and token.isdecimal() for token in value)
+
+
+def check_numbers(body: Mapping[str, Any]) -> None:
+    """Raises RequestError where a field that has to be a number is something else, or out of range."""
+    for field in _COUNTS:
+        value = body.get(field)
+        if value is not None and (type(value) is not int or value < 1):
+            raise RequestError(f"{field} must be a whole number of at least 1, got {value!r:.40}.", field)
+    for field, (may_be, words) in _NUMBERS.items():
+        value = body.get(field)
+        if value is not None and not (type(value) in (int, float) and may_be(value)):
+            raise RequestError(f"{field} must be a number, {words}, got {value!r:.40}.", field)
+    seed = body.get("seed")
+    if seed is not None and not (type(seed) is int and seed in _SEEDS):
+        raise RequestError(f"seed must be a whole number of 64 bits, got {seed!r:.40}.", "seed")
