@@ -157,11 +157,13 @@ class Refusing(LlamaRotaryEmbedding):
 
 
 @pytest.mark.parametrize("kind", [Doubled, Refusing])
-def test_a_class_that_computes_something_else(kind, calls):
+def test_a_class_that_computes_something_else(kind, calls, caplog):
+    caplog.set_level("DEBUG", logger="kbit")
     layer = kind(of_type("default").config)
     x, positions = torch.zeros(1, 3, 4).half(), torch.tensor([[0, 1, 5]])
     assert all(map(torch.equal, run(layer, x, positions), layer(x, positions)))
     assert not angles._known[layer]
+    assert ("Refusing could not be tried" in caplog.text) == ("too far" in caplog.text) == (kind is Refusing)
 
 
 @pytest.mark.parametrize(

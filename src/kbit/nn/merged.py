@@ -22,6 +22,7 @@ from kbit.nn.experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.rotary import fused_rotary, modules_of
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import checks, direct, grad_checks
@@ -217,6 +218,7 @@ def _is_silu_mlp(module: nn.Module) -> bool:
         y = type(module).forward(made, x)
         return torch.allclose(y, down(nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-6)
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(module)
         return False
 
 

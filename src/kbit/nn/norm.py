@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 from kbit.ops import checks, direct, grad_checks
 
@@ -167,6 +168,7 @@ def _kind(norm: nn.Module) -> type[FusedNorm] | None:
                 if want.dtype != dtype or not _same(want, have):
                     found.remove(kind)
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(norm)
         return None
     return found[0] if found else None
 

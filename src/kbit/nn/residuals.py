@@ -18,6 +18,7 @@ from torch import nn
 
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.norm import FusedNorm
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
@@ -162,6 +163,7 @@ def _computes(kind: type[FusedResiduals], mixer: str, layer: nn.Module) -> bool:
         with torch.random.fork_rng(devices=[]):  # dropout would draw from others' numbers
             return all(_agree(kind, mixer, layer, one, training) for one, training in tries)
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(layer)
         return False
 
 

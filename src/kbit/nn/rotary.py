@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kbit.nn.standing_in import standing_in
+from kbit.nn.standing_in import standing_in, tried_in_vain
 from kbit.ops import checks, grad_checks
 
 # What families call their functions; in the second neighbouring columns are pairs.
@@ -133,4 +133,5 @@ def _is_rotary(own: Callable[..., Any], turned: int, interleaved: bool = False) 
         made = own(*given)
         return all(map(torch.equal, made, torch.ops.kbit.rotary(*given, interleaved))) and len(made) == 2
     except Exception:  # a function that wants something else stays as it is
+        tried_in_vain(own)
         return False

@@ -15,6 +15,7 @@ from torch import nn
 
 from kbit.nn.experts import KbitExperts
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 from kbit.ops import forms, grad_checks
 
@@ -167,6 +168,7 @@ def _computes(kind: type[FusedRouter], router: nn.Module) -> bool:
     try:
         return all(_agree(kind, router, dtype) for dtype in (torch.float32, torch.bfloat16))
     except Exception:  # a class of that name that wants something else stays as it is
+        tried_in_vain(router)
         return False
 
 

@@ -21,6 +21,7 @@ from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.router import FusedRouter, SharedGate
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 from kbit.nn.tiling import make_neighbours
 
@@ -212,6 +213,7 @@ def _adds(block: nn.Module, parts: _Parts) -> bool:
         try:
             y = type(block).forward(made, x)
         except Exception:  # a class that wants something else stays as it is
+            tried_in_vain(block)
             return False
         if not isinstance(y, torch.Tensor) or y.shape != x.shape or not torch.allclose(y, expected):
             return False

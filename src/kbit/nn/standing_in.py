@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 # (owner, name) -> the owner's own, and by how many threads or contexts it is replaced now.
 _own: dict[tuple[Any, str], tuple[Any, int]] = {}
@@ -36,3 +38,13 @@ def standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[N
                 _own[key] = own, users - 1
             else:
                 setattr(owner, name, own)
+
+
+def tried_in_vain(what: Any) -> None:
+    """Say why something stays as it is, to who asks by logging's level DEBUG; where an exception is handled.
+
+    Args:
+        what: a module or a function, of which it was tried whether a kernel computes the same.
+    """
+    name = getattr(what, "__qualname__", type(what).__qualname__)
+    _log.debug("%s could not be tried, and stays as it is", name, exc_info=True)

@@ -16,6 +16,7 @@ import torch
 
 from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call
 from kbit.nn.mixins import stand_in
+from kbit.nn.standing_in import tried_in_vain
 from kbit.ops import checks
 
 _FREQUENCIES, _FACTOR, _TYPE = "inv_freq", "attention_scaling", "rope_type"
@@ -98,4 +99,5 @@ def _is(layer: Any, own: Callable[..., Any]) -> bool:
         want = own(made, x, axes)
         return len(want) == len(have) and all(map(torch.equal, want, have))
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(layer)
         return False

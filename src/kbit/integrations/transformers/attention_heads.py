@@ -32,6 +32,7 @@ from kbit.integrations.transformers.attention_steps import (
 )
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.mixins import stand_in
+from kbit.nn.standing_in import tried_in_vain
 from kbit.ops.attention_schemas import LAYERS, OUT, PROJECTIONS
 
 _NORMS = "q_norm", "k_norm"
@@ -197,4 +198,5 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, form: Form) -> bool:
         same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
         return same and all(map(torch.equal, its_cache, cached))
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(layer)
         return False

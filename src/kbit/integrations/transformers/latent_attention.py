@@ -36,6 +36,7 @@ from kbit.integrations.transformers.attention_steps import (
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import is_apart
 from kbit.ops.latent_schemas import EXPAND, LATENT, LAYERS, NORM
 
@@ -192,6 +193,7 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
         pairs = zip((want, *its_cache), (have, *cached), strict=True)
         return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(layer)
         return False
 
 

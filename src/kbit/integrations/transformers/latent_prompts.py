@@ -21,6 +21,7 @@ from kbit.backends.cuda.latent_prompts import takes
 from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
+from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import is_apart
 from kbit.ops import checks
 from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
@@ -134,4 +135,5 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
         pairs = zip((want, *held[0]), (have, *held[1]), strict=True)
         return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
     except Exception:  # a class that wants something else stays as it is
+        tried_in_vain(layer)
         return False
