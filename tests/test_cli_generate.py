@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM
+from transformers.generation import GenerationMixin
 from typer.testing import CliRunner
 
 from kbit.cli import app
@@ -18,3 +21,48 @@ def test_a_prompt_from_stdin_is_answered_as_that_of_an_argument(tmp_path: Path) 
     assert read.stdout == given.stdout
     nothing = CliRunner().invoke(app, [*command, "-"], input="\n")
     assert str(nothing.exception) == "the prompt '' has no tokens. Give it some words."
+
+
+def changed(folder: Path, name: str, **fields: object) -> None:
+    """Set fields of a file of JSON."""
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | fields))
+
+
+def test_answers_end_with_the_models_positions(tmp_path: Path) -> None:
+    folder = build_with_tokenizer("llama", tmp_path)
+    changed(folder, "config.json", max_position_embeddings=8)
+    ran = CliRunner().invoke(app, ["generate", str(folder), "--no-chat", "w1 w2 w3"])
+    assert ran.exit_code == 0, ran.output
+    ran = CliRunner().invoke(app, ["generate", str(folder), "--no-chat", "w1 " * 20])
+    assert "tokens, and the model knows 8 positions" in str(ran.exception)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    folder = build_with_tokenizer("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(6)
+    model.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w9")
+    for command in (["generate", str(folder), text.read_text()], ["eval", str(folder), "--text", str(text)]):
+        ran = CliRunner().invoke(app, command)
+        assert "its model knows 6. Fetch the tokenizer of this model." in str(ran.exception), ran.output
+
+
+def test_how_tokens_are_drawn(tmp_path: Path, monkeypatch) -> None:
+    folder, given = build_with_tokenizer("llama", tmp_path), []
+    changed(folder, "generation_config.json", num_beams=3)
+    generate = GenerationMixin.generate
+    monkeypatch.setattr(
+        GenerationMixin,
+        "generate",
+        lambda *args, **named: given.append(named) or generate(*args, **named),
+    )
+    command = ["generate", str(folder), "w1 w2", "--max-new-tokens", "2"]
+    for options, top_k in (([], None), (["--temperature", "1"], None), (["--temperature=1", "--top-k=0"], 0)):
+        ran = CliRunner().invoke(app, [*command, *options])
+        assert ran.exit_code == 0, ran.output
+        assert given[-1].get("top_k") == top_k
+        assert given[-1]["do_sample"] == bool(options)
+    assert "--top-k is for sampling" in str(CliRunner().invoke(app, [*command, "--top-k", "5"]).exception)

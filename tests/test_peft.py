@@ -435,3 +435,11 @@ def test_bench_train_runs(tmp_path):
     assert arms["bf16"]["time_vs_bf16"] == 1
     assert arms["kbit k=4"]["weights_vs_bf16"] < 1
     assert all(arm["last_loss"] < arm["first_loss"] and arm["peak_bytes"] > 0 for arm in arms.values())
+
+
+def test_a_model_with_adapters_is_not_quantized():
+    model = adapted(build("llama", torch.float32, spread=False))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="has an adapter, which would be quantized, too. Merge it or take"):
+        quantize_model(model, kbit.KbitConfig(bits=4))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_batching, serve_gone, serve_graphs, serve_requests
+from kbit.cli import app, serve_batching, serve_fields, serve_gone, serve_graphs, serve_requests
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
@@ -531,6 +531,13 @@ def test_the_command_hands_every_option_over(monkeypatch):
     assert taken == ["org/model", "--port", "0", "--continuous-batching"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_told_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
+    result = CliRunner().invoke(app, ["serve", "org/model", "--port", "0", "--device=cuda"])
+    assert str(result.exception).startswith("no device 'cuda'")
+
+
 def test_an_option_in_front_of_the_model_is_named(monkeypatch):
     monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda *_: pytest.fail("served"))
     result = CliRunner().invoke(app, ["serve", "--port", "8000", "org/model"])
@@ -555,10 +562,12 @@ def test_answers_end_with_the_models_positions(folders):
         settings = GenerationConfig(max_new_tokens=asked)
         serve_requests.fit(tokens, settings, room, positions)
         assert settings.max_new_tokens == left
-    for asked, left in ((7, 7), (10**9, positions)):  # whoever goes beyond them
-        settings = GenerationConfig(max_new_tokens=asked)
-        serve_requests.fit(positions + 5, settings, None, positions)
-        assert settings.max_new_tokens == left
+    for tokens in (positions, positions + 5):
+        with pytest.raises(serve_fields.RequestError, match=f"the model knows {positions} positions"):
+            serve_requests.fit(tokens, GenerationConfig(max_new_tokens=1), None, positions)
+    serve_requests._check_ids([model.config.vocab_size - 1], model)
+    with pytest.raises(serve_fields.RequestError, match="it is another model's"):
+        serve_requests._check_ids(torch.tensor([[1, model.config.vocab_size]]), model)
 
 
 def test_a_call_whose_turn_comes_too_late():

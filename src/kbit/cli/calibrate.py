@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model
-from kbit.cli.texts import WINDOW, calibration_samples
+from kbit.cli.texts import WINDOW, calibration_samples, check_ids
 from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
@@ -49,12 +49,7 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
         from kbit.integrations.transformers.saving import stored_parts
 
         model = load_model(source, device=str(place))
-        known, most = model.config.get_text_config().vocab_size, int(samples.max())
-        if most >= known:
-            raise ValueError(
-                f"{source}: its tokenizer gives ids up to {most}, its model knows {known}. Fetch "
-                f"the tokenizer of this model."
-            )
+        check_ids(source, samples, model)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("calibrating layers", total=None)

@@ -22,7 +22,7 @@ from kbit.cli.model_folder import check_model_folder, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
-from kbit.cli.texts import WINDOW, calibration_samples, encode_windows, read_text
+from kbit.cli.texts import WINDOW, calibration_samples, check_ids, encode_windows, read_text
 from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def _saved(
     sizes = {each.config.get_text_config().vocab_size for each in models.values()}
     if len(sizes) > 1:
         raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
+    check_ids(folder, ids, models[model_name(folder)])
     rows = {name: {"bits": None, "method": "saved"} | _sizes(model, base) for name, model in models.items()}
     return _score(models, rows, ids, base)
 
@@ -125,6 +126,7 @@ def _in_memory(
     from kbit.format import QuantizationPolicy
 
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.", load)
+    check_ids(folder, ids, base)
     own = model_name(folder)
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}

@@ -12,6 +12,7 @@ import typer
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import load_model, load_tokenizer
+from kbit.cli.texts import check_ids
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes
 
@@ -79,15 +80,46 @@ def _decode_fast(model: Any, compiled: bool) -> dict[str, Any]:
     return {"cache_implementation": "static"}
 
 
-def _check_sampling(temperature: float, top_p: float) -> None:
-    """Raises ValueError for options that contradict each other."""
+def _sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, Any]:
+    """How `generate` of a model chooses tokens; raises ValueError for options that contradict each other."""
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ValueError(
             f"--temperature {temperature:g} leaves nothing to sample. Use 0, which decodes greedily, or at "
             f"least {LEAST_TEMPERATURE:g}."
         )
-    if top_p < 1 and not temperature:
-        raise ValueError("--top-p is for sampling. Add --temperature, such as 0.8, or leave it out.")
+    for name, given in (("--top-p", top_p < 1), ("--top-k", top_k is not None)):
+        if given and not temperature:
+            raise ValueError(f"{name} is for sampling. Add --temperature, such as 0.8, or leave it out.")
+    if not temperature:
+        return {"do_sample": False}
+    own = {} if top_k is None else {"top_k": top_k}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, **own}
+
+
+def _overlap(device: str) -> None:
+    """Have kernels of torch.compile start early; raises ValueError for a device that is no GPU."""
+    from kbit.integrations.transformers.compiled_layers import overlap_kernels
+
+    if not device.startswith("cuda"):
+        raise ValueError(f"--compile is for GPUs, and the device is {device}. Add --device cuda.")
+    overlap_kernels()
+
+
+def _most_tokens(model: Any, tokens: int, wanted: int) -> int:
+    """How long the answer may get, which ends with the positions that a model knows.
+
+    Raises:
+        ValueError: they end with the prompt, or before.
+    """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return wanted
+    if tokens >= positions:
+        raise ValueError(
+            f"the prompt has {tokens} tokens, and the model knows {positions} positions "
+            f"(max_position_embeddings), of which an answer needs at least 1. Shorten it."
+        )
+    return min(wanted, positions - tokens)
 
 
 def generate(
@@ -105,6 +137,12 @@ def generate(
         float,
         typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this total probability."),
     ] = 1.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Draw from so many likeliest tokens: the model's own choice, or 50; 0: all."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the tokens drawn.")] = 0,
     dtype: Annotated[
         str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
@@ -119,14 +157,11 @@ def generate(
     from transformers import TextStreamer
 
     from kbit.cli.compile_ahead import compile_ahead
-    from kbit.integrations.transformers.compiled_layers import overlap_kernels
     from kbit.integrations.transformers.static_caches import recorded_length
 
-    _check_sampling(temperature, top_p)
-    if compiled and not device.startswith("cuda"):
-        raise ValueError(f"--compile is for GPUs, and the device is {device}. Add --device cuda.")
+    sampling = _sampling(temperature, top_p, top_k)
     if compiled:
-        overlap_kernels()
+        _overlap(device)
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
     folder = folder_of(folder)
@@ -136,20 +171,22 @@ def generate(
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
     with console.status("loading"):
         model = load_model(folder, dtype, device)
+    check_ids(folder, input_ids, model)
     tokens = input_ids.shape[1]
+    most = _most_tokens(model, tokens, max_new_tokens)
     padded = recorded_length(1, tokens) if model.device.type == "cuda" else None
     compile_ahead(model, (1, padded or tokens))
     input_ids = input_ids.to(model.device)
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {}
     times = TokenTimes(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=most,
+        num_beams=1,  # a streamer takes no more, whatever the model's own settings say
         streamer=times,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **(sampling or {"do_sample": False}),
+        **sampling,
         **_decode_fast(model, compiled),
     )
     console.print(f"[dim]{_summary(times)}[/dim]")

@@ -25,6 +25,7 @@ import typer
 from kbit import _startup
 from kbit.cli.hub import is_hub_name
 from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
+from kbit.integrations.devices import find_device
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
@@ -128,6 +129,7 @@ def command(
     """
     _check_model(model)
     _check_address(context.args)
+    _check_device(context.args)
     serve([model, *context.args], cuda_graphs)
 
 
@@ -147,6 +149,15 @@ def _check_model(name: str) -> None:
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )
+
+
+def _check_device(arguments: Sequence[str]) -> None:
+    """Raises ValueError for a GPU that torch does not see."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--device", default="auto")
+    device = parser.parse_known_args(arguments)[0].device
+    if device.startswith("cuda"):
+        find_device(device)
 
 
 def _check_address(arguments: Sequence[str]) -> None:

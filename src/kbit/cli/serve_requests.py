@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kbit.cli.serve_fields import (
     Check,
     RequestError,
@@ -39,7 +41,7 @@ def refuse_malformed() -> None:
 
     ChatCompletionHandler.handle_request = _checked(ChatCompletionHandler, "messages", wrong_messages)
     CompletionHandler.handle_request = _checked(CompletionHandler, "prompt", wrong_prompt)
-    ResponseHandler.handle_request = _checked(ResponseHandler, "input", wrong_input)
+    ResponseHandler.handle_request = _whole(_checked(ResponseHandler, "input", wrong_input))
     for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
         handler._build_generation_config = _settled(handler._build_generation_config)
     for manager in (GenerateManager, CBGenerateManager):
@@ -62,9 +64,14 @@ def fit(tokens: int, settings: Any, room: int | None, positions: int | None = No
     """
     if not tokens:
         raise RequestError("the prompt has no tokens. Give it some words.", None)
+    if positions is not None and tokens >= positions:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, and the model knows {positions} positions, of which an answer "
+            f"needs at least 1. Shorten it.",
+            None,
+        )
     if positions is not None and settings.max_new_tokens is not None:
-        left = positions - tokens if tokens < positions else positions
-        settings.max_new_tokens = min(settings.max_new_tokens, left)
+        settings.max_new_tokens = min(settings.max_new_tokens, positions - tokens)
     if room is None:
         return
     if tokens >= room:
@@ -97,6 +104,16 @@ def _positions(model: Any) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def _check_ids(ids: Any, model: Any) -> None:
+    """Raises RequestError for tokens that the model does not have: its tokenizer is another model's."""
+    known, most = model.config.get_text_config(decoder=True).vocab_size, int(torch.as_tensor(ids).max())
+    if most >= known:
+        raise RequestError(
+            f"the server's tokenizer gives ids up to {most}, its model knows {known}: it is another model's.",
+            None,
+        )
+
+
 def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     """A manager's method to generate, for requests that fit its cache."""
 
@@ -107,6 +124,7 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
         ids = inputs["input_ids"]
         tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         fit(tokens, gen_config, _room(self), _positions(model))
+        _check_ids(ids, model)
         return generate(self, model, processor, inputs, gen_config, *args, **kw)
 
     return fitted
@@ -146,6 +164,16 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
+def _whole(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of requests whose answers are streamed only where they ask for it, as OpenAI's are."""
+
+    @functools.wraps(handle)
+    async def handle_request(self: Any, body: dict, request_id: str) -> Any:
+        return await handle(self, {"stream": False, **body}, request_id)
+
+    return handle_request
+
+
 def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
     handle = handler.handle_request
 
@@ -166,10 +194,13 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
                 raise RequestError(
                     "the text has half a surrogate pair, which is no character.", field
                 ) from None
-            except ValueError as error:
-                if "chat_template is not set" not in str(error):
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if "chat_template is not set" in str(error):
+                    raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None
+                if body.get("generation_config") is None:
                     raise
-                raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None
+                wrong = f"the request's settings are of no use: {type(error).__name__}: {error}"
+                raise RequestError(wrong, "generation_config") from None
         except ClientGoneError as error:
             error.__traceback__ = None  # the thread keeps the error until its next one, and so the cache
             return answer_to_nobody()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kbit.cli.model_folder import load_tokenizer
 from kbit.format.model_files import read_config
@@ -53,6 +53,16 @@ def encode_windows(
             f"for (max_position_embeddings). Give --window {most} or less."
         )
     return found
+
+
+def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
+    """Raise ValueError for ids of tokens that a model does not have: its tokenizer is another model's."""
+    known, most = model.config.get_text_config(decoder=True).vocab_size, int(ids.max())
+    if most >= known:
+        raise ValueError(
+            f"{folder}: its tokenizer gives ids up to {most}, its model knows {known}. Fetch the tokenizer "
+            f"of this model."
+        )
 
 
 def calibration_samples(folder: Path, file: Path, size: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def _layers(model: nn.Module) -> list[list[str]]:
         if isinstance(inside, QuantizedModule):
             raise ValueError(
                 f"dequantize_model: {name} is an adapter on a quantized layer, which it needs. Merge it or "
-                f"take it off first (merge_and_unload, unload)."
+                f"take it off first (kbit.integrations.peft.merge, or unload of the peft model)."
             )
         if not isinstance(module, QuantizedModule):
             continue

@@ -91,7 +91,7 @@ def quantize_model(
         TypeError: the model or the policy is none.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; or
-            the model is quantized by another method, with another codebook or format of block scales.
+            the model has adapters of peft, or is quantized by another method, codebook or format of scales.
 
     Warns:
         UserWarning: large parameters stay that the policy would quantize; an override or a skip matches no

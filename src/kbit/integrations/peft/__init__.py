@@ -13,6 +13,7 @@ from typing import Any
 
 from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
+from kbit.nn import replace
 
 __all__ = ["guard_merging", "guard_prompts", "merge", "register"]
 
@@ -38,7 +39,8 @@ def _registering(original: Any) -> Any:
 
 def guard_merging(module: ModuleType) -> None:
     """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, and to train
-    codes, and say so where targets leave out experts that they would adapt in 16 bits.
+    codes, and say so where targets leave out experts that they would adapt in 16 bits. `quantize_model`
+    refuses models with adapters.
 
     Args:
         module: peft.tuners.tuners_utils.
@@ -46,6 +48,18 @@ def guard_merging(module: ModuleType) -> None:
     for name in ("merge_adapter", "merge_and_unload"):
         wrap_method(module.BaseTuner, name, _guarded)
     wrap_method(module.BaseTuner, "inject_adapter", _named)
+    if refuse_adapters not in replace.before_quantizing:
+        replace.before_quantizing.append(refuse_adapters)
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raises ValueError for a model with adapters of peft, which would be quantized, too, and lost."""
+    for name, module in model.named_modules():
+        if hasattr(type(module), "merged_adapters"):
+            raise ValueError(
+                f"quantize_model: {name} has an adapter, which would be quantized, too. Merge it or take it "
+                f"off first (merge_and_unload, unload), or quantize the model and then add it."
+            )
 
 
 def _guarded(original: Any) -> Any:
