@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special)
-    model = build_parallel("llama", spread=False, vocab_size=len(vocabulary), max_position_embeddings=512)
+    model = build_parallel("llama", spread=False, vocab_size=len(vocabulary), max_position_embeddings=2048)
     model.generation_config.eos_token_id = None  # so that every answer has the tokens asked for
     model.save_pretrained(root / "bf16")
     quantized = AutoModelForCausalLM.from_pretrained(
