@@ -152,6 +152,8 @@ def test_what_cannot_be_calibrated_is_named() -> None:
     for samples, error, message in (
         (torch.randn(2, 32), TypeError, r"calibration must be a list of samples, got Tensor.*split\(1\)"),
         ([], ValueError, "calibration has no samples"),
+        (["a text"], TypeError, "a calibration sample is a text. Give the tokenizer's ids"),
+        ([torch.arange(9)], ValueError, r"must be a batch of ids \[B, T\], got \(9,\)"),
     ):
         with pytest.raises(error, match=message):
             kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=samples)

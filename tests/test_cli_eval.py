@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kbit.cli import app
@@ -79,3 +81,14 @@ def test_a_gpu_finds_the_same(tmp_path: Path, given: list[object]) -> None:
     exact = result_of(tmp_path, *given)
     for dtype, tolerance in (("float32", 1e-3), ("bfloat16", 0.02)):
         require_near(result_of(tmp_path, *given, "--device", "cuda", "--dtype", dtype), exact, tolerance)
+
+
+def test_a_model_of_nan_is_named(tmp_path: Path) -> None:
+    folder, text = build_with_tokenizer("llama", tmp_path / "in"), tmp_path / "text.txt"
+    text.write_text(WORDS)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[3] = torch.nan
+    model.save_pretrained(folder)
+    run = CliRunner().invoke(app, ["eval", str(folder), "--text", str(text), "--window", "60"])
+    assert run.exit_code == 0, run.output
+    assert "computes NaN: weights hold NaN or Inf" in run.output

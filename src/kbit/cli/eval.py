@@ -81,6 +81,12 @@ def evaluate(
     from kbit.bench import gpu_timing
 
     show(_table(rows, window))
+    if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
+        console.print(
+            f"[yellow]warning:[/yellow] {escape(broken[0])} computes NaN: weights hold NaN or Inf, or --dtype "
+            f"is too narrow for it.",
+            soft_wrap=True,
+        )
     name = model_name(folder)
     sampled = None if samples is None else samples.numel()
     about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}

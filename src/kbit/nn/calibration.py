@@ -105,6 +105,8 @@ def in_turn(
         )
     if not samples:
         raise ValueError("quantize_model: calibration has no samples. Give some, or None.")
+    for sample in samples:
+        _check(sample)
     first = 0
     while first < len(groups):
         last, room = first, HESSIAN_BYTES
@@ -143,6 +145,19 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
                 f"unquantized model sound in its dtype?"
             )
     return found
+
+
+def _check(sample: Any) -> None:
+    """Raise for a sample that no model is called with: a text, or ids of one sequence without a batch."""
+    if isinstance(sample, str):
+        raise TypeError(
+            "quantize_model: a calibration sample is a text. Give the tokenizer's ids of it, [1, T]."
+        )
+    if isinstance(sample, torch.Tensor) and sample.dim() == 1 and not sample.is_floating_point():
+        raise ValueError(
+            f"quantize_model: a calibration sample must be a batch of ids [B, T], got {tuple(sample.shape)}. "
+            f"Of ids [n, T]: list(ids.split(1))."
+        )
 
 
 def _call(model: nn.Module, sample: Sample) -> None:

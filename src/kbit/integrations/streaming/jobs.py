@@ -129,7 +129,9 @@ def meta_model(source: Path) -> Any:
         reason = " ".join(str(error).split())
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
-        reason = OWN_CODE if "trust_remote_code" in reason else f"{reason.rstrip('.')}. Fetch it again."
+        unknown = "does not recognize this architecture" in reason
+        remedy = "A newer transformers may know it." if unknown else "Fetch it again."
+        reason = OWN_CODE if "trust_remote_code" in reason else f"{reason.rstrip('.')}. {remedy}"
         raise ValueError(
             f"{source / CONFIG_NAME}: transformers makes no model of this config: {reason}"
         ) from error
