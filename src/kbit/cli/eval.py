@@ -83,8 +83,8 @@ def evaluate(
     show(_table(rows, window))
     if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
         console.print(
-            f"[yellow]warning:[/yellow] {escape(broken[0])} computes NaN: weights hold NaN or Inf, or --dtype "
-            f"is too narrow for it.",
+            f"[yellow]warning:[/yellow] {escape(broken[0])} computes NaN: weights hold NaN or Inf, or "
+            f"--dtype is too narrow for it.",
             soft_wrap=True,
         )
     name = model_name(folder)
