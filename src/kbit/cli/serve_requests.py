@@ -23,6 +23,7 @@ from kbit.cli.serve_fields import (
     wrong_prompt,
 )
 from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
+from kbit.cli.texts import known_tokens
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
 _SHARED = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "use_cache")
@@ -106,8 +107,8 @@ def _positions(model: Any) -> int | None:
 
 def _check_ids(ids: Any, model: Any) -> None:
     """Raises RequestError for tokens that the model does not have: its tokenizer is another model's."""
-    known, most = model.config.get_text_config(decoder=True).vocab_size, int(torch.as_tensor(ids).max())
-    if most >= known:
+    known, most = known_tokens(model), int(torch.as_tensor(ids).max())
+    if known is not None and most >= known:
         raise RequestError(
             f"the server's tokenizer gives ids up to {most}, its model knows {known}: it is another model's.",
             None,

@@ -55,10 +55,16 @@ def encode_windows(
     return found
 
 
+def known_tokens(model: Any) -> int | None:
+    """Rows of a model's table of tokens, below which ids are; None where it has no such table."""
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
 def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
     """Raise ValueError for ids of tokens that a model does not have: its tokenizer is another model's."""
-    known, most = model.config.get_text_config(decoder=True).vocab_size, int(ids.max())
-    if most >= known:
+    known, most = known_tokens(model), int(ids.max())
+    if known is not None and most >= known:
         raise ValueError(
             f"{folder}: its tokenizer gives ids up to {most}, its model knows {known}. Fetch the tokenizer "
             f"of this model."
