@@ -193,7 +193,7 @@ def ran(monkeypatch):
 @pytest.fixture
 def by_ops(ran, monkeypatch):
     """The same; layers on a CPU, too, go by them."""
-    monkeypatch.setattr(layers, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(layers, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(gated_delta, "DIM", DIM)
     return ran
 

@@ -20,7 +20,7 @@ def calls(monkeypatch):
     """Calls of the op, on a CPU, too."""
     found, op = [], torch.ops.kbit.latent_heads
     monkeypatch.setattr(torch.ops.kbit, "latent_heads", lambda *given: found.append(given) or op(*given))
-    monkeypatch.setattr(latent_prompts, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(latent_prompts, "is_on_gpu", lambda x: True)
     return found
 
 

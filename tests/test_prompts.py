@@ -45,7 +45,7 @@ def logits(model, ids, **more):
 @pytest.fixture(autouse=True)
 def small_heads(monkeypatch):
     """Linear attention of tiny models goes by kernels, and on a CPU, too."""
-    monkeypatch.setattr(layers, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(layers, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(gated_delta, "DIM", 16)
 
 
@@ -193,7 +193,7 @@ def test_logits_of_other_tokens(kept):
 def test_models_whose_layers_do_other_things_run_their_own_way(monkeypatch):
     model = quantized("qwen3_next")
     own = logits(model, prompt(20))
-    monkeypatch.setattr(layers, "_is_on_gpu", lambda x: False)  # linear attention by its class
+    monkeypatch.setattr(layers, "is_on_gpu", lambda x: False)  # linear attention by its class
     enabled = Enabled(model)
     for _ in range(3):
         torch.testing.assert_close(enabled.logits(prompt(20)), own, rtol=1e-4, atol=1e-5)

@@ -74,7 +74,7 @@ def test_opcheck():
 def calls(monkeypatch):
     """Of the op, by modules on a CPU, too."""
     made = []
-    monkeypatch.setattr(angles, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(angles, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(torch.ops.kbit, "rotary_angles", lambda *given: made.append(given) or op(*given))
     return made
 

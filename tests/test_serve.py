@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_batching, serve_fields, serve_gone, serve_graphs, serve_requests
+from kbit.cli import app, serve_batching, serve_fields, serve_gone, serve_graphs, serve_requests, texts
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
 from tiny_models import write_config
@@ -557,7 +557,7 @@ def test_a_chat_without_a_template_is_told_so(folders, tmp_path):
 def test_answers_end_with_the_models_positions(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["bf16"])
     positions = model.config.max_position_embeddings
-    assert serve_requests._positions(model) == positions
+    assert texts.known_positions(model) == positions
     for tokens, asked, room, left in ((10, 10**9, None, positions - 10), (10, 5, None, 5), (10, 50, 30, 20)):
         settings = GenerationConfig(max_new_tokens=asked)
         serve_requests.fit(tokens, settings, room, positions)

@@ -24,6 +24,7 @@ from render_readme import (
     ROOT,
     WIDTHS_FILE,
     gpu,
+    gpu_name,
     load,
     load_if_there,
     markdown,
@@ -415,7 +416,7 @@ def head() -> str:
     (row,) = (row for row in with_head["rows"] if row["bits"])
     same = (row["bits"], row["method"])
     before = next(one for one in whole["rows"] if (one["bits"], one["method"]) == same)
-    gpu = results[0]["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+    gpu = gpu_name(results[0]).split()[0]
     return (
         f"With {with_head['embedding_bits']} bits for embeddings and head and {row['bits']} for the rest, "
         f"on an {gpu}: {'; '.join(gains)}. The divergence of the table's model goes from "

@@ -139,7 +139,7 @@ def gpu_claim() -> str:
     """The GPU's part of the first sentence: the large layer, one token."""
     result = load_if_there(GPU_FILE)
     row = _gpu_cells(result).get(("l70b", 1)) if result else None
-    return f", and {row['vs_fp16']:.1f} times as fast as in float16 on an {_gpu_name(result)}" if row else ""
+    return f", and {row['vs_fp16']:.1f} times as fast as in float16 on an {gpu_name(result)}" if row else ""
 
 
 def gpu_losses() -> str:
@@ -151,7 +151,7 @@ def gpu_losses() -> str:
         return ""
     worst = min(losses, key=lambda row: row["vs_fp16"])
     return (
-        f" On an {_gpu_name(result)} {len(losses)} of the table's {len(cells)} cells lose to float16 cuBLAS, "
+        f" On an {gpu_name(result)} {len(losses)} of the table's {len(cells)} cells lose to float16 cuBLAS, "
         f"from M={min(row['rows'] for row in losses)} on; the worst is {_layer(worst)} at M={worst['rows']}, "
         f"{worst['vs_fp16']:.2f} times as fast."
     )
@@ -198,7 +198,7 @@ def losses() -> str:
         counts.append(f"{len(here)} at {bits} bits (from M={min(here)} on)")
     worst = min(lost, key=lambda row: row["vs_fp16"])
     return (
-        f" On an {_gpu_name(result)}, of the {len(layers) * len(tokens)} problems of each width "
+        f" On an {gpu_name(result)}, of the {len(layers) * len(tokens)} problems of each width "
         f"({len(layers)} layers, {len(tokens)} values of M from {tokens[0]} to {tokens[-1]}), float16 cuBLAS "
         f"is faster in {', '.join(counts[:-1])} and {counts[-1]}.{_first_losses(lost)} The worst is "
         f"{_layer(worst)} at {worst['bits']} bits, M={worst['rows']}: {worst['vs_fp16']:.2f} times as fast."
@@ -245,7 +245,7 @@ def models(files: Sequence[str] = MODEL_FILES) -> str:
         "`kbit bench model`: tokens a second of greedy decoding and of a prefill of 2048 tokens, all layers, "
         "random weights, CUDA graphs for both arms; in brackets times as fast as the fastest bfloat16 of "
         "that model in this table, which decodes by the faster of transformers' two ways with experts. "
-        f"NVIDIA {_gpu_name(results[0])}."
+        f"NVIDIA {gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
@@ -272,7 +272,7 @@ def generating() -> str:
         f"one sequence, {plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random "
         "weights; in brackets seconds of the whole first call, which loads kernels (kbit's own were compiled "
         "before), records and compiles. "
-        f"NVIDIA {_gpu_name(results[0])}, kbit at {' and '.join(commits)}."
+        f"NVIDIA {gpu_name(results[0])}, kbit at {' and '.join(commits)}."
     )
     return f"{text}\n\n{markdown(['model', *ways], body)}"
 
@@ -338,7 +338,8 @@ def _times(speed: float, best: float | None, arm: dict[str, Any]) -> str:
     return f" ({speed / best:.2f})" if best and arm["name"].startswith("kbit") else ""
 
 
-def _gpu_name(result: dict[str, Any]) -> str:
+def gpu_name(result: dict[str, Any]) -> str:
+    """Of the GPU that a result was measured on, without its maker."""
     return result["machine"]["gpu"].removeprefix("NVIDIA ")
 
 

@@ -12,7 +12,7 @@ import typer
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import load_model, load_tokenizer
-from kbit.cli.texts import check_ids
+from kbit.cli.texts import check_ids, known_positions
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes
 
@@ -111,8 +111,8 @@ def _most_tokens(model: Any, tokens: int, wanted: int) -> int:
     Raises:
         ValueError: they end with the prompt, or before.
     """
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
+    positions = known_positions(model)
+    if positions is None:
         return wanted
     if tokens >= positions:
         raise ValueError(

@@ -151,21 +151,24 @@ def _check_model(name: str) -> None:
         )
 
 
+def _options(arguments: Sequence[str], **defaults: str) -> argparse.Namespace:
+    """Some of the options that are transformers', by their defaults."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", default=default)
+    return parser.parse_known_args(arguments)[0]
+
+
 def _check_device(arguments: Sequence[str]) -> None:
     """Raises ValueError for a GPU that torch does not see."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--device", default="auto")
-    device = parser.parse_known_args(arguments)[0].device
+    device = _options(arguments, device="auto").device
     if device.startswith("cuda"):
         find_device(device)
 
 
 def _check_address(arguments: Sequence[str]) -> None:
     """Raises OSError where the server could not listen, which it would find after loading the model."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--host", default="localhost")
-    parser.add_argument("--port", default="8000")
-    place, _ = parser.parse_known_args(arguments)
+    place = _options(arguments, host="localhost", port="8000")
     if not place.port.isdecimal():
         return  # transformers' command line says so at once
     if int(place.port) > _MOST_PORT:

@@ -8,9 +8,6 @@ from typing import Any
 
 from kbit.cli.generate import LEAST_TEMPERATURE
 
-# What is wrong with a field's value, or None.
-Check = Callable[[Any], str | None]
-
 _MOST = 1e6
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 # Which numbers a field may have, and the same in words.

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from kbit.cli.serve_fields import (
-    Check,
     RequestError,
     check_settings,
     wrong_input,
@@ -23,7 +22,10 @@ from kbit.cli.serve_fields import (
     wrong_prompt,
 )
 from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
-from kbit.cli.texts import known_tokens
+from kbit.cli.texts import known_positions, wrong_ids
+
+# What is wrong with a field's value, or None.
+Check = Callable[[Any], str | None]
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
 _SHARED = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "use_cache")
@@ -98,21 +100,10 @@ def _room(manager: Any) -> int | None:
     return blocks * size if blocks and size else None
 
 
-def _positions(model: Any) -> int | None:
-    """Positions that a model was trained for, as its config has them."""
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
-
-
 def _check_ids(ids: Any, model: Any) -> None:
     """Raises RequestError for tokens that the model does not have: its tokenizer is another model's."""
-    known, most = known_tokens(model), int(torch.as_tensor(ids).max())
-    if known is not None and most >= known:
-        raise RequestError(
-            f"the server's tokenizer gives ids up to {most}, its model knows {known}: it is another model's.",
-            None,
-        )
+    if wrong := wrong_ids(torch.as_tensor(ids), model):
+        raise RequestError(f"the server's {wrong}: it is another model's.", None)
 
 
 def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +115,7 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         ids = inputs["input_ids"]
         tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
-        fit(tokens, gen_config, _room(self), _positions(model))
+        fit(tokens, gen_config, _room(self), known_positions(model))
         _check_ids(ids, model)
         return generate(self, model, processor, inputs, gen_config, *args, **kw)
 
@@ -139,10 +130,11 @@ def _shared(init_cb: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init_cb)
     def begun(self: Any, model: Any, gen_config: Any) -> None:
-        settings = copy.deepcopy(model.generation_config)
-        for name in _SHARED:
-            setattr(settings, name, getattr(gen_config, name, None))
-        init_cb(self, model, settings)
+        if self._cb is None:
+            first, gen_config = gen_config, copy.deepcopy(model.generation_config)
+            for name in _SHARED:
+                setattr(gen_config, name, getattr(first, name, None))
+        init_cb(self, model, gen_config)
 
     return begun
 

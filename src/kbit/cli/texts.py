@@ -55,20 +55,25 @@ def encode_windows(
     return found
 
 
-def known_tokens(model: Any) -> int | None:
-    """Rows of a model's table of tokens, below which ids are; None where it has no such table."""
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    return known if isinstance(known, int) else None
+def known_positions(model: Any) -> int | None:
+    """Positions that a model was trained for, as its config has them; None where it does not say."""
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def wrong_ids(ids: torch.Tensor, model: Any) -> str | None:
+    """What of a tokenizer's ids a model's table of tokens has no rows for, or None."""
+    known, most = getattr(model.get_input_embeddings(), "num_embeddings", None), int(ids.max())
+    if isinstance(known, int) and most >= known:
+        return f"tokenizer gives ids up to {most}, its model knows {known}"
+    return None
 
 
 def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
     """Raise ValueError for ids of tokens that a model does not have: its tokenizer is another model's."""
-    known, most = known_tokens(model), int(ids.max())
-    if known is not None and most >= known:
-        raise ValueError(
-            f"{folder}: its tokenizer gives ids up to {most}, its model knows {known}. Fetch the tokenizer "
-            f"of this model."
-        )
+    if wrong := wrong_ids(ids, model):
+        raise ValueError(f"{folder}: its {wrong}. Fetch the tokenizer of this model.")
 
 
 def calibration_samples(folder: Path, file: Path, size: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from kbit.nn.delta_families import FAMILIES, Family, family_of, ratio_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
 from kbit.nn.mixins import MixedIn, mix_in
+from kbit.nn.standing_in import is_on_gpu
 from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import grad_checks
 
@@ -145,13 +146,9 @@ def _weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias
 
 
-def _is_on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
-
-
 def _may_take(layer: Any, x: Any, family: Family) -> bool:
     """Whether kernels take a layer's input and weights, and nobody listens to its norm."""
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not _is_on_gpu(x):
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.dim() != 3 or not is_on_gpu(x):
         return False
     if torch.is_grad_enabled() or grad_checks.in_transform():
         return False

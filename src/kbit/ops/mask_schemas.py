@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from kbit.ops import checks
+from kbit.ops import checks, operand_checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
@@ -38,8 +38,7 @@ def check(
         ValueError: a size is negative, or shapes or devices do not belong together.
     """
     checks.float_dtype("causal_mask", "dtype", dtype)
-    if first.dtype != torch.int64 or first.numel() != 1:
-        raise TypeError(f"causal_mask: first must be one int64, got {first.numel()} of {first.dtype}.")
+    operand_checks.one_length("causal_mask", first, "first")
     if min(sizes) < 0:
         raise ValueError(f"causal_mask: batch, tokens and keys must be 0 or more, got {sizes}.")
     if there is None:

@@ -41,7 +41,7 @@ def written_in_place(op: str, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{op}: {argument} is written in place and must be contiguous.")
 
 
-def one_length(op: str, length: torch.Tensor) -> None:
+def one_length(op: str, length: torch.Tensor, name: str = "length") -> None:
     """Raise TypeError unless the length of a cache is one int64."""
     if length.dtype != torch.int64 or length.numel() != 1:
-        raise TypeError(f"{op}: length must be one int64, got {length.numel()} of {length.dtype}.")
+        raise TypeError(f"{op}: {name} must be one int64, got {length.numel()} of {length.dtype}.")

@@ -48,18 +48,14 @@ def guard_merging(module: ModuleType) -> None:
     for name in ("merge_adapter", "merge_and_unload"):
         wrap_method(module.BaseTuner, name, _guarded)
     wrap_method(module.BaseTuner, "inject_adapter", _named)
-    if refuse_adapters not in replace.before_quantizing:
-        replace.before_quantizing.append(refuse_adapters)
+    if _refuse_adapters not in replace.before_quantizing:
+        replace.before_quantizing.append(_refuse_adapters)
 
 
-def refuse_adapters(model: Any) -> None:
-    """Raises ValueError for a model with adapters of peft, which would be quantized, too, and lost."""
-    for name, module in model.named_modules():
-        if hasattr(type(module), "merged_adapters"):
-            raise ValueError(
-                f"quantize_model: {name} has an adapter, which would be quantized, too. Merge it or take it "
-                f"off first (merge_and_unload, unload), or quantize the model and then add it."
-            )
+def _refuse_adapters(model: Any) -> None:
+    from kbit.integrations.peft.merging import refuse_adapters
+
+    refuse_adapters(model)
 
 
 def _guarded(original: Any) -> Any:

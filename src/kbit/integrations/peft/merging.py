@@ -81,6 +81,20 @@ def check_tuners(model: nn.Module) -> None:
             )
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters to `quantize_model`, which would quantize these, too.
+
+    Raises:
+        ValueError: there is one; the message names the first.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            raise ValueError(
+                f"quantize_model: {name} has an adapter, which would be quantized, too. Merge it or take it "
+                f"off first (merge_and_unload, unload), or quantize the model and then add it."
+            )
+
+
 def _check(name: str, layer: Any, requantize: bool) -> None:
     if isinstance(layer, LoraEmbedding):
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 
 from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call
 from kbit.nn.mixins import stand_in
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.ops import checks
 
 _FREQUENCIES, _FACTOR, _TYPE = "inv_freq", "attention_scaling", "rope_type"
@@ -65,17 +65,13 @@ def _takes(layer: Any, x: Any, positions: Any) -> bool:
     frequencies = layer._buffers.get(_FREQUENCIES)
     if any(type(tensor) is not torch.Tensor for tensor in (x, positions, frequencies)):
         return False
-    if not is_plain_call() or not _has_kernels(x) or x.dtype not in checks.HALF_DTYPES:
+    if not is_plain_call() or not is_on_gpu(x) or x.dtype not in checks.HALF_DTYPES:
         return False
     kind = getattr(layer, _TYPE)
     if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
         return False
     plain = positions.dtype == torch.int64 and frequencies.dtype == torch.float32 and frequencies.dim() == 1
     return plain and x.device == positions.device == frequencies.device
-
-
-def _has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda
 
 
 def _is_known(layer: Any, own: Callable[..., Any]) -> bool:

@@ -21,7 +21,7 @@ from kbit.backends.cuda.latent_prompts import takes
 from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.nn.support import is_apart
 from kbit.ops import checks
 from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
@@ -93,7 +93,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
     """Whether a layer that a prompt can run so is interleaved; None where it runs by its own forward."""
     if not is_plain_call() or layer.training:
         return None
-    if type(x) is not torch.Tensor or x.dim() != 3 or x.shape[1] < 2 or not _is_on_gpu(x):
+    if type(x) is not torch.Tensor or x.dim() != 3 or x.shape[1] < 2 or not is_on_gpu(x):
         return None
     if x.dtype not in checks.HALF_DTYPES:
         return None
@@ -109,10 +109,6 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
     if layer not in _forms:
         _forms[layer] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
     return _forms[layer]
-
-
-def _is_on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
 
 
 @torch.no_grad()
