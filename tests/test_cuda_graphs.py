@@ -418,6 +418,18 @@ def test_graphs_give_the_same_tokens(architecture, dtype, monkeypatch):
 
 
 @gpu
+def test_a_step_that_waits_for_the_gpu_runs_without_graphs(monkeypatch):
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda *tensors: False)
+    model = quantized("llama", torch.bfloat16, "cuda")
+    model.lm_head.register_forward_hook(lambda module, given, result: result.sum().item() and None)
+    expected = sampled(model, cache_implementation="static", disable_compile=True)
+    kbit.enable_cuda_graphs(model)
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="steps .* without CUDA graphs: CUDA error"):
+        assert torch.equal(sampled(model, cache_implementation="static"), expected)
+    assert torch.equal(sampled(model, cache_implementation="static"), expected)
+
+
+@gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_graphs_on_another_device_than_the_current_one(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn_takes", lambda *tensors: False)

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kbit.backends.cuda.capture import capture
 from kbit.bench import machine
 from kbit.bench.repeats import check_repeats, median_and_spread
 
@@ -137,7 +138,7 @@ def warm_up(arm: Arm) -> None:
 
 def _capture(arm: Arm, rounds: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with environment(arm.environment), torch.cuda.graph(graph):
+    with environment(arm.environment), capture(graph):
         for _ in range(rounds):
             for call in arm.calls:
                 # The result dies at once, so that every call of the graph writes the same memory.

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kbit.backends.cuda.capture import capture
 from kbit.bench.repeats import median_and_spread
 from kbit.integrations.transformers.prompts import prompt_kernels
 from kbit.integrations.transformers.step_kernels import step_kernels
@@ -80,10 +81,9 @@ def _captured(run: Callable[[], object], device: torch.device) -> tuple[Callable
         return run, f"no CUDA graphs on {device.type}"
     graph, reason = torch.cuda.CUDAGraph(), None
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local" if _ranks() > 1 else "global"):
+        with capture(graph, device):
             run()
     except RuntimeError as error:
-        torch.cuda.synchronize()
         reason = str(error).splitlines()[0]
     if _ranks() > 1 and _failed_anywhere(reason is not None, device):
         reason = reason or "another rank could not capture it"

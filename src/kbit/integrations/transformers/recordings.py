@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from kbit.backends.cuda.capture import capture
 from kbit.integrations.transformers.static_caches import copied, is_same, put_back, states_of, tensors_of
 
 # Called with what runs a call, and its device: returns what runs it again into the same outputs, and these.
@@ -30,10 +31,8 @@ def record_cuda_graph(
     run: Callable[[], dict[str, Any]], device: torch.device, pool: Any = None
 ) -> tuple[Callable[[], None], dict[str, Any]]:
     """A CUDA graph of a call on a device, its memory from a pool. It must have run before, without one."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    # Left out, the stream is of the device of the first capture. Other threads may stream text.
-    how = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
-    with torch.cuda.device(device), torch.cuda.graph(graph, **how):
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph, device, pool):
         outputs = run()
     return graph.replay, outputs
 
