@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kbit.backends.cuda.capture import _garbage_stays, capture
+from kbit.integrations.transformers.recordings import SharedPool, record_cuda_graph
 
 
 class InACycle:
@@ -41,9 +42,9 @@ def test_the_collector_rests_and_is_left_as_it_was(collects, collector):
     assert gc.isenabled() is collects
 
 
-def doubled(x: torch.Tensor, pool: object = None) -> torch.cuda.CUDAGraph:
+def doubled(x: torch.Tensor) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with capture(graph, x.device, pool):
+    with capture(graph, x.device):
         x.mul_(2)
     return graph
 
@@ -71,31 +72,34 @@ def refuse(x: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("body", "says"), [(wait_for, "CUDA error"), (refuse, "of the body")])
-def test_a_capture_that_failed_leaves_nothing(body, says, shares):
+def test_a_recording_that_failed_leaves_nothing(body, says, shared):
     x = torch.ones(4, device="cuda")
-    pool = torch.cuda.graph_pool_handle() if shares else None
-    doubled(x, pool).replay()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    record = SharedPool() if shared else record_cuda_graph
 
-    def fail() -> None:
-        with capture(torch.cuda.CUDAGraph(), x.device, pool):
-            torch.empty(2**26, device="cuda").fill_(1)
-            body(x)
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
 
+    def fail() -> dict[str, torch.Tensor]:
+        large = torch.empty(2**26, device="cuda").fill_(1)
+        body(x)
+        return {"large": large}
+
+    replay, _ = record(lambda: {"x": x.mul_(2)}, x.device)
+    replay()
+    before = reserved()
     for _ in range(3):
         with pytest.raises(RuntimeError, match=says):
-            fail()
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - before < 2**26
+            record(fail, x.device)
+    assert reserved() - before < 2**26
     assert torch.rand(3, device="cuda").max() <= 1
-    graph = doubled(x, pool)
-    graph.replay()
-    assert x.tolist() == [4.0] * 4
+    again, _ = record(lambda: {"x": x.mul_(3)}, x.device)
+    again()
+    replay()
+    assert x.tolist() == [12.0] * 4
 
 
 @pytest.mark.gpu

@@ -31,7 +31,8 @@ def capture(
     Args:
         graph: empty.
         device: whose work it is; None: the current one.
-        pool: of `torch.cuda.graph_pool_handle`, where graphs share their memory; None: one of its own.
+        pool: of `torch.cuda.graph_pool_handle`, where graphs share their memory; None: one of its own. After
+            a capture that failed, torch refuses the pool to others.
 
     Raises:
         RuntimeError: the body did what a graph cannot hold, such as waiting for the device.

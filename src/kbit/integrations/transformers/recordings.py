@@ -47,7 +47,11 @@ class SharedPool:
         """As it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return record_cuda_graph(run, device, self._pool)
+        try:
+            return record_cuda_graph(run, device, self._pool)
+        except BaseException:
+            self._pool = None  # which takes no other capture
+            raise
 
 
 @dataclass
