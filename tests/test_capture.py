@@ -94,12 +94,13 @@ def test_a_recording_that_failed_leaves_nothing(body, says, shared):
     for _ in range(3):
         with pytest.raises(RuntimeError, match=says):
             record(fail, x.device)
-    assert reserved() - before < 2**26
     assert torch.rand(3, device="cuda").max() <= 1
     again, _ = record(lambda: {"x": x.mul_(3)}, x.device)
     again()
     replay()
     assert x.tolist() == [12.0] * 4
+    del replay, again  # a pool keeps its memory for the graphs in it
+    assert reserved() - before < 2**26
 
 
 @pytest.mark.gpu
