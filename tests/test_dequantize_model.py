@@ -70,11 +70,20 @@ def test_what_shared_codes_shares_the_weight():
 def test_dtypes():
     assert dequantize_model(plain().bfloat16())["inner"][0].weight.dtype == torch.bfloat16
     model = dequantize_model(plain(), torch.float16)
-    assert {layer.weight.dtype for layer in (model["inner"][0], model["embed_tokens"])} == {torch.float16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert model["lm_head"].weight is model["embed_tokens"].weight
+    assert run(model, IDS).dtype == torch.float16
     bare = quantize_model(nn.Sequential(nn.Linear(32, 8, bias=False)).half(), kbit.QuantizationPolicy())
     assert dequantize_model(bare)[0].weight.dtype == torch.float32  # nothing says another
     with pytest.raises(TypeError, match=r"a floating-point torch.dtype, got torch.int8"):
         dequantize_model(plain(), torch.int8)
+
+
+def test_parameters_of_another_dtype_than_the_model_keep_it():
+    model = nn.Sequential(nn.Linear(64, 32).bfloat16(), nn.LayerNorm(32).double())
+    model = quantize_model(model, kbit.QuantizationPolicy())
+    model = dequantize_model(model, torch.float32)
+    assert [each.dtype for each in model.parameters()] == 2 * [torch.float32] + 2 * [torch.float64]
 
 
 def test_codes_are_freed_layer_by_layer():

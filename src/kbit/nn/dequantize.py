@@ -32,8 +32,8 @@ def dequantize_model(
 
     Args:
         model: any nn.Module that holds quantized layers; not itself one.
-        dtype: of the weights; by default that of the model's first floating-point parameter, of which an
-            embedding's rows count as one, or PyTorch's default.
+        dtype: of the weights, and of all parameters that have the model's, so that it still runs; by default
+            the model's, that of its first floating-point parameter, or PyTorch's if it has none.
         progress: called as progress(done, total, name) after each layer.
 
     Returns:
@@ -54,7 +54,8 @@ def dequantize_model(
             "dequantize_model replaces layers inside a model; this model is one layer itself. Use its "
             "method dequantize."
         )
-    dtype = _first_dtype(model) if dtype is None else dtype
+    before = _first_dtype(model)
+    dtype = before if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dequantize_model: dtype must be a floating-point torch.dtype, got {dtype!r}.")
     names = _layers(model)
@@ -72,6 +73,8 @@ def dequantize_model(
         if progress is not None:
             progress(done, len(names), members[0])
     take_out(model)
+    if names and dtype != before:
+        _convert_parameters(model, before, dtype)
     for tell in after_dequantizing:
         tell(model)
     return model
@@ -88,6 +91,13 @@ def _first_dtype(model: nn.Module) -> torch.dtype:
     }
     found = (p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in parts)
     return next(found, torch.get_default_dtype())
+
+
+def _convert_parameters(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -> None:
+    """What has another dtype than the model on purpose, such as a router's bias in float32, keeps it."""
+    for parameter in model.parameters():
+        if parameter.dtype == before:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _layers(model: nn.Module) -> list[list[str]]:
