@@ -40,11 +40,9 @@ def capture(
     if device is None or device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # Left out, the stream is of the device of the first capture.
-    how = {"stream": torch.cuda.Stream(device), "pool": pool, "capture_error_mode": "thread_local"}
     with _ONE_AT_A_TIME, _garbage_stays(), torch.cuda.device(device):
         try:
-            with torch.cuda.graph(graph, **how):
+            with torch.cuda.graph(graph, **_how(device), pool=pool):
                 yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture's own error says more
@@ -63,10 +61,15 @@ def _garbage_stays() -> Iterator[None]:
             gc.enable()
 
 
+def _how(device: torch.device) -> dict[str, Any]:
+    # Left out, the stream is of the device of the first capture, and other threads' calls are refused.
+    return {"stream": torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
+
+
 def _clean_up(device: torch.device, pool: Any) -> None:
     """What torch leaves out at the end of a capture that failed; where it left nothing out, nothing."""
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), **_how(device)):
         torch.zeros(1, device=device)  # random numbers wait for the end of the last capture, whichever
     torch._C._cuda_endAllocateToPool(device.index, pool)  # raises if the capture ended by itself
     torch._C._cuda_releasePool(device.index, pool)
