@@ -17,7 +17,7 @@ import kbit
 from graph_tape import REFUSED, Recorder
 from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs, late_masks
+from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs, late_masks, recordings
 from tiny_models import ARCHITECTURES, build
 
 gpu = pytest.mark.gpu
@@ -263,6 +263,10 @@ def test_hooks_are_recorded_again():
     assert model.get_compiled_call(None) is steps
     assert cache in steps._recordings
     hook = model.model.layers[1].register_forward_hook(lambda module, arguments, output: output * 2)
+    with pytest.warns(
+        cuda_graphs.CUDAGraphWarning, match=r"layers.1 of LlamaForCausalLM has a hook, test_cuda"
+    ):
+        model.get_compiled_call(None)
     assert not model.get_compiled_call(None)._recordings
     steps._recordings._known[cache] = {}
     hook.remove()
@@ -417,11 +421,23 @@ def test_graphs_give_the_same_tokens(architecture, dtype, monkeypatch):
     assert torch.equal(sampled(model, cache_implementation="static", disable_compile=True), expected)
 
 
+def test_calls_under_other_circumstances_are_recorded_apart():
+    cpu = torch.device("cpu")
+    with torch.autocast("cpu", torch.float16):
+        half = recordings._circumstances(cpu)
+    with torch.autocast("cpu", torch.bfloat16):
+        brain = recordings._circumstances(cpu)
+    with torch.inference_mode():
+        inference = recordings._circumstances(cpu)
+    assert len({half, brain, inference, recordings._circumstances(cpu)}) == 4
+
+
 @gpu
 def test_a_step_that_waits_for_the_gpu_runs_without_graphs(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn_takes", lambda *tensors: False)
     model = quantized("llama", torch.bfloat16, "cuda")
-    model.lm_head.register_forward_hook(lambda module, given, result: result.sum().item() and None)
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda x: own(x) + 0 * own(x).sum().item()
     expected = sampled(model, cache_implementation="static", disable_compile=True)
     kbit.enable_cuda_graphs(model)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="steps .* without CUDA graphs: CUDA error"):

@@ -26,6 +26,7 @@ from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import cuda_graphs, latent_attention
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
+from kbit.nn import KbitLinear
 from kbit.nn.norm import fuse_norms
 from latent_steps import HOW, ROOM, operands, require, turned
 from static_steps import take_caches_of_a_cpu
@@ -180,7 +181,8 @@ def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
     own = steps(model, shared_heads)
     assert not on_cpu
     steps(model, step_kernels)  # tries what the class does
-    assert {*latent_attention._forms.values()} >= {interleaved}
+    forms = [latent_attention._forms[layer.self_attn] for layer in model.model.layers]
+    assert [*forms[0].values()] == [*forms[1].values()] == [interleaved]
     on_cpu.clear()
     fused = steps(model, step_kernels)
     assert len(on_cpu) == 3 * 2
@@ -237,7 +239,7 @@ def test_recorded_steps_attend_to_latents(on_cpu):
     want = model.generate(ids, **named)
     assert not on_cpu
     recorder = Recorder()
-    made = cuda_graphs.Steps(model, record=recorder)
+    made = cuda_graphs.Steps(model, False, recorder, Recorder())
     model.get_compiled_call = lambda config=None: made
     anywhere._compile_all_devices = True
     model.generation_config.compile_config = anywhere
@@ -261,6 +263,53 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
         layer.self_attn.__class__ = Doubled
     own, fused = steps(model, shared_heads), steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
+
+
+def test_recorded_steps_see_weights_that_are_loaded(on_cpu):
+    model, other = (model_of(bits=4) for _ in range(2))
+    with torch.no_grad():
+        for layer, another in zip(model.model.layers, other.model.layers, strict=True):
+            another.self_attn.kv_b_proj = KbitLinear.from_linear(
+                torch.nn.Linear(16, layer.self_attn.kv_b_proj.out_features, bias=False), 4
+            )
+    ids = torch.arange(2, 12).view(2, 5)
+    named = {"max_new_tokens": 9, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits(of, **more):
+        return torch.stack(of.generate(ids, **named, **more).logits)
+
+    want = logits(model), logits(other)
+    kbit.enable_cuda_graphs(model)
+    recorder = Recorder()
+    model.get_compiled_call.__func__._steps[model] = cuda_graphs.Steps(model, False, recorder, Recorder())
+    anywhere = CompileConfig()
+    anywhere._compile_all_devices = True
+    model.generation_config.compile_config = anywhere
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for expected in want:
+        for _ in range(2):
+            cache.reset()
+            have = logits(model, past_key_values=cache)
+            torch.testing.assert_close(have, expected, rtol=1e-3, atol=1e-4)
+        model.load_state_dict(other.state_dict())  # in place
+    assert recorder.recorded == 1
+
+
+def test_a_class_whose_forward_is_replaced_is_tried_again(on_cpu, monkeypatch):
+    model = model_of()
+    steps(model, step_kernels)
+    own = Glm4MoeLiteAttention.forward
+    monkeypatch.setattr(
+        Glm4MoeLiteAttention, "forward", lambda self, *given, **named: twice(own, self, *given, **named)
+    )
+    want = steps(model, shared_heads)
+    on_cpu.clear()
+    assert torch.equal(steps(model, step_kernels)[0], want[0])
+
+
+def twice(own, *given, **named):
+    y, weights = own(*given, **named)
+    return 2 * y, weights
 
 
 def unlike(layer, named, how):

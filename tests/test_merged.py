@@ -344,6 +344,17 @@ def test_hooks_run(tiles_pay, calls):
         assert torch.equal(block(X), apart(block, X))
 
 
+def test_what_is_replaced_later_is_called(tiles_pay, calls):
+    mlp = quantized(MLP())
+    with torch.no_grad():
+        own = mlp.up_proj.forward
+        mlp.up_proj.forward = lambda x: 2 * own(x)
+        torch.testing.assert_close(mlp(X), apart(mlp, X))
+        del mlp.up_proj.forward
+        mlp.act_fn = nn.GELU()
+        assert torch.equal(mlp(X), apart(mlp, X))
+
+
 def test_replaced_and_restored_layers(tiles_pay, calls):
     block = quantized(Attention(32, 16, 40))
     block.k_proj = nn.Linear(64, 16).half()

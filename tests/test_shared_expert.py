@@ -249,6 +249,18 @@ def test_hooks_run(tiles_pay, calls):
     assert calls == [3] * 4
 
 
+def test_what_is_replaced_later_is_called(tiles_pay, calls):
+    model, ids = build("qwen3_next"), torch.randint(0, 72, (1, 3))
+    (first, *_) = blocks(model)
+    for module in (first.gate, first.experts, first.shared_expert, first.shared_expert.down_proj):
+        own, seen = module.forward, []
+        module.forward = lambda *given, own=own, seen=seen: seen.append(1) or own(*given)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, apart(model, ids), rtol=0.01, atol=0.01)
+        del module.forward
+        assert seen
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"shared": 16}, {"overrides": {"shared_expert": 5}}, {"absmax_format": "float16"}],

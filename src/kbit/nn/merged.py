@@ -23,7 +23,7 @@ from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.rotary import fused_rotary, modules_of
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import has_own_forward, is_apart
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import checks, direct, grad_checks
 
@@ -139,12 +139,15 @@ class MergedProjections(Merged):
 class MergedMLP(Merged):
     """down(silu(gate(x)) * up(x)), with the middle in one launch."""
 
+    act_fn: Any
     down_proj: nn.Module
 
     def siblings(self) -> list[Siblings]:
         """See the base class."""
         group = _mergeable(self, _MLP[:2])
-        return [] if group is None or any(layer._forward_hooks for layer in group.layers) else [group]
+        if group is None or any(map(is_apart, group.layers)) or not is_silu(self.act_fn):
+            return []
+        return [group]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class."""

@@ -22,7 +22,7 @@ from kbit.nn.merged import MergedMLP, takes
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import has_own_forward, is_apart
 from kbit.nn.tiling import make_neighbours
 
 # Tokens of a routed expert, evenly dealt, up to which one product of all is faster. On an H100, 6 layers of
@@ -72,8 +72,10 @@ def _are_plain(parts: _Parts) -> bool:
     experts, layers = parts.experts, parts.layers()
     listening = (parts.router, experts, parts.mlp, *layers, parts.shared_gate)
     for module in listening:
-        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+        if module is not None and is_apart(module):
             return False
+    if not is_silu(parts.mlp.act_fn) or not is_silu(experts.act_fn):
+        return False
     for layer in layers:
         plain = type(layer) is KbitLinear and layer.bias is None and "weight_scale" in layer._buffers
         if not plain or layer._held("weight") is None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from kbit.format.autocast import without_autocast
+
 
 def moe_logits(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, last: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`kbit::moe_logits`: [T, E] of `dtype`, or [T, E + 1] with a last row."""
     rows = (weight,) if last is None else (weight, last)
-    logits = [torch.nn.functional.linear(x.to(dtype), each.to(dtype)) for each in rows]
+    with without_autocast(x.device):
+        logits = [torch.nn.functional.linear(x.to(dtype), each.to(dtype)) for each in rows]
     return logits[0] if last is None else torch.cat(logits, dim=-1)
 
 

@@ -24,7 +24,7 @@ _OF_AXES = "mrope_section"  # an attribute of those that take positions by axes
 _kinds = Kinds((), (_FACTOR, _TYPE))
 _TRIED_POSITIONS = [[0, 3, 70001], [1, 17, 262143]]
 _TRIED_FREQUENCIES = [1.0, 0.37, 0.004]
-_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -75,9 +75,10 @@ def _takes(layer: Any, x: Any, positions: Any) -> bool:
 
 
 def _is_known(layer: Any, own: Callable[..., Any]) -> bool:
-    if layer not in _known:
-        _known[layer] = _is(layer, own)
-    return _known[layer]
+    known = _known.setdefault(layer, {})
+    if own not in known:
+        known[own] = _is(layer, own)
+    return known[own]
 
 
 @torch.no_grad()

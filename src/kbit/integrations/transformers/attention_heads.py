@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 # By layer, and by how many columns of its heads are turned: None for a class that does something else.
-_forms: weakref.WeakKeyDictionary[Any, dict[int, Form | None]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[Any, dict[Any, Form | None]] = weakref.WeakKeyDictionary()
 
 
 class Norms(NamedTuple):
@@ -150,11 +150,11 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     turned = named["position_embeddings"][0].shape[-1]
     forms = _forms.setdefault(layer, {})
-    if turned not in forms:
+    if (own, turned) not in forms:
         apart = (Form(gated, False) for gated in (False, True))
         found = next((form for form in apart if _is(layer, own, turned, form)), None)
-        forms[turned] = found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
-    return forms[turned]
+        forms[own, turned] = found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
+    return forms[own, turned]
 
 
 def _norms(layer: Any) -> Norms | None:

@@ -15,6 +15,7 @@ the last one again where that has the right size and nobody else has kept it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import warnings
 import weakref
@@ -26,17 +27,19 @@ import torch
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
-from kbit.integrations.transformers.latent_attention import forget_decoded
+from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import LONGEST, LastCaches, why_not_recorded
 from kbit.integrations.transformers.step_kernels import step_kernels
 
 WARM_STEPS = 2
+# Libraries whose hooks compute on the GPU alone, or are known here.
+_HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
 class CUDAGraphWarning(UserWarning):
-    """A model's decoding steps or prompts cannot be recorded; they run as they would without CUDA graphs."""
+    """A model's decoding steps or prompts run as they would without CUDA graphs, or without hooks' Python."""
 
 
 def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
@@ -48,7 +51,8 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     are padded to one of 24 lengths, and from the second of a length on replayed. The last call's cache stays,
     unless you hold it, and with it the graph, until a call has another batch size or needs more tokens, or
     the model's weights lie elsewhere, or other hooks or adapters of peft are in it. After other changes
-    enable it again, which forgets all graphs.
+    enable it again, which forgets all graphs. A replay does what a hook did on the GPU when it was recorded,
+    and calls no hook: a warning names the first of yours.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -181,6 +185,19 @@ class Steps:
             self._rests_on = rests_on
             self._recordings.clear()
             self.prompts.clear()
+            self._tell_of_hooks()
+        renew_decoded(self._model())
+
+    def _tell_of_hooks(self) -> None:
+        for name, module in self._model().named_modules():
+            for hook in _hooks(module):
+                if (whose := _where(hook)).partition(".")[0] not in _HAVE_HOOKS:
+                    self._tell(
+                        f"{name or 'The model'} of {type(self._model()).__name__} has a hook, {whose}. Steps "
+                        f"and prompts from CUDA graphs replay what it did on the GPU, do not call it, and "
+                        f"overwrite tensors that it kept. If it has to be called, disable_cuda_graphs(model)."
+                    )
+                    return
 
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
@@ -205,10 +222,12 @@ class Steps:
             return model(past_key_values=cache, **inputs)
 
     def _warn(self, reason: str, what: str = "decoding steps") -> None:
-        told = f"{what} of {type(self._model()).__name__} run without CUDA graphs: {reason}."
+        self._tell(f"{what} of {type(self._model()).__name__} run without CUDA graphs: {reason}.")
+
+    def _tell(self, told: str) -> None:
         if told not in self._told:
             self._told.add(told)
-            warnings.warn(told, CUDAGraphWarning, stacklevel=3)
+            warnings.warn(told, CUDAGraphWarning, stacklevel=4)
 
 
 def _is_of_one_token(inputs: dict[str, Any]) -> bool:
@@ -224,7 +243,7 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                places.append(local.data_ptr())
+                places.append((local.data_ptr(), local.dtype))
         hooks += [*module._forward_pre_hooks, *module._forward_hooks]
         if hasattr(type(module), "merged_adapters"):
             used = tuple(module.active_adapters), tuple(module.merged_adapters)
@@ -232,6 +251,18 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
             adapters.append((module.disable_adapters, *used, scaling))
     implementation = model.config._attn_implementation
     return model.training, implementation, tuple(places), tuple(hooks), tuple(adapters)
+
+
+def _hooks(module: torch.nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def _where(hook: Any) -> str:
+    """Module and name of a hook."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _why_not_here(model: Any) -> str | None:

@@ -45,7 +45,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 KINDS = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
 TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
-_forms: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
 # By layer that expands: from what its weight was decoded, and that.
 _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -55,6 +55,15 @@ def fused_latents(model: Any) -> Iterator[None]:
     """A model's layers of latent attention run as here where that gives what they give."""
     with KINDS.run(model, _fused):
         yield
+
+
+def renew_decoded(model: Any) -> None:
+    """Have the weights that a model's steps decoded be those of its layers, which may have loaded others."""
+    for module in model.modules():
+        if (known := _decoded.get(module)) is not None:
+            (_, dtype, device), _ = known
+            if module.codebook.device == device:
+                _decoded_weight(module, dtype)
 
 
 def forget_decoded(model: Any) -> None:
@@ -138,9 +147,10 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if mask is not None and (mask.dim() != 4 or mask.shape[1:] != (1, 1, cached.max_cache_len)):
         return None
-    if layer not in _forms:
-        _forms[layer] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
-    return _forms[layer]
+    forms = _forms.setdefault(layer, {})
+    if own not in forms:
+        forms[own] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
+    return forms[own]
 
 
 def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -157,16 +167,21 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         return None
     if type(expand) is nn.Linear:
         return weight if weight.dtype == x.dtype and weight.is_contiguous() else None
-    parts = weight, expand.weight_scale, expand.codebook
+    return _decoded_weight(expand, x.dtype)
+
+
+def _decoded_weight(expand: KbitLinear, dtype: torch.dtype) -> torch.Tensor:
+    parts = expand.weight, expand.weight_scale, expand.codebook
+    device = expand.codebook.device
     versions = tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
     key, known = _decoded.get(expand, (None, None))
-    if key == (versions, x.dtype, x.device) and known is not None:
+    if key == (versions, dtype, device) and known is not None:
         return known
     with torch.inference_mode(False), torch.no_grad():  # a tensor that can be written again
-        decoded = expand.dequantize(x.dtype)
-    if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
+        decoded = expand.dequantize(dtype)
+    if known is not None and (known.dtype, known.device) == (dtype, device):
         decoded = known.copy_(decoded)  # where recorded steps read it
-    _decoded[expand] = (versions, x.dtype, x.device), decoded
+    _decoded[expand] = (versions, dtype, device), decoded
     return decoded
 
 

@@ -29,7 +29,7 @@ from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
 _TRIED_TOKENS = 3
 _QUERY = ("q_proj", "q_b_proj")  # what makes queries, one of them
 # By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
-_forms: weakref.WeakKeyDictionary[Any, bool | None] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -106,9 +106,10 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if any(is_apart(layer._modules[name]) for name in _QUERY if layer._modules.get(name) is not None):
         return None  # who listens gets queries that are turned later
-    if layer not in _forms:
-        _forms[layer] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
-    return _forms[layer]
+    forms = _forms.setdefault(layer, {})
+    if own not in forms:
+        forms[own] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
+    return forms[own]
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ What a recorded call rests on:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -38,19 +39,19 @@ def record_cuda_graph(
 
 
 class SharedPool:
-    """`record_cuda_graph` into one pool of memory: for graphs of which one runs at a time."""
+    """`record_cuda_graph` into one pool of memory for each stream: its graphs run one after the other."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pools: dict[int, Any] = {}
 
     def __call__(self, run: Any, device: torch.device) -> tuple[Callable[[], None], dict[str, Any]]:
         """As it."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(device).cuda_stream
+        pool = self._pools.setdefault(stream, torch.cuda.graph_pool_handle())
         try:
-            return record_cuda_graph(run, device, self._pool)
+            return record_cuda_graph(run, device, pool)
         except BaseException:
-            self._pool = None  # which takes no other capture
+            del self._pools[stream]  # it takes no other capture
             raise
 
 
@@ -96,6 +97,7 @@ class Recordings:
     ) -> None:
         self._run, self._record, self._refused = run, record, refused
         self._runs_before, self._may_leave = runs_before, may_leave
+        self._lock = threading.Lock()
         self._known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Recording]] = weakref.WeakKeyDictionary()
 
     def __contains__(self, cache: Any) -> bool:
@@ -122,7 +124,7 @@ class Recordings:
             self._refused(reason)
             return self._run(cache, inputs)
         sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
-        key = (torch.is_inference_mode_enabled(), *inputs, *sizes)
+        key = (*_circumstances(device), *inputs, *sizes)
         known = self._known.setdefault(cache, {})
         one = known.setdefault(key, _Recording())
         if one.is_stale(cache):
@@ -135,12 +137,13 @@ class Recordings:
             one.inputs = [leaf for leaf in kept if _is_tensor(leaf)]
             self._try_to_record(one, cache, tree_unflatten(kept, structure), device)
             return self(cache, inputs, device)
-        for mine, given in zip(one.inputs, filter(_is_tensor, leaves), strict=True):
-            mine.copy_(given)
-        one.replay()
+        with self._lock:  # graphs may share memory, and outputs lie there
+            for mine, given in zip(one.inputs, filter(_is_tensor, leaves), strict=True):
+                mine.copy_(given)
+            one.replay()
+            outputs = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, one.outputs)
         for state, left in zip(states_of(cache), one.left, strict=False):
             put_back(state, left)
-        outputs = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, one.outputs)
         return self._output_type(**outputs, past_key_values=cache)
 
     def _try_to_record(
@@ -172,6 +175,14 @@ class Recordings:
             return
         one.replay, one.failed = None, True
         self._refused(reason)
+
+
+def _circumstances(device: torch.device) -> tuple[Hashable, ...]:
+    """What a call depends on beside its inputs: inference mode, the stream, and the dtype of autocast."""
+    kind = device.type
+    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
+    return torch.is_inference_mode_enabled(), stream, narrow
 
 
 def _are_there(places: list[tuple[Any, Any, torch.Tensor]]) -> bool:

@@ -155,6 +155,7 @@ class LastCaches:
     def __init__(self) -> None:
         self.__name__ = self.name
         self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """What the model's own method would give, or the last cache, emptied; see `check_late`."""
@@ -171,11 +172,13 @@ class LastCaches:
         if layers is None or batch is None:
             return fresh
         offloading = getattr(fresh, "offloading", False)
-        kind = layers, batch, model.dtype, model.device, offloading, torch.is_inference_mode_enabled()
-        if self._last.get(model, (None,))[0] != kind or _references(self._last, model) != _UNSHARED:
-            self._last[model] = kind, fresh
-            return fresh
-        last = self._last[model][1]
+        narrow = torch.is_autocast_enabled(model.device.type)  # keys then have another dtype
+        kind = layers, batch, model.dtype, model.device, offloading, torch.is_inference_mode_enabled(), narrow
+        with self._lock:  # or two threads would be given one
+            if self._last.get(model, (None,))[0] != kind or _references(self._last, model) != _UNSHARED:
+                self._last[model] = kind, fresh
+                return fresh
+            last = self._last[model][1]
         _empty(last)
         return last
 
