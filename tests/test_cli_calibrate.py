@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import kbit
@@ -47,6 +47,17 @@ def test_equals_calibrating_the_model_in_memory(tmp_path, text, architecture):
     assert other
     assert all(name.endswith(("_packed", "_absmax")) for name in other)
     AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_what_the_samples_did_not_reach_is_named(tmp_path, text):
+    """The files of a model without head name its layers otherwise than saving does."""
+    source = build_with_tokenizer("llama", tmp_path / "in")
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    result = run(source, tmp_path / "out", "--calibrate", text)
+    said = " ".join(result.output.split())
+    assert "14 tensors not calibrated, such as layers.0.mlp.down_proj.weight: the model that ran" in said
 
 
 def test_goes_on_with_the_same_text_only(tmp_path, text, monkeypatch):

@@ -79,6 +79,16 @@ def test_dtypes():
         dequantize_model(plain(), torch.int8)
 
 
+def test_buffers_come_along():
+    model = quantize_model(
+        nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32)).bfloat16(), kbit.QuantizationPolicy()
+    )
+    model.register_buffer("frequencies", torch.ones(3, dtype=torch.bfloat16), persistent=False)
+    model = dequantize_model(model, torch.float32)
+    assert model(torch.randn(4, 64)).dtype == torch.float32
+    assert model.frequencies.dtype == torch.bfloat16
+
+
 def test_parameters_of_another_dtype_than_the_model_keep_it():
     model = nn.Sequential(nn.Linear(64, 32).bfloat16(), nn.LayerNorm(32).double())
     model = quantize_model(model, kbit.QuantizationPolicy())

@@ -214,8 +214,12 @@ def _first_losses(lost: list[dict[str, Any]]) -> str:
     order = sorted(first.values(), key=lambda row: (row["rows"], row["in_features"] * row["out_features"]))
     if len(order) < 2:
         return ""
-    soon, late = (f"{_layer(row)}, at M={row['rows']}" for row in (order[0], order[-1]))
-    return f" At {GPU_BITS} bits the first layer to lose is {soon}, the last {late}."
+    soon = [_layer(row) for row in order if row["rows"] == order[0]["rows"]]
+    first_ones = f"{', '.join(soon[:-1])} and {soon[-1]} are" if len(soon) > 1 else f"{soon[0]} is"
+    return (
+        f" At {GPU_BITS} bits {first_ones} the first to lose, at M={order[0]['rows']}, "
+        f"{_layer(order[-1])} the last, at M={order[-1]['rows']}."
+    )
 
 
 def models(files: Sequence[str] = MODEL_FILES) -> str:

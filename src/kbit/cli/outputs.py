@@ -13,7 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from kbit.bench.result_files import replace_text
-from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
+from kbit.format.model_files import OTHER_WEIGHT_SUFFIXES
+
+# How files of JSON end that a model's folder has.
+_OF_MODELS = ("config.json", ".index.json", "tokenizer.json", "vocab.json", "tokens_map.json", "modules.json")
 
 
 def check_file(file: Path | None) -> Path | None:
@@ -23,7 +26,7 @@ def check_file(file: Path | None) -> Path | None:
     if file.is_dir():
         raise typer.BadParameter(f"{file} is a folder. Name a file in it.")
     weights = (".safetensors", *OTHER_WEIGHT_SUFFIXES)
-    if file.is_file() and (file.name == CONFIG_NAME or file.suffix in weights):
+    if file.is_file() and (file.suffix in weights or file.name.endswith(_OF_MODELS)):
         raise typer.BadParameter(f"{file} is a file of a model. Name another place.")
     if not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}. Create it first.")

@@ -197,6 +197,12 @@ def _print_summary(report: Report, target: Path) -> None:
         _print_warning(
             f"NaN or infinity in unquantized tensors: {first_of(report.not_finite)}. Is the source damaged?"
         )
+    if report.without_codes:
+        _print_warning(
+            f"{counted(len(report.without_codes), 'tensor')} not calibrated, such as "
+            f"{report.without_codes[0]}: the model that ran the samples has no layer of that name. Their "
+            f"scales are searched."
+        )
     left = report.bytes_out - report.quantized_bytes
     if left >= _LARGE_BYTES:
         console.print(

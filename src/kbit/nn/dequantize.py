@@ -32,8 +32,8 @@ def dequantize_model(
 
     Args:
         model: any nn.Module that holds quantized layers; not itself one.
-        dtype: of the weights, and of all parameters that have the model's, so that it still runs; by default
-            the model's, that of its first floating-point parameter, or PyTorch's if it has none.
+        dtype: of the weights, and of all else that is stored in the model's, so that it still runs; by
+            default the model's, that of its first floating-point parameter, or PyTorch's if it has none.
         progress: called as progress(done, total, name) after each layer.
 
     Returns:
@@ -74,7 +74,7 @@ def dequantize_model(
             progress(done, len(names), members[0])
     take_out(model)
     if names and dtype != before:
-        _convert_parameters(model, before, dtype)
+        _convert_others(model, before, dtype)
     for tell in after_dequantizing:
         tell(model)
     return model
@@ -93,11 +93,20 @@ def _first_dtype(model: nn.Module) -> torch.dtype:
     return next(found, torch.get_default_dtype())
 
 
-def _convert_parameters(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -> None:
-    """What has another dtype than the model on purpose, such as a router's bias in float32, keeps it."""
-    for parameter in model.parameters():
-        if parameter.dtype == before:
-            parameter.data = parameter.data.to(dtype)
+def _convert_others(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -> None:
+    """What has another dtype than the model on purpose, such as a router's bias in float32, keeps it.
+
+    So do buffers that are not stored, such as frequencies of rotary embeddings, which were never the model's.
+    """
+    for module in model.modules():
+        stored = [
+            buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        ]
+        for tensor in (*module._parameters.values(), *stored):
+            if tensor is not None and tensor.dtype == before:
+                tensor.data = tensor.data.to(dtype)
 
 
 def _layers(model: nn.Module) -> list[list[str]]:

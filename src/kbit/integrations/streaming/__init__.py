@@ -53,6 +53,7 @@ class Report:
         written_weights: weights of the shards that this run wrote, in `seconds` from headers to the end.
         workers: one device for each.
         not_finite: tensors that stay unquantized and hold NaN or infinity, of the shards that this run wrote.
+        without_codes: of these shards, too: tensors that were quantized here, where others had `codes`.
     """
 
     bytes_in: int = 0
@@ -66,6 +67,7 @@ class Report:
     seconds: float = 0.0
     workers: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
+    without_codes: list[str] = field(default_factory=list)
 
     @property
     def weights_per_second(self) -> float:
@@ -196,6 +198,8 @@ def _write_shards(
                 tensors |= _run(job, policy, made, device)
                 if job.bits is None and not _is_finite(tensors[job.name]):
                     report.not_finite.append(job.name)
+                if made and job.bits is not None and not made.keys() >= {*job.parts}:
+                    report.without_codes.append(job.name)
             count(job, finished)
         if finished:
             with lock:
@@ -223,7 +227,7 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     if job.bits is None:
         return {job.name: read_tensor(job.name, job.info, CPU)}
-    if all(name in made for name in job.parts):
+    if made.keys() >= {*job.parts}:
         names = (*job.parts, job.parts_name + SCALE)
         return {name: made[name].cpu() for name in names if name in made}
     settings = (job.bits, policy.codebook_for(job.bits), policy.absmax_format, policy.search)
@@ -248,6 +252,7 @@ def _other_files(source: Path) -> Iterator[Path]:
     """A model's files but its config and weights, and those of folders that are read beside it, whole."""
     for path in source.iterdir():
         weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
+        weights = weights and not path.name.startswith("adapter_model.")  # as the model is loaded with it
         if path.is_file() and not weights and path.name != CONFIG_NAME:
             yield path
     for name in (CHAT_TEMPLATES, *_modules(source)):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.on_import import wrap_method
-from kbit.nn import dequantize, replace
+from kbit.nn import KbitExperts, dequantize, replace
+from kbit.nn.parts import QuantizedModule
 
 
 def install() -> None:
@@ -80,7 +83,7 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
 
 
 def guard_saving(module: ModuleType) -> None:
-    """Have models whose layers were quantized and set one by one save as kbit checkpoints, too.
+    """Have models save as what they are by then, whoever set layers or took some away, or shares a config.
 
     Args:
         module: transformers.modeling_utils.
@@ -90,11 +93,58 @@ def guard_saving(module: ModuleType) -> None:
 
 def _told(original: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "hf_quantizer", None) is None and replace.has_quantized(self):
+        if kwargs.get("save_original_format") is False:
+            _refuse_fused_experts(self)
+        quantizer, quantized = getattr(self, "hf_quantizer", None), replace.has_quantized(self)
+        if quantizer is None and quantized:
             _tell(self, QuantizationPolicy())
-        return original(self, *args, **kwargs)
+        elif quantizer is not None and not forget_if_plain(self):
+            _restate(self, quantizer)
+        with contextlib.nullcontext() if quantized else _plain_config(self.config):
+            return original(self, *args, **kwargs)
 
     return save_pretrained
+
+
+def _restate(model: Any, quantizer: Any) -> None:
+    """Have the config of a quantized model say what its layers are; models may share a config."""
+    from kbit.integrations.transformers.names import stated_policy
+    from kbit.integrations.transformers.quantizer import as_config
+    from kbit.integrations.transformers.saving import refuse_other_levels
+
+    policy = quantizer.quantization_config
+    if not isinstance(policy, QuantizationPolicy):  # of another method
+        return
+    layers = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    codebooks = {(layer.bits, *layer.levels) for layer in layers}
+    if len(codebooks) > len({layer.bits for layer in layers}) or len({x.absmax_format for x in layers}) > 1:
+        refuse_other_levels(model, policy)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        quantizer.quantization_config = as_config(stated_policy(model, policy))
+    model.config.quantization_config = quantizer.quantization_config
+
+
+@contextlib.contextmanager
+def _plain_config(config: Any) -> Iterator[None]:
+    """Without what a quantized model says that shares the config."""
+    section = getattr(config, "quantization_config", None)
+    if not isinstance(section, QuantizationPolicy):
+        yield
+        return
+    del config.quantization_config
+    try:
+        yield
+    finally:
+        config.quantization_config = section
+
+
+def _refuse_fused_experts(model: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, KbitExperts):
+            raise ValueError(
+                f"save_pretrained: {name} are quantized experts, which files hold in the original format. "
+                f"Leave out save_original_format=False."
+            )
 
 
 def forget(model: Any) -> None:
@@ -114,8 +164,9 @@ def forget_if_plain(model: Any) -> bool:
     """Whether a model of transformers has no quantized layer; then it is saved without kbit's config."""
     if replace.has_quantized(model):
         return False
-    if isinstance(getattr(model.config, "quantization_config", None), QuantizationPolicy):
-        model.hf_quantizer.remove_quantization_config(model)
+    quantizer = getattr(model, "hf_quantizer", None)  # none in a part of a model whose config it has
+    if quantizer is not None and isinstance(quantizer.quantization_config, QuantizationPolicy):
+        quantizer.remove_quantization_config(model)
     return True
 
 

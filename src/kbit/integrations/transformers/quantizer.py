@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,9 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _as_config(policy: Any) -> Any:
-    """A policy with what transformers asks of a config."""
-    return policy if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
+def as_config(policy: Any) -> Any:
+    """A policy, a copy, with what transformers asks of a config."""
+    return copy.deepcopy(policy) if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
 
 
 class KbitHfQuantizer(HfQuantizer):
@@ -46,7 +47,7 @@ class KbitHfQuantizer(HfQuantizer):
     quantization_config: Any
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(_as_config(quantization_config), **kwargs)
+        super().__init__(as_config(quantization_config), **kwargs)
         self.plan: dict[str, Any] = {}
         self.index: dict[str, TensorInfo] | None = None
         self.ties: list[tuple[str, str]] = []
