@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -153,6 +154,8 @@ def test_what_cannot_be_calibrated_is_named() -> None:
         (torch.randn(2, 32), TypeError, r"calibration must be a list of samples, got Tensor.*split\(1\)"),
         ([], ValueError, "calibration has no samples"),
         (["a text"], TypeError, "a calibration sample is a text. Give the tokenizer's ids"),
+        ([np.zeros((2, 32))], TypeError, r"got ndarray. Of an array: torch.as_tensor\(array\)"),
+        ([[1, 2, 3]], TypeError, r"a list without tensors. Of ids: torch.tensor\(ids\), \[B, T\]"),
         ([torch.arange(9)], ValueError, r"must be a batch of ids \[B, T\], got \(9,\)"),
     ):
         with pytest.raises(error, match=message):

@@ -113,6 +113,21 @@ def test_a_list_of_modules_that_is_none(source, tmp_path, text):
     assert (tmp_path / "out" / "modules.json").read_text() == text
 
 
+def test_an_adapter_in_the_folder_comes_along_whole(source, tmp_path):
+    model = shutil.copytree(source, tmp_path / "in")
+    (model / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.ones(2)}, model / "adapter_model.safetensors")
+    assert run(model, tmp_path / "out").exit_code == 0
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_no_policy_is_refused(source, tmp_path):
+    with pytest.raises(TypeError, match="policy must be a KbitConfig or QuantizationPolicy, got int"):
+        streaming.quantize_checkpoint(source, tmp_path / "out", 4)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_side_files_and_config(source, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["kbit.cli.quantize"], "_LARGE_BYTES", 1)
     result = run(source, tmp_path / "out", "--bits", 3)

@@ -127,6 +127,13 @@ def test_the_error_names_layers_that_are_there(tmp_path: Path, weight: NVFP4Tens
     save_file(codes, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="The file has k-bit codes, which transformers loads"):
         from_compressed_tensors(tmp_path, NAME)
+    parts = {"codes": torch.zeros(2, 8), "scales": torch.zeros(2, 1), "global_scale": torch.ones(())}
+    save_file({f"{NAME}.weight_{part}": each for part, each in parts.items()}, tmp_path / "model.safetensors")
+    for read in (from_compressed_tensors, from_modelopt):
+        with pytest.raises(
+            ValueError, match=r"here: none\. The file is kbit's own, which transformers loads"
+        ):
+            read(tmp_path, NAME)
 
 
 def write_model(folder: Path, t: NVFP4Tensor) -> Path:

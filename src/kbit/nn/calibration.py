@@ -148,10 +148,20 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
 
 
 def _check(sample: Any) -> None:
-    """Raise for a sample that no model is called with: a text, or ids of one sequence without a batch."""
+    """Raise for a sample that no model is called with: a text, an array, or ids without a batch."""
     if isinstance(sample, str):
         raise TypeError(
             "quantize_model: a calibration sample is a text. Give the tokenizer's ids of it, [1, T]."
+        )
+    if not isinstance(sample, torch.Tensor | list | tuple | Mapping):
+        raise TypeError(
+            f"quantize_model: a calibration sample must be a tensor, or the model's arguments in a tuple or "
+            f"a dict, got {type(sample).__name__}. Of an array: torch.as_tensor(array)."
+        )
+    if isinstance(sample, list | tuple) and not any(isinstance(each, torch.Tensor) for each in sample):
+        raise TypeError(
+            "quantize_model: a calibration sample is a list without tensors. Of ids: torch.tensor(ids), "
+            "[B, T]."
         )
     if isinstance(sample, torch.Tensor) and sample.dim() == 1 and not sample.is_floating_point():
         raise ValueError(

@@ -23,7 +23,7 @@ def float_dtype(op: str, name: str, dtype: torch.dtype, where: str = "") -> None
     if dtype not in FLOAT_DTYPES:
         remedy = "Pass one of torch's." if name.endswith("dtype") else "Cast it first."
         raise TypeError(
-            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}{at(where)}. {remedy}"
+            f"{op}: {name} must be float32, float16 or bfloat16, got {dtype!r}{at(where)}. {remedy}"
         )
 
 

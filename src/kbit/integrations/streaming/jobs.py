@@ -50,8 +50,14 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
     """Decide what happens to every tensor of a checkpoint; reads headers only.
 
     Raises:
+        TypeError: the policy is none.
         ValueError: see `quantize_checkpoint`; also a tensor to be quantized that is not float.
     """
+    if not isinstance(policy, QuantizationPolicy):
+        raise TypeError(
+            f"quantize_checkpoint: policy must be a KbitConfig or QuantizationPolicy, got "
+            f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
+        )
     config = read_config(source)
     stated = config.get("quantization_config")
     if stated is not None:

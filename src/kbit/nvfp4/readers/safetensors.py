@@ -71,7 +71,8 @@ def _read(path: Path, name: str, codes: str, factor: str) -> tuple[torch.Tensor,
     keys = [f"{name}.{part}" for part in (codes, "weight_scale", factor)]
     for key in keys:
         if key not in index:
-            known = sorted(n.removesuffix(f".{factor}") for n in index if n.endswith(f".{factor}"))
+            layers = (n.removesuffix(f".{factor}") for n in index if n.endswith(f".{factor}"))
+            known = sorted(layer for layer in layers if f"{layer}.{codes}" in index)
             here = f"{', '.join(known[:3])}." if known else f"none.{_hint(index)}"
             raise ValueError(f"{path}: has no tensor {key!r}. NVFP4 layers here: {here}")
     first, second, third = (index[key] for key in keys)
@@ -83,6 +84,8 @@ def _hint(index: Mapping[str, TensorInfo]) -> str:
     """Which reader a file without such layers is for, by names that only one library has."""
     if any(name.endswith(ABSMAX) for name in index):
         return " The file has k-bit codes, which transformers loads."
+    if any(name.endswith("_codes") for name in index):
+        return " The file is kbit's own, which transformers loads."
     for end, reader in ((".weight_scale_2", from_modelopt), (".weight_packed", from_compressed_tensors)):
         if any(name.endswith(end) for name in index):
             return f" The file is one for {reader.__name__}."
