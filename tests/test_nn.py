@@ -525,14 +525,15 @@ def test_quantize_model_names_what_is_wrong():
     model.block["up_proj"].weight.data[3] = torch.inf
     with pytest.raises(kbit.NonFiniteWeightError, match=r"block\.up_proj\.weight holds 40"):
         quantize_model(model, kbit.QuantizationPolicy())
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).double())
+    with pytest.raises(TypeError, match=r"w must be float32, .* got torch.float64 \(1.weight\). Cast it"):
+        quantize_model(model, kbit.QuantizationPolicy())
+    assert [*map(type, model)] == [nn.Linear, nn.Linear]
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
         quantize_model("folder", kbit.QuantizationPolicy())
-    with pytest.raises(ValueError, match="from_linear"):
-        quantize_model(nn.Linear(8, 8), kbit.QuantizationPolicy())
-    with torch.device("meta"):
-        empty = Toy()
-    with pytest.raises(ValueError, match="meta device"):
-        quantize_model(empty, kbit.QuantizationPolicy())
+    for wrong, message in ((nn.Linear(8, 8), "from_linear"), (Toy().to("meta"), "meta device")):
+        with pytest.raises(ValueError, match=message):
+            quantize_model(wrong, kbit.QuantizationPolicy())
 
 
 def test_a_quantized_model_compiles_whole():

@@ -192,7 +192,7 @@ def test_no_experts_decode_to_nothing():
     assert layer.dequantize("gate_up_proj").shape == (0, 48, 40)
 
 
-def test_a_second_call_for_other_bits_says_that_it_changes_nothing(recwarn):
+def test_a_refusals_for_other_bits_says_that_it_changes_nothing(recwarn):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     quantize_model(quantize_model(model, kbit.QuantizationPolicy(bits=4)), kbit.QuantizationPolicy(bits=4))
     assert not recwarn

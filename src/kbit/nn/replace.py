@@ -18,8 +18,8 @@ from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.second_call import other_bits, refuse_other_format
-from kbit.nn.sizes import refuse_meta
+from kbit.nn.refusals import other_bits, refuse_other_format, require_policy
+from kbit.nn.sizes import refuse_meta, refuse_other_dtypes
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
 
@@ -88,7 +88,7 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
-        TypeError: the model or the policy is none.
+        TypeError: the model or the policy is none, or a weight has another dtype than float32 or 16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; or
             the model has adapters of peft, or is quantized by another method, codebook or format of scales.
@@ -105,11 +105,7 @@ def quantize_model(
             f"quantize_model: model must be an nn.Module, got {type(model).__name__}. kbit.quantize "
             f"takes single tensors; the command kbit quantize takes folders."
         )
-    if not isinstance(policy, QuantizationPolicy):
-        raise TypeError(
-            f"quantize_model: policy must be a KbitConfig or QuantizationPolicy, got "
-            f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
-        )
+    require_policy(policy, "quantize_model")
     for check in before_quantizing:
         check(model)
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
@@ -120,6 +116,7 @@ def quantize_model(
     if not groups and (kept := other_bits(model, lambda name: _width(name, policy, names))):
         warnings.warn(kept, stacklevel=2)
     refuse_other_format(model, policy, {bits for bits, _ in groups})
+    refuse_other_dtypes({names[0]: model.get_submodule(names[0]) for _, names in groups})
     for done, (group, fed) in enumerate(in_turn(model, groups, calibration), start=1):
         _replace_group(model, group, policy, fused, fed)
         if progress is not None:

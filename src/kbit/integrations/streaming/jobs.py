@@ -19,6 +19,7 @@ from kbit.format.names import ABSMAX, PACKED
 from kbit.format.reference import blocks_of
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
+from kbit.nn.refusals import require_policy
 from kbit.ops.checks import FLOAT_DTYPES
 
 # Tensors of a shard are in memory together, and once more while they are written.
@@ -53,11 +54,7 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
         TypeError: the policy is none.
         ValueError: see `quantize_checkpoint`; also a tensor to be quantized that is not float.
     """
-    if not isinstance(policy, QuantizationPolicy):
-        raise TypeError(
-            f"quantize_checkpoint: policy must be a KbitConfig or QuantizationPolicy, got "
-            f"{type(policy).__name__}. For 4 bits: kbit.KbitConfig(bits=4)."
-        )
+    require_policy(policy, "quantize_checkpoint")
     config = read_config(source)
     stated = config.get("quantization_config")
     if stated is not None:

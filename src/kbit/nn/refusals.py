@@ -1,4 +1,4 @@
-"""Quantizing a model of which layers are quantized already: what is refused, and what changes nothing."""
+"""What is refused before a model is quantized, and what changes nothing where layers are quantized."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from torch import nn
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
 from kbit.nn.parts import QuantizedModule
+
+
+def require_policy(policy: object, what: str) -> None:
+    """Raise TypeError unless a policy is one; `what` was given it."""
+    if not isinstance(policy, QuantizationPolicy):
+        raise TypeError(
+            f"{what}: policy must be a KbitConfig or QuantizationPolicy, got {type(policy).__name__}. For 4 "
+            f"bits: kbit.KbitConfig(bits=4)."
+        )
 
 
 def refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
