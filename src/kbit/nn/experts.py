@@ -153,7 +153,10 @@ class KbitExperts(QuantizedModule):
         """Quantize fused experts.
 
         Args:
-            experts, bits, policy, name: as in `empty_like`; a policy for the rest.
+            experts: a module with weights gate_up_proj [E, 2 I, K] and down_proj [E, K, I], and act_fn.
+            bits: width of both, 2 to 5.
+            policy: a `QuantizationPolicy`, for the codebook, the format of block scales and their search.
+            name: for messages.
             apart: whether gate and up may get factors of their own, as where checkpoints store them apart.
 
         Raises:

@@ -82,7 +82,7 @@ def disable_cuda_graphs(model: Any) -> None:
     """Undo `enable_cuda_graphs`, and free its graphs, its cache, and what its steps decoded.
 
     Args:
-        model: any; nothing happens where it was not enabled.
+        model: any module; nothing happens where it was not enabled.
     """
     model = _generating(model)
     for name in (_StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, MASKS, LONGEST):
