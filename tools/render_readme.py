@@ -177,8 +177,9 @@ def gpu_peers() -> str:
         slower = sum(ratio > 1 for _, ratio in ratios)
         worst, least = min(ratios, key=lambda pair: pair[1])
         sentences.append(
-            f" {peer.capitalize()}'s kernels of {GPU_BITS} bits are slower than those of kbit at "
-            f"{run['machine']['commit']} in {slower} of {len(ratios)} problems of one run; the worst for "
+            f" Another library's kernels of {GPU_BITS} bits, [{peer.capitalize()}]"
+            f"(docs/benchmarks.md#other-kernels-same-run)'s, are slower than kbit's (of commit "
+            f"{run['machine']['commit']}) in {slower} of {len(ratios)} problems of one run; the worst for "
             f"kbit is {_layer(worst)} at M={worst['rows']}, {least:.2f} times as fast."
         )
     return "".join(sentences)
