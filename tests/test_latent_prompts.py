@@ -105,7 +105,7 @@ def test_layers_that_run_by_their_own_forward(how, calls):
         model.model.layers[1].self_attn.o_proj = torch.nn.Linear(64, 48, bias=False).bfloat16()
     compare(model)
     in_model = [given for given in calls if given[0].shape[1] == 9]
-    assert len(in_model) == 1
+    assert len(in_model) == (2 if how == "class" else 1)  # which calls its base's forward, as that is
 
 
 def test_what_is_no_whole_prompt_is_left_alone(calls):
