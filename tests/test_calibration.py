@@ -128,6 +128,21 @@ def test_samples_may_be_arguments() -> None:
     assert torch.equal(layers[0], layers[2])
 
 
+def test_samples_may_hold_tensors_in_containers() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 8)
+
+        def forward(self, given: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return self.linear(given["x"][0])
+
+    model = kbit.quantize_model(
+        Reader(), kbit.QuantizationPolicy(), calibration=[({"x": [torch.ones(2, 32)]},)]
+    )
+    assert isinstance(model.linear, KbitLinear)
+
+
 def test_experts_of_which_nothing_is_seen_are_quantized_as_ever() -> None:
     base = build("qwen3_moe", torch.float32)
     few = kbit.quantize_model(copy.deepcopy(base), kbit.KbitConfig(bits=4), calibration=[IDS[:1, :2]])
@@ -155,7 +170,7 @@ def test_what_cannot_be_calibrated_is_named() -> None:
         ([], ValueError, "calibration has no samples"),
         (["a text"], TypeError, "a calibration sample is a text. Give the tokenizer's ids"),
         ([np.zeros((2, 32))], TypeError, r"got ndarray. Of an array: torch.as_tensor\(array\)"),
-        ([[1, 2, 3]], TypeError, r"a list without tensors. Of ids: torch.tensor\(ids\), \[B, T\]"),
+        ([[1, 2, 3]], TypeError, r"has no tensor in it. Of ids: torch.tensor\(ids\), \[B, T\]"),
         ([torch.arange(9)], ValueError, r"must be a batch of ids \[B, T\], got \(9,\)"),
     ):
         with pytest.raises(error, match=message):

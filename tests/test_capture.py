@@ -94,6 +94,7 @@ def test_a_recording_that_failed_leaves_nothing(body, says, shared):
     for _ in range(3):
         with pytest.raises(RuntimeError, match=says):
             record(fail, x.device)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.rand(3, device="cuda").max() <= 1
     again, _ = record(lambda: {"x": x.mul_(3)}, x.device)
     again()

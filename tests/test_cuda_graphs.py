@@ -421,6 +421,37 @@ def test_graphs_give_the_same_tokens(architecture, dtype, monkeypatch):
     assert torch.equal(sampled(model, cache_implementation="static", disable_compile=True), expected)
 
 
+def test_streams_share_a_pool_one_after_the_other(monkeypatch):
+    class Stream:
+        def __init__(self):
+            self.waited = []
+
+        def wait_stream(self, other):
+            self.waited.append(other)
+
+    one, other, ran = Stream(), Stream(), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, len(ran) + 1))
+    monkeypatch.setattr(
+        recordings, "record_cuda_graph", lambda run, device, pool: (lambda: ran.append(pool), run())
+    )
+    record = recordings.SharedPool()
+    replay, _ = record(dict, torch.device("cpu"))
+    for stream in (one, one, other, one):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        replay()
+    assert (one.waited, other.waited) == ([other], [one])
+
+    def fail(run, device, pool):
+        raise RuntimeError
+
+    with monkeypatch.context() as failing:
+        failing.setattr(recordings, "record_cuda_graph", fail)
+        with pytest.raises(RuntimeError):
+            record(dict, torch.device("cpu"))
+    record(dict, torch.device("cpu"))[0]()
+    assert ran == [(0, 1)] * 4 + [(0, 5)]
+
+
 def test_calls_under_other_circumstances_are_recorded_apart():
     cpu = torch.device("cpu")
     with torch.autocast("cpu", torch.float16):
@@ -430,6 +461,7 @@ def test_calls_under_other_circumstances_are_recorded_apart():
     with torch.inference_mode():
         inference = recordings._circumstances(cpu)
     assert len({half, brain, inference, recordings._circumstances(cpu)}) == 4
+    assert recordings._circumstances(torch.device("meta")) == (False, None)  # of an offloaded model
 
 
 @gpu

@@ -15,6 +15,7 @@ from kbit.format.model_files import read_index
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import KbitExperts, KbitLinear, QuantizedModule, dequantize_model, quantize_model
 from kbit.nn.mixins import MixedIn
+from kbit.nvfp4.layers import NVFP4Linear, NVFP4Settings
 from tiny_models import ARCHITECTURES, build
 
 IDS = torch.arange(12).view(2, 6)
@@ -89,11 +90,33 @@ def test_buffers_come_along():
     assert model.frequencies.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_first_parameter_of_float32_decides_nothing(dtype):
+    layers = nn.Linear(64, 32).bfloat16(), nn.Bilinear(64, 64, 9).bfloat16()
+    model = nn.ModuleList([nn.LayerNorm(64), *layers])
+    quantize_model(model, kbit.QuantizationPolicy())
+    dequantize_model(model, dtype)
+    assert model[0].weight.dtype == torch.float32
+    assert model[2].weight.dtype == torch.bfloat16
+    assert model[1].weight.dtype == (dtype or torch.float32)
+
+
+def test_layers_in_nvfp4_keep_their_factors():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    other = NVFP4Linear.from_linear(model[1], NVFP4Settings())
+    model[1] = other
+    kbit.quantize_model(model, kbit.QuantizationPolicy())
+    dequantize_model(model, torch.bfloat16)
+    assert model[1] is other
+    assert other.weight_global_scale.dtype == torch.float32
+    model[1].quantized("weight")
+
+
 def test_parameters_of_another_dtype_than_the_model_keep_it():
-    model = nn.Sequential(nn.Linear(64, 32).bfloat16(), nn.LayerNorm(32).double())
-    model = quantize_model(model, kbit.QuantizationPolicy())
-    model = dequantize_model(model, torch.float32)
-    assert [each.dtype for each in model.parameters()] == 2 * [torch.float32] + 2 * [torch.float64]
+    model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32)).bfloat16()
+    model.register_parameter("factor", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model = dequantize_model(quantize_model(model, kbit.QuantizationPolicy()), torch.float32)
+    assert [each.dtype for each in model.parameters()] == [torch.float64] + 4 * [torch.float32]
 
 
 def test_codes_are_freed_layer_by_layer():

@@ -1,5 +1,6 @@
 """transformers: a model saves as what it is by then, whoever changed it, and whatever shares its config."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -98,6 +99,14 @@ def test_block_scales_that_were_cast(tmp_path):
         if parameter.dtype == torch.float16:
             parameter.data = parameter.data.float()
     require_same(model, tmp_path)
+
+
+def test_adapters_leave_the_config_as_it_is(tmp_path):
+    model = quantized(overrides={"q_proj": 3})
+    before = model.config.quantization_config.to_dict()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.to_dict() == before
 
 
 def test_experts_are_saved_in_the_original_format_alone(tmp_path):

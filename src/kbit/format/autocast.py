@@ -12,10 +12,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What linear layers on a device compute in under torch.autocast; None where that is off."""
+    kind = device.type
+    # Asked of the meta device, torch raises instead of saying no.
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
-    kind = x.device.type
-    # Asked of the meta device, torch raises instead of saying no.
-    if kind != "meta" and x.is_floating_point() and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+    dtype = autocast_dtype(x.device) if x.is_floating_point() else None
+    return x if dtype is None else x.to(dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
@@ -158,10 +159,9 @@ def _check(sample: Any) -> None:
             f"quantize_model: a calibration sample must be a tensor, or the model's arguments in a tuple or "
             f"a dict, got {type(sample).__name__}. Of an array: torch.as_tensor(array)."
         )
-    if isinstance(sample, list | tuple) and not any(isinstance(each, torch.Tensor) for each in sample):
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(sample)):
         raise TypeError(
-            "quantize_model: a calibration sample is a list without tensors. Of ids: torch.tensor(ids), "
-            "[B, T]."
+            "quantize_model: a calibration sample has no tensor in it. Of ids: torch.tensor(ids), [B, T]."
         )
     if isinstance(sample, torch.Tensor) and sample.dim() == 1 and not sample.is_floating_point():
         raise ValueError(

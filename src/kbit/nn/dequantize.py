@@ -32,8 +32,9 @@ def dequantize_model(
 
     Args:
         model: any nn.Module that holds quantized layers; not itself one.
-        dtype: of the weights, and of all else that is stored in the model's, so that it still runs; by
-            default the model's, that of its first floating-point parameter, or PyTorch's if it has none.
+        dtype: of the weights, and of all else that is stored in the dtype of most parameters, so that the
+            model still runs; by default that of its first floating-point parameter, or PyTorch's if it has
+            none, and all else stays.
         progress: called as progress(done, total, name) after each layer.
 
     Returns:
@@ -54,8 +55,8 @@ def dequantize_model(
             "dequantize_model replaces layers inside a model; this model is one layer itself. Use its "
             "method dequantize."
         )
-    before = _first_dtype(model)
-    dtype = before if dtype is None else dtype
+    before = None if dtype is None else _usual_dtype(model)
+    dtype = _first_dtype(model) if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dequantize_model: dtype must be a floating-point torch.dtype, got {dtype!r}.")
     names = _layers(model)
@@ -73,24 +74,35 @@ def dequantize_model(
         if progress is not None:
             progress(done, len(names), members[0])
     take_out(model)
-    if names and dtype != before:
+    if names and before is not None:
         _convert_others(model, before, dtype)
     for tell in after_dequantizing:
         tell(model)
     return model
 
 
-def _first_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first parameter that has the model's; block scales and factors have their own."""
+def _of_the_model(model: nn.Module) -> list[nn.Parameter]:
+    """Its floating-point parameters but block scales and factors, which have a dtype of their own."""
     parts = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, QuantizedModule)
+        if isinstance(module, TileableModule)
         for name, parameter in module._parameters.items()
         if parameter is not None and name.startswith(tuple(f"{weight}_" for weight in module.shapes))
     }
-    found = (p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in parts)
-    return next(found, torch.get_default_dtype())
+    return [p for p in model.parameters() if p.is_floating_point() and id(p) not in parts]
+
+
+def _first_dtype(model: nn.Module) -> torch.dtype:
+    return next((parameter.dtype for parameter in _of_the_model(model)), torch.get_default_dtype())
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype | None:
+    """That of most elements; the first parameter may be one of few that are kept in float32."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in _of_the_model(model):
+        elements[parameter.dtype] += parameter.numel()
+    return elements.most_common(1)[0][0] if elements else None
 
 
 def _convert_others(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -> None:
@@ -99,6 +111,8 @@ def _convert_others(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -
     So do buffers that are not stored, such as frequencies of rotary embeddings, which were never the model's.
     """
     for module in model.modules():
+        if isinstance(module, TileableModule):  # of another format, whose factors have a dtype of their own
+            continue
         stored = [
             buffer
             for name, buffer in module._buffers.items()

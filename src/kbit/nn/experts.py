@@ -154,9 +154,8 @@ class KbitExperts(QuantizedModule):
 
         Args:
             experts: a module with weights gate_up_proj [E, 2 I, K] and down_proj [E, K, I], and act_fn.
-            bits: width of both, 2 to 5.
+            bits, name: width of both, 2 to 5; for messages.
             policy: a `QuantizationPolicy`, for the codebook, the format of block scales and their search.
-            name: for messages.
             apart: whether gate and up may get factors of their own, as where checkpoints store them apart.
 
         Raises:

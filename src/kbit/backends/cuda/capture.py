@@ -3,8 +3,8 @@
 What torch leaves to whoever captures (2.9 to 2.13):
 * A graph that is destroyed during a capture ends it, as does whatever else must not be called then. Models
   hold themselves and their graphs in cycles, so the garbage collector destroys those of an old one any time.
-* A capture that the driver ended leaves the device's random numbers waiting for more of it, so that sampling
-  raises from then on, and its memory for ever in use.
+* A capture that the driver ended leaves its stream the current one, the device's random numbers waiting for
+  more of it, so that sampling raises from then on, and its memory for ever in use.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def capture(
         device = torch.device("cuda", torch.cuda.current_device())
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with _ONE_AT_A_TIME, _garbage_stays(), torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, **_how(device), pool=pool):
                 yield
         except BaseException:
+            torch.cuda.set_stream(stream)
             with contextlib.suppress(RuntimeError):  # the capture's own error says more
                 _clean_up(device, pool)
             raise

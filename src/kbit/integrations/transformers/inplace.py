@@ -98,12 +98,17 @@ def _told(original: Any) -> Any:
         quantizer, quantized = getattr(self, "hf_quantizer", None), replace.has_quantized(self)
         if quantizer is None and quantized:
             _tell(self, QuantizationPolicy())
-        elif quantizer is not None and not forget_if_plain(self):
+        elif quantizer is not None and not forget_if_plain(self) and not _saves_adapters(self):
             _restate(self, quantizer)
         with contextlib.nullcontext() if quantized else _plain_config(self.config):
             return original(self, *args, **kwargs)
 
     return save_pretrained
+
+
+def _saves_adapters(model: Any) -> bool:
+    """Whether a model has adapters of peft in it, by whose names layers go; only they are saved."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _restate(model: Any, quantizer: Any) -> None:

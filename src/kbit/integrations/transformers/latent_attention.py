@@ -62,7 +62,8 @@ def renew_decoded(model: Any) -> None:
     for module in model.modules():
         if (known := _decoded.get(module)) is not None:
             (_, dtype, device), _ = known
-            if module.codebook.device == device:
+            held = [part for part in module._parameters.values() if part is not None]
+            if all(part.device == device for part in (*held, module.codebook)):
                 _decoded_weight(module, dtype)
 
 

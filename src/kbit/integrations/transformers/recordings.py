@@ -12,9 +12,10 @@ What a recorded call rests on:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kbit.backends.cuda.capture import capture
+from kbit.format.autocast import autocast_dtype
 from kbit.integrations.transformers.static_caches import copied, is_same, put_back, states_of, tensors_of
 
 # Called with what runs a call, and its device: returns what runs it again into the same outputs, and these.
@@ -39,20 +41,30 @@ def record_cuda_graph(
 
 
 class SharedPool:
-    """`record_cuda_graph` into one pool of memory for each stream: its graphs run one after the other."""
+    """`record_cuda_graph` into one pool of memory. Its graphs run one after the other, on any streams."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, Any] = {}
+        self._pool: Any = None
+        self._last: torch.cuda.Stream | None = None  # that a graph ran on
 
     def __call__(self, run: Any, device: torch.device) -> tuple[Callable[[], None], dict[str, Any]]:
         """As it."""
-        stream = torch.cuda.current_stream(device).cuda_stream
-        pool = self._pools.setdefault(stream, torch.cuda.graph_pool_handle())
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            return record_cuda_graph(run, device, pool)
+            replay, outputs = record_cuda_graph(run, device, pool)
         except BaseException:
-            del self._pools[stream]  # it takes no other capture
+            if self._pool is pool:  # which takes no other capture
+                self._pool = None
             raise
+
+        def replay_in_turn() -> None:
+            stream = torch.cuda.current_stream(device)
+            if self._last not in (None, stream):
+                stream.wait_stream(self._last)
+            self._last = stream
+            replay()
+
+        return replay_in_turn, outputs
 
 
 @dataclass
@@ -160,7 +172,8 @@ class Recordings:
         found = [copied(layer) for layer in layers]
         places = list(tensors_of(cache))
         try:
-            one.replay, one.outputs = self._record(run, device)
+            with _without_kept_casts():
+                one.replay, one.outputs = self._record(run, device)
             unchanged = all(map(is_same, layers, found))
             may = unchanged or (self._may_leave and _are_there(places))
             reason = None if may else "its cache counts or allocates in Python"
@@ -178,11 +191,19 @@ class Recordings:
 
 
 def _circumstances(device: torch.device) -> tuple[Hashable, ...]:
-    """What a call depends on beside its inputs: inference mode, the stream, and the dtype of autocast."""
-    kind = device.type
-    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
-    return torch.is_inference_mode_enabled(), stream, narrow
+    """What a call depends on beside its inputs: inference mode, and the dtype of autocast."""
+    return torch.is_inference_mode_enabled(), autocast_dtype(device)
+
+
+@contextlib.contextmanager
+def _without_kept_casts() -> Iterator[None]:
+    """Weights that autocast casts are cast in the recording: it frees those that it keeps."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _are_there(places: list[tuple[Any, Any, torch.Tensor]]) -> bool:

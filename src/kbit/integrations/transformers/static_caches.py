@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kbit.format.autocast import autocast_dtype
 from kbit.integrations.transformers.stop_checks import check_late
 from kbit.nn.standing_in import standing_in
 
@@ -172,7 +173,7 @@ class LastCaches:
         if layers is None or batch is None:
             return fresh
         offloading = getattr(fresh, "offloading", False)
-        narrow = torch.is_autocast_enabled(model.device.type)  # keys then have another dtype
+        narrow = autocast_dtype(model.device)  # which keys then have
         kind = layers, batch, model.dtype, model.device, offloading, torch.is_inference_mode_enabled(), narrow
         with self._lock:  # or two threads would be given one
             if self._last.get(model, (None,))[0] != kind or _references(self._last, model) != _UNSHARED:
