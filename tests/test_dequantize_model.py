@@ -91,7 +91,7 @@ def test_buffers_come_along():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_first_parameter_of_float32_decides_nothing(dtype):
+def test_others_keep_their_dtype_behind_a_first_parameter_of_float32(dtype):
     layers = nn.Linear(64, 32).bfloat16(), nn.Bilinear(64, 64, 9).bfloat16()
     model = nn.ModuleList([nn.LayerNorm(64), *layers])
     quantize_model(model, kbit.QuantizationPolicy())

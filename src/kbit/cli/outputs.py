@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from kbit.bench.result_files import replace_text
-from kbit.format.model_files import OTHER_WEIGHT_SUFFIXES
+from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
 
 # How files of JSON end that a model's folder has.
-_OF_MODELS = ("config.json", ".index.json", "tokenizer.json", "vocab.json", "tokens_map.json", "modules.json")
+_OF_MODELS = (CONFIG_NAME, ".index.json", "tokenizer.json", "vocab.json", "tokens_map.json", "modules.json")
 
 
 def check_file(file: Path | None) -> Path | None:

@@ -198,7 +198,7 @@ def _write_shards(
                 tensors |= _run(job, policy, made, device)
                 if job.bits is None and not _is_finite(tensors[job.name]):
                     report.not_finite.append(job.name)
-                if made and job.bits is not None and not made.keys() >= {*job.parts}:
+                if made and job.bits is not None and not job.is_among(made):
                     report.without_codes.append(job.name)
             count(job, finished)
         if finished:
@@ -227,7 +227,7 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     if job.bits is None:
         return {job.name: read_tensor(job.name, job.info, CPU)}
-    if made.keys() >= {*job.parts}:
+    if job.is_among(made):
         names = (*job.parts, job.parts_name + SCALE)
         return {name: made[name].cpu() for name in names if name in made}
     settings = (job.bits, policy.codebook_for(job.bits), policy.absmax_format, policy.search)

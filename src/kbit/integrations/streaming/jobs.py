@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class Job:
     bits: int | None
     parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     parts_name: str
+
+    def is_among(self, made: Mapping[str, Any]) -> bool:
+        """Whether all parts were made already."""
+        return made.keys() >= {*self.parts}
 
     @property
     def out_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call
+from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call, tried
 from kbit.nn.mixins import stand_in
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.ops import checks
@@ -38,7 +38,11 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, *given: Any, **named: Any) -> Any:
         x, positions = _given(*given, **named)
-        if positions is None or not _takes(layer, x, positions) or not _is_known(layer, own):
+        if (
+            positions is None
+            or not _takes(layer, x, positions)
+            or not tried(_known, layer, own, lambda: _is(layer, own))
+        ):
             return own(layer, *given, **named)
         factor = float(getattr(layer, _FACTOR))
         return torch.ops.kbit.rotary_angles(layer._buffers[_FREQUENCIES], positions, factor, x.dtype)
@@ -72,13 +76,6 @@ def _takes(layer: Any, x: Any, positions: Any) -> bool:
         return False
     plain = positions.dtype == torch.int64 and frequencies.dtype == torch.float32 and frequencies.dim() == 1
     return plain and x.device == positions.device == frequencies.device
-
-
-def _is_known(layer: Any, own: Callable[..., Any]) -> bool:
-    known = _known.setdefault(layer, {})
-    if own not in known:
-        known[own] = _is(layer, own)
-    return known[own]
 
 
 @torch.no_grad()

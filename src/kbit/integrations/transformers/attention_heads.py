@@ -29,6 +29,7 @@ from kbit.integrations.transformers.attention_steps import (
     is_plain_norm,
     normals,
     of_cache,
+    tried,
 )
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.mixins import stand_in
@@ -52,7 +53,7 @@ class Form(NamedTuple):
     one_op: bool
 
 
-# By layer, and by how many columns of its heads are turned: None for a class that does something else.
+# By layer, forward, and how many columns of its heads are turned: None for a class that does something else.
 _forms: weakref.WeakKeyDictionary[Any, dict[Any, Form | None]] = weakref.WeakKeyDictionary()
 
 
@@ -149,12 +150,13 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
     if norms is None or cached_layer(layer, x, named, (norms.query, norms.key)) is None:
         return None
     turned = named["position_embeddings"][0].shape[-1]
-    forms = _forms.setdefault(layer, {})
-    if (own, turned) not in forms:
+
+    def find() -> Form | None:
         apart = (Form(gated, False) for gated in (False, True))
         found = next((form for form in apart if _is(layer, own, turned, form)), None)
-        forms[own, turned] = found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
-    return forms[own, turned]
+        return found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
+
+    return tried(_forms, layer, (own, turned), find)
 
 
 def _norms(layer: Any) -> Norms | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from kbit.nn.standing_in import standing_in
 from kbit.nn.support import is_apart
 from kbit.ops import grad_checks
 
+Found = TypeVar("Found")
 TRIED_BATCH, TRIED_ROOM, TRIED_LENGTH = 2, 5, 2
 
 
@@ -55,6 +56,16 @@ class Kinds:
                 kind = next((kind for kind in own if "forward" in vars(kind)), nn.Module)
                 if kind is not nn.Module:
                     yield kind
+
+
+def tried(
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Found]], layer: Any, key: Any, find: Callable[[], Found]
+) -> Found:
+    """What was found of a layer, once for each key; its class's forward is one, since it may be replaced."""
+    found = known.setdefault(layer, {})
+    if key not in found:
+        found[key] = find()
+    return found[key]
 
 
 def is_plain_call() -> bool:

@@ -190,7 +190,7 @@ class Steps:
 
     def _tell_of_hooks(self) -> None:
         for name, module in self._model().named_modules():
-            for hook in _hooks(module):
+            for hook in _hooks(module).values():
                 if (whose := _where(hook)).partition(".")[0] not in _HAVE_HOOKS:
                     self._tell(
                         f"{name or 'The model'} of {type(self._model()).__name__} has a hook, {whose}. Steps "
@@ -238,13 +238,14 @@ def _is_of_one_token(inputs: dict[str, Any]) -> bool:
 
 def _what_recordings_rest_on(model: Any) -> Hashable:
     """Where weights lie, how attention is computed, which hooks there are, and which adapters of peft."""
-    places, hooks, adapters = [], [], []
+    places, adapters = [], []
+    hooks: list[int] = []
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 places.append((local.data_ptr(), local.dtype))
-        hooks += [*module._forward_pre_hooks, *module._forward_hooks]
+        hooks += _hooks(module)
         if hasattr(type(module), "merged_adapters"):
             used = tuple(module.active_adapters), tuple(module.merged_adapters)
             scaling = tuple(getattr(module, "scaling", {}).items())
@@ -253,8 +254,9 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
     return model.training, implementation, tuple(places), tuple(hooks), tuple(adapters)
 
 
-def _hooks(module: torch.nn.Module) -> list[Any]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+def _hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """By numbers that no others of the process have."""
+    return {**module._forward_pre_hooks, **module._forward_hooks}
 
 
 def _where(hook: Any) -> str:

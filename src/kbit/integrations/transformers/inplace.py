@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
@@ -114,7 +113,7 @@ def _saves_adapters(model: Any) -> bool:
 def _restate(model: Any, quantizer: Any) -> None:
     """Have the config of a quantized model say what its layers are; models may share a config."""
     from kbit.integrations.transformers.names import stated_policy
-    from kbit.integrations.transformers.quantizer import as_config
+    from kbit.integrations.transformers.quantizer import as_config, is_distributed
     from kbit.integrations.transformers.saving import refuse_other_levels
 
     policy = quantizer.quantization_config
@@ -124,7 +123,7 @@ def _restate(model: Any, quantizer: Any) -> None:
     codebooks = {(layer.bits, *layer.levels) for layer in layers}
     if len(codebooks) > len({layer.bits for layer in layers}) or len({x.absmax_format for x in layers}) > 1:
         refuse_other_levels(model, policy)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         quantizer.quantization_config = as_config(stated_policy(model, policy))
     model.config.quantization_config = quantizer.quantization_config
 

@@ -32,6 +32,7 @@ from kbit.integrations.transformers.attention_steps import (
     is_plain_norm,
     normals,
     of_cache,
+    tried,
 )
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.linear import KbitLinear
@@ -44,7 +45,7 @@ _OUT = "o_proj"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 KINDS = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
 TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
-# By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
+# By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
 _forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
 # By layer that expands: from what its weight was decoded, and that.
 _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -148,10 +149,8 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if mask is not None and (mask.dim() != 4 or mask.shape[1:] != (1, 1, cached.max_cache_len)):
         return None
-    forms = _forms.setdefault(layer, {})
-    if own not in forms:
-        forms[own] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
-    return forms[own]
+    ways = (pairs for pairs in (True, False) if _is(layer, own, pairs))
+    return tried(_forms, layer, own, lambda: next(ways, None))
 
 
 def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:

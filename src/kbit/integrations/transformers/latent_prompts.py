@@ -19,7 +19,7 @@ import torch
 
 from kbit.backends.cuda.latent_prompts import takes
 from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
-from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals
+from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals, tried
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.nn.support import is_apart
@@ -28,7 +28,7 @@ from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
 
 _TRIED_TOKENS = 3
 _QUERY = ("q_proj", "q_b_proj")  # what makes queries, one of them
-# By layer: whether pairs of neighbouring columns are turned; None for one whose class does something else.
+# By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
 _forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
 
 
@@ -106,10 +106,8 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if any(is_apart(layer._modules[name]) for name in _QUERY if layer._modules.get(name) is not None):
         return None  # who listens gets queries that are turned later
-    forms = _forms.setdefault(layer, {})
-    if own not in forms:
-        forms[own] = next((pairs for pairs in (True, False) if _is(layer, own, pairs)), None)
-    return forms[own]
+    ways = (pairs for pairs in (True, False) if _is(layer, own, pairs))
+    return tried(_forms, layer, own, lambda: next(ways, None))
 
 
 @torch.no_grad()

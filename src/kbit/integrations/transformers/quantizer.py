@@ -25,7 +25,8 @@ from kbit.nn.together import run_together
 logger = logging.get_logger(__name__)
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Whether this process is one of several that run a model together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -86,7 +87,7 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             assert self.index is not None
             placement.prepare_stored_parts(model, self.plan, self.index)
-        if _is_distributed():
+        if is_distributed():
             from kbit.integrations.transformers.parallel import plan_parts
 
             # Here and not in the hooks for it, which 5.21 renamed: both follow at once.
@@ -146,7 +147,7 @@ class KbitHfQuantizer(HfQuantizer):
 
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
-        if _is_distributed():
+        if is_distributed():
             from kbit.integrations.transformers.sharded import localize
 
             localize(model)
@@ -189,7 +190,7 @@ class KbitHfQuantizer(HfQuantizer):
 
         saving.refuse_conversions(model)
         saving.refuse_other_levels(model, self.quantization_config)
-        if _is_distributed():
+        if is_distributed():
             from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
 
             if is_split(model):
