@@ -4,6 +4,7 @@ Loads models split over the ranks, or makes random ones; writes results and chec
 compare. On GPUs where the job says so, each rank on its own.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -17,8 +18,13 @@ from transformers import AutoModelForCausalLM, StaticCache
 import kbit
 from kbit.bench import model_split
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers import collectives
 from kbit.integrations.transformers.cuda_graphs import CUDAGraphWarning
 from kbit.nn import QuantizedModule
+from kbit.nn.merged import Merged, are_joined
+from kbit.nn.mixins import MixedIn
+from kbit.nn.router import FusedRouter
+from kbit.ops import forms
 from parallel_models import PARALLEL
 
 IDS = torch.tensor([[1, 5, 9, 3, 7], [2, 4, 8, 70, 71]])
@@ -53,6 +59,8 @@ def evaluate(model):
     x = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=x).logits.float().square().mean().backward()
     result["gradient"] = x.grad.cpu()
+    norms = {name: one.grad for name, one in model.named_parameters() if name.endswith("q_norm.weight")}
+    result["norms"] = {name: grad.cpu() for name, grad in norms.items()}
     return result
 
 
@@ -99,7 +107,39 @@ def run_random(case, device):
         return {"logits": built.model(IDS.to(device)).logits.cpu(), "bytes": built.weight_bytes}
 
 
+@contextlib.contextmanager
+def as_if_with_kernels(on=True):
+    """As if the CPU had kernels that multiply tiles, and routers'; nothing where it is not on."""
+    if not on:
+        yield
+        return
+    rule, takes = forms.set_rule(lambda op, device: True), FusedRouter.takes
+    FusedRouter.takes = lambda self, x: not torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        forms.set_rule(rule)
+        FusedRouter.takes = takes
+
+
+def count_sums(model):
+    """How many sums over ranks a call of a model has."""
+    own, counted = collectives.all_reduce, []
+    collectives.all_reduce = lambda x, group: counted.append(x.shape) or own(x, group)
+    try:
+        with torch.no_grad():
+            model(IDS.to(model.device))
+    finally:
+        collectives.all_reduce = own
+    return len(counted)
+
+
 def run(case, out):
+    with as_if_with_kernels(case.get("tiles", False)):
+        return run_loaded(case, out)
+
+
+def run_loaded(case, out):
     config = case.get("config")
     kwargs = {"quantization_config": kbit.KbitConfig(**config)} if config else {}
     kwargs |= distributed(case["mode"])
@@ -113,7 +153,18 @@ def run(case, out):
         model.save_pretrained(out / f"saved-{case['name']}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
     held = {name: (type(m).__name__, dict(m.shapes)) for name, m in layers.items()}
-    return {**evaluate(model), "layers": held}
+    more = {"together": together(model), "sums": count_sums(model)}
+    return {**evaluate(model), "layers": held, **more}
+
+
+def together(model):
+    """Modules that run by fewer kernels than their classes: those they are, and how many layers they merge."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, MixedIn)}
+    merged = {name: module.siblings() for name, module in modules.items() if isinstance(module, Merged)}
+    return {
+        name: (type(module).__name__, [len(one.layers) for one in merged.get(name, ()) if are_joined(one)])
+        for name, module in modules.items()
+    }
 
 
 def main():

@@ -16,7 +16,7 @@ from kbit.bench.model_split import rank_environment
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import QuantizedModule
 from parallel_models import PARALLEL, build_parallel
-from parallel_ranks import IDS, distributed_modes, evaluate, random_config
+from parallel_ranks import IDS, as_if_with_kernels, distributed_modes, evaluate, random_config, together
 
 RANKS = 2
 TIMEOUT_S = 240
@@ -43,6 +43,13 @@ def run_ranks(folder, cases, device="cpu"):
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
+def ranks_split_dense_layers():
+    """Whether expert parallelism comes with tensor parallelism of everything else: since 5.21."""
+    from transformers.distributed import DistributedConfig
+
+    return "ep_size" in DistributedConfig.__dataclass_fields__
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """(folder, results of both ranks); one start of two processes serves every test."""
@@ -58,6 +65,9 @@ def runs(tmp_path_factory):
             cases.append(
                 {"name": f"{name}-{mode}-load", "folder": str(folder / name), "config": CONFIG, **one}
             )
+        build_parallel(name, spread=False).save_pretrained(folder / f"{name}-even")
+        case = {"name": f"{name}-tiles", "mode": "tp", "architecture": name, "tiles": True}
+        cases.append({**case, "folder": str(folder / f"{name}-even"), "config": {"bits": 4}})
     model = build_parallel("llama", intermediate_size=96)
     model.save_pretrained(folder / TOO_NARROW)
     narrow = {"name": TOO_NARROW, "folder": str(folder / TOO_NARROW), "config": CONFIG}
@@ -164,6 +174,43 @@ def test_each_rank_holds_its_part(name, mode, runs):
                 assert ratio == expected_ratio(one, mode, layer), layer
 
 
+# Over ranks, of two layers: of linear attention, which stays whole, there is none; a shared expert that is split
+# as the routed ones are has none of its own.
+SUMS = {"llama": 4, "qwen3_moe": 4, "qwen3_next": 3, "qwen3_5_moe": 3, "glm4_moe_lite": 4}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parts_of_layers_run_together(name, runs):
+    folder, ranks = runs
+    with as_if_with_kernels():
+        model = load(folder / f"{name}-even", {"bits": 4})
+        # transformers gathers what projections of linear attention give, which merging would pass by.
+        expected = together(model) | {
+            name: (type(module).__name__, [])
+            for name, module in model.named_modules()
+            if name.endswith("linear_attn")
+        }
+        one = evaluate(model)
+    for result in (rank[f"{name}-tiles"] for rank in ranks):
+        assert result["together"] == expected
+        assert result["sums"] == SUMS[name]
+        bound = 2.0**-9 * one["logits"].abs().max() * 8
+        assert (result["logits"] - one["logits"]).abs().max() <= bound
+        assert torch.equal(result["generated"], one["generated"])
+
+
+@pytest.mark.skipif(
+    not ranks_split_dense_layers(), reason="transformers before 5.21 sums such gradients too early"
+)
+def test_gradients_of_norms_are_summed(runs):
+    folder, ranks = runs
+    one = evaluate(load(folder / "qwen3_moe-kbit"))["norms"]
+    assert one
+    for result in (rank["qwen3_moe-tp"]["norms"] for rank in ranks):
+        for name, expected in one.items():
+            assert (result[name] - expected).abs().max() <= 2.0**-9 * expected.abs().max() * 32, name
+
+
 def expected_ratio(model, mode, layer):
     """Over how many ranks a layer is split."""
     if layer == "model.embed_tokens" and not model.config.tie_word_embeddings:
@@ -174,13 +221,6 @@ def expected_ratio(model, mode, layer):
     if any(part in layer for part in whole) or (mode == "ep" and not ranks_split_dense_layers()):
         return 1
     return RANKS
-
-
-def ranks_split_dense_layers():
-    """Whether expert parallelism comes with tensor parallelism of everything else: since 5.21."""
-    from transformers.distributed import DistributedConfig
-
-    return "ep_size" in DistributedConfig.__dataclass_fields__
 
 
 def test_what_cannot_be_split_is_one_clear_error(runs):

@@ -18,7 +18,7 @@ from kbit.bench import model_build, model_decode, model_profile
 from kbit.bench.moe_layer import recordable
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.compiled_layers import compiled_layers
-from kbit.nn.experts import is_experts
+from kbit.nn.fused_experts import is_experts
 
 BASELINE = "bf16"
 # In the names of arms whose GPUs add up in another way than by NCCL.

@@ -20,6 +20,7 @@ from kbit.bench import model_build
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.together import run_together
 
 # Unless the user says otherwise. NVLink multicast has nothing to give to a few GPUs, and not every virtual
 # machine that has NVLink can do it.
@@ -91,6 +92,8 @@ def build(
             module.prepare()
         module._backward_hooks.clear()  # for training alone, and torch.compile cannot trace them
     model.requires_grad_(False)
+    if policy is not None:
+        run_together(model)  # as after loading; blocks, quantized one by one, gave their parts away
     return model_build.finished(model, device)
 
 

@@ -20,7 +20,7 @@ import torch
 from kbit.bench import machine, model_build
 from kbit.bench.repeats import MIN_REPEATS, check_repeats, median_and_spread
 from kbit.format.policy import QuantizationPolicy
-from kbit.nn.experts import is_experts
+from kbit.nn.fused_experts import is_experts
 
 BASELINE = "bf16"
 ATTENTION = "q_proj|k_proj|v_proj|o_proj"

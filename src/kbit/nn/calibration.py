@@ -18,8 +18,9 @@ from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
-from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
+from kbit.nn.experts import KbitExperts
 from kbit.nn.fuse import Parts, fuse_rows, parts_of
+from kbit.nn.fused_experts import WEIGHTS, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.sizes import refuse_meta

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kbit.nn.embedding import KbitEmbedding
-from kbit.nn.experts import WEIGHTS, KbitExperts
+from kbit.nn.experts import KbitExperts
+from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import take_out
 from kbit.nn.parts import QuantizedModule

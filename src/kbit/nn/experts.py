@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kbit.format.autocast import autocast
@@ -15,63 +13,10 @@ from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
+from kbit.nn.fused_experts import WEIGHTS, is_silu, unsupported_experts, weight_of
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replaced import Replaced
 from kbit.ops import api, checks, grad_checks, moe_checks
-
-# The weights of fused experts, and how many matrices each has above each other: gate and up.
-WEIGHTS = {"gate_up_proj": 2, "down_proj": 1}
-
-# The layout that KbitExperts computes, as transformers' experts classes describe themselves.
-_LAYOUT = {
-    "is_transposed": False,
-    "has_bias": False,
-    "is_concatenated": True,
-    "has_gate": True,
-    "has_post_expert_norm": False,
-}
-_ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` holds fused experts: 3-D parameters gate_up_proj and down_proj."""
-    weights = [module._parameters.get(name) for name in WEIGHTS]
-    return all(weight is not None and weight.dim() == 3 for weight in weights)
-
-
-def unsupported_experts(module: nn.Module) -> str | None:
-    """Why `KbitExperts` cannot stand in for a module of fused experts, or None if it can."""
-    for flag, wanted in _LAYOUT.items():
-        if getattr(module, flag, wanted) != wanted:
-            return f"its experts have {flag}={not wanted}"
-    gate = getattr(type(module), "_apply_gate", None)
-    if gate is not None and gate.__name__ != "_default_apply_gate":
-        return "its experts have a gate of their own"
-    if list(inspect.signature(type(module).forward).parameters) != _ARGUMENTS:
-        return f"its forward takes other arguments than {', '.join(_ARGUMENTS[1:])}"
-    if not callable(getattr(module, "act_fn", None)):
-        return "it has no act_fn"
-    if not all(_weight(module, name).numel() for name in WEIGHTS):
-        return "its weights have no elements"
-    (experts, twice, hidden), down = (_weight(module, name).shape for name in WEIGHTS)
-    if twice % 2 or down != (experts, hidden, twice // 2):
-        return (
-            f"gate_up_proj {(experts, twice, hidden)} and down_proj {down} are not [E, 2I, H] and [E, H, I]"
-        )
-    return None
-
-
-def is_silu(function: Any) -> bool:
-    """Whether an activation is the one that kernels fuse."""
-    # transformers' own class since 5.23; importing it here would import transformers.
-    named = type(function).__name__ == "SiLUActivation"
-    return named or isinstance(function, nn.SiLU) or function is F.silu
-
-
-def _weight(module: nn.Module, name: str) -> torch.Tensor:
-    weight = module._parameters[name]
-    assert weight is not None
-    return weight
 
 
 class KbitExperts(QuantizedModule):
@@ -138,7 +83,7 @@ class KbitExperts(QuantizedModule):
         reason = unsupported_experts(experts)
         if reason:
             raise ValueError(f"{name or type(experts).__name__}: cannot quantize these experts: {reason}.")
-        gate_up = _weight(experts, "gate_up_proj")
+        gate_up = weight_of(experts, "gate_up_proj")
         count, twice, hidden = gate_up.shape
         device = gate_up.device if device is None else device
         layer = cls(count, hidden, twice // 2, experts.act_fn, bits, absmax_format, device, name)
@@ -166,7 +111,7 @@ class KbitExperts(QuantizedModule):
         codebook = policy.codebook_for(bits)
         settings = (bits, codebook, policy.absmax_format, policy.search)
         for weight, count in WEIGHTS.items():
-            source = _weight(experts, weight).detach()
+            source = weight_of(experts, weight).detach()
             where = f"{name}.{weight}" if name else weight
             layer.fill(weight, quantize_fused(source, count if apart else 1, *settings, where=where))
         return layer
@@ -216,6 +161,15 @@ class KbitExperts(QuantizedModule):
             return None
         gate_up, down = self._tiles_for_call("gate_up_proj"), self._tiles_for_call("down_proj")
         return None if gate_up is None or down is None else (gate_up, down)
+
+    @property
+    def local_part(self) -> str:
+        """What of the experts is here: "all", "features" of each, or "other", as of unknown classes."""
+        return "all" if type(self) is KbitExperts else "other"
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """The result of all experts, [T, hidden_dim], from that of what is here; y may be written over."""
+        return y
 
     @property
     def is_fused(self) -> bool:

@@ -66,6 +66,14 @@ class KbitLinear(QuantizedModule, nn.Linear):
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
 
     @property
+    def local_part(self) -> str:
+        """What of the layer is here: "all", "rows" or "columns" of its weight; "other" of unknown classes.
+
+        Of rows the result is a part, and nobody wants it whole here; of columns it is a term of a sum.
+        """
+        return "all" if type(self) is KbitLinear else "other"
+
+    @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The packed codes, int32 [out_features, ceil(in_features / 32) * bits], or the tiles, int32 too.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from kbit.format.adjacent import as_one
 from kbit.format.layout import TILE_ROWS
-from kbit.nn.experts import is_silu
+from kbit.nn.fused_experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.rotary import fused_rotary, modules_of
@@ -36,6 +36,7 @@ _SIBLINGS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_PARTS = ("all", "rows")  # of layers whose own products are all that they compute
 
 
 class Siblings(NamedTuple):
@@ -159,7 +160,8 @@ class MergedMLP(Merged):
 
 
 def _is_on_gpu(module: nn.Module) -> bool:
-    return any(type(layer) is KbitLinear and layer.codebook.is_cuda for layer in module._modules.values())
+    layers = (layer for layer in module._modules.values() if isinstance(layer, KbitLinear))
+    return any(layer.local_part in _PARTS and layer.codebook.is_cuda for layer in layers)
 
 
 def _set_call(layer: KbitLinear, call: Call | None) -> None:
@@ -239,7 +241,7 @@ def _mergeable(module: nn.Module, names: Sequence[str]) -> Siblings | None:
     biases: list[torch.Tensor] = []
     for name in names:
         layer = module._modules.get(name)
-        if type(layer) is not KbitLinear or layer._forward_pre_hooks:
+        if not isinstance(layer, KbitLinear) or layer.local_part not in _PARTS or layer._forward_pre_hooks:
             continue
         held, bias = layer._held("weight"), layer.bias
         if held is None or layer in layers or (layers and (bias is None) == bool(biases)):

@@ -21,6 +21,9 @@ from kbit.ops import checks, direct, grad_checks
 # What classes call their eps.
 _EPS = ("variance_epsilon", "eps")
 _PROBE_ROWS = 8
+# An attribute of a forward that a module has of its own: it is for gradients, and computes what its class does.
+FOR_GRADIENTS = "for_gradients"
+_OWN_FORWARD = "_kbit_own_forward"  # of a norm: that function
 _NORMED = "_kbit_normed"  # of a norm: a sum that `add` made, its version, and its norm
 _PROBED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,7 +49,8 @@ class FusedNorm(MixedIn):
             if normed is not None:
                 return normed
             return direct.rms_norm(hidden_states, self.weight, *self.how)
-        return super().forward(hidden_states)
+        own_forward = vars(self).get(_OWN_FORWARD)
+        return super().forward(hidden_states) if own_forward is None else own_forward(hidden_states)
 
     def add(self, x: torch.Tensor, added: Any) -> torch.Tensor:
         """x + added; if one kernel can, the norm of it too, for a call of this module with the very result.
@@ -61,8 +65,10 @@ class FusedNorm(MixedIn):
         return total
 
     def leave(self) -> None:
-        """Forget the sum that `add` made."""
+        """Forget the sum that `add` made, and put a forward of its own back in its place."""
         vars(self).pop(_NORMED, None)
+        if _OWN_FORWARD in vars(self):
+            vars(self)["forward"] = vars(self).pop(_OWN_FORWARD)
 
     @property
     def how(self) -> tuple[float, bool, bool]:
@@ -126,12 +132,20 @@ def fuse_norms(model: nn.Module) -> None:
     """Have RMS norms run by our kernel, in place, where this gives what they give."""
     kinds: dict[Any, type[FusedNorm] | None] = {}
     for norm in _norms(model):
+        own = vars(norm).pop("forward") if _is_for_gradients(norm) else None
         key = (type(norm), _columns(norm), attributes(norm))
         if key not in kinds:
             kinds[key] = _kind(norm)
         kind = kinds[key]
         if kind is not None:
             mix_in(norm, kind)
+        if own is not None:
+            vars(norm)["forward" if kind is None else _OWN_FORWARD] = own
+
+
+def _is_for_gradients(norm: nn.Module) -> bool:
+    """Whether a norm has a forward of its own, but for gradients alone."""
+    return getattr(vars(norm).get("forward"), FOR_GRADIENTS, False)
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -142,7 +156,9 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
         if type(weight) is not nn.Parameter or weight.dim() != 1:
             continue
         # PyTorch's own norm is one kernel already.
-        if isinstance(module, MixedIn | nn.RMSNorm) or has_own_forward(module):
+        if isinstance(module, MixedIn | nn.RMSNorm):
+            continue
+        if has_own_forward(module) and not _is_for_gradients(module):
             continue
         alone = len(module._parameters) == 1 and not module._buffers and not module._modules
         if alone and _eps(module) >= 0 and len(inspect.signature(type(module).forward).parameters) == 2:

@@ -15,7 +15,8 @@ from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
 from kbit.nn.calibration import Group, Hessians, Sample, calibrated_layer, in_turn
 from kbit.nn.embedding import KbitEmbedding
-from kbit.nn.experts import KbitExperts, is_experts
+from kbit.nn.experts import KbitExperts
+from kbit.nn.fused_experts import is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.refusals import other_bits, refuse_other_format, require_policy

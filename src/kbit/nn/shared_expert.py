@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from kbit.format.layout import TILE_ROWS
-from kbit.nn.experts import KbitExperts, is_silu
+from kbit.nn.experts import KbitExperts
+from kbit.nn.fused_experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
@@ -31,6 +32,8 @@ from kbit.nn.tiling import make_neighbours
 _MOST_ROWS = 64
 # What blocks of transformers call a shared expert, and its gate where it has one.
 _SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", None))
+# What of gate, up and down goes with what of the experts. Split alike, both need one sum over ranks.
+_PARTS = {"all": ("all",) * 3, "features": ("rows", "rows", "columns")}
 
 
 class _Parts(NamedTuple):
@@ -56,7 +59,7 @@ class _Parts(NamedTuple):
 def _parts(block: nn.Module) -> _Parts | None:
     """The parts of a block, or None if it is none or has others."""
     router, experts = block._modules.get("gate"), block._modules.get("experts")
-    if type(experts) is not KbitExperts or not isinstance(router, FusedRouter):
+    if not isinstance(experts, KbitExperts) or not isinstance(router, FusedRouter):
         return None
     if isinstance(router, SharedGate):  # a linear layer with one output, in the router's place
         return None
@@ -74,11 +77,12 @@ def _are_plain(parts: _Parts) -> bool:
     for module in listening:
         if module is not None and is_apart(module):
             return False
-    if not is_silu(parts.mlp.act_fn) or not is_silu(experts.act_fn):
+    wanted = _PARTS.get(experts.local_part)
+    if wanted is None or not is_silu(parts.mlp.act_fn) or not is_silu(experts.act_fn):
         return False
-    for layer in layers:
-        plain = type(layer) is KbitLinear and layer.bias is None and "weight_scale" in layer._buffers
-        if not plain or layer._held("weight") is None:
+    for layer, part in zip(layers, wanted, strict=True):
+        plain = isinstance(layer, KbitLinear) and layer.bias is None and "weight_scale" in layer._buffers
+        if not plain or layer.local_part != part or layer._held("weight") is None:
             return False
     for name in ("gate_up_proj", "down_proj"):
         if experts._held(name) is None or f"{name}_scale" not in experts._buffers:
@@ -115,7 +119,7 @@ class MergedExperts(Joining):
             _, weights, ids = router.route(x, last=shared_gate.weight, shared="sigmoid")
         weight = (*_tiles(parts), experts.codebook, self.factors)
         y = torch.ops.kbit.experts_with_shared(x, *weight, ids, weights, experts.intermediate_dim)
-        return y.view(hidden_states.shape)
+        return experts.summed(y).view(hidden_states.shape)
 
     def _takes(self, parts: _Parts, x: torch.Tensor) -> bool:
         experts, layers = parts.experts, parts.layers()

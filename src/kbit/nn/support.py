@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from kbit.nn.experts import is_experts, unsupported_experts
+from kbit.nn.fused_experts import is_experts, unsupported_experts
 from kbit.nn.sizes import other_sizes
 
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).

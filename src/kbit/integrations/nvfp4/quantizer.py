@@ -16,7 +16,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.unmatched import unmatched
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
-from kbit.nn.experts import WEIGHTS
+from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.support import left_alone, unsupported
 from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes

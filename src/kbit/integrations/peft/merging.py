@@ -12,8 +12,8 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, LoraOnCodes
 from kbit.integrations.transformers.inplace import forget_if_plain, fused_in_files, is_of_transformers
 from kbit.nn import KbitExperts, KbitLinear
-from kbit.nn.experts import WEIGHTS
 from kbit.nn.fuse import parts_of, quantize_fused
+from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.parts import QuantizedModule
 from kbit.ops import api
 

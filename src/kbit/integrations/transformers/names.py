@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitEmbedding, KbitLinear
-from kbit.nn.experts import is_experts
+from kbit.nn.fused_experts import is_experts
 from kbit.nn.parts import QuantizedModule
 
 Transforms = tuple[list[WeightRenaming], list[WeightConverter]]

@@ -32,8 +32,10 @@ _LINEAR = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "packed_c
 _LINEAR |= {"rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1}
 _EMBEDDING = {"embedding_rowwise": 0, "rowwise": 0, "embedding_colwise": 1, "colwise": 1}
 _EXPERTS = {"packed_colwise": 1, "rowwise": 2, "grouped_gemm": 0}
+# Of a whole norm, where every rank has other heads: its gradients are to be summed over ranks.
+SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 # Styles that leave parameters whole.
-_WHOLE = {"mla_kv_a_proj", "replicate", "all_reduce", "local_params", "replicated_with_grad_allreduce"}
+_WHOLE = {"mla_kv_a_proj", "replicate", "all_reduce", "local_params", SUMS_GRADIENTS}
 GATHERS = {"colwise_rep", "colwise_gather_output"}
 SPLITS_INPUT = {"rowwise_rep", "rowwise_split_input"}
 # Styles whose forward a parallel layer replaces.

@@ -148,6 +148,13 @@ class ParallelLinear(ParallelModule, KbitLinear):
     `in_features` and `out_features` are those of this rank.
     """
 
+    @property
+    def local_part(self) -> str:
+        """See `KbitLinear.local_part`."""
+        if self.split.axis("weight_packed") == 0:
+            return "other" if self.split.gathers else "rows"
+        return "other" if self.split.splits_input else "columns"
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Like KbitLinear's; by rows, the ranks' partial results are rounded to x's dtype, then summed."""
         x, group = input, self.split.group
@@ -180,6 +187,15 @@ class ParallelEmbedding(ParallelModule, KbitEmbedding):
 class ParallelExperts(ParallelModule, KbitExperts):
     """KbitExperts split by their intermediate features, or by expert id."""
 
+    @property
+    def local_part(self) -> str:
+        """See `KbitExperts.local_part`."""
+        return "other" if self.split.axis("gate_up_proj_packed") == 0 else "features"
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """See `KbitExperts.summed`."""
+        return sum_over_ranks(y, self.split.group)
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -189,4 +205,4 @@ class ParallelExperts(ParallelModule, KbitExperts):
         if self.split.axis("gate_up_proj_packed") != 0:
             # Split by id, the router has summed these gradients already: each weight is one rank's.
             top_k_weights = sum_gradients(top_k_weights, group)
-        return sum_over_ranks(super().forward(hidden_states, top_k_index, top_k_weights), group)
+        return self.summed(super().forward(hidden_states, top_k_index, top_k_weights))

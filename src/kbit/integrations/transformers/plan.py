@@ -28,7 +28,7 @@ from kbit.integrations.transformers.names import (
 )
 from kbit.integrations.transformers.refusals import refuse_missing, refuse_unlike
 from kbit.integrations.transformers.tied_modules import Tied, tied_modules
-from kbit.nn.experts import WEIGHTS
+from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.support import left_alone, refuse_mixed, unsupported
 
 

@@ -15,7 +15,8 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import first_of
 from kbit.integrations.transformers.names import converted_parts, lost_in_files, own_conversions
 from kbit.integrations.transformers.plan import is_expert_merge
-from kbit.nn.experts import WEIGHTS, KbitExperts, is_experts
+from kbit.nn.experts import KbitExperts
+from kbit.nn.fused_experts import WEIGHTS, is_experts
 from kbit.nn.parts import QuantizedModule
 
 

@@ -21,6 +21,7 @@ from kbit.integrations.transformers.parallel_layers import (
     Split,
 )
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
+from kbit.nn.norm import FOR_GRADIENTS
 from kbit.nn.parts import QuantizedModule
 
 
@@ -65,9 +66,11 @@ def localize(model: Any) -> None:
     """
     known: dict[int, nn.Parameter] = {}  # tied layers go on sharing
     for name, module in model.named_modules():
+        style = parallel.style_of(model, name)
+        if style == parallel.SUMS_GRADIENTS and "forward" in vars(module):  # since transformers 5.21
+            setattr(vars(module)["forward"], FOR_GRADIENTS, True)
         if not isinstance(module, QuantizedModule):
             continue
-        style = parallel.style_of(model, name)
         weights = [module._parameters[weight + PACKED] for weight in module.shapes]
         if any(isinstance(weight, DTensor) for weight in weights):
             _localize(module, style, known)

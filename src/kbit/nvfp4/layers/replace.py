@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from kbit.nn.experts import is_experts
+from kbit.nn.fused_experts import is_experts
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, names_of_modules, unsupported
 from kbit.nvfp4.layers.experts import NVFP4Experts
 from kbit.nvfp4.layers.linear import NVFP4Linear
