@@ -158,7 +158,7 @@ def run_loaded(case, out):
 
 
 def together(model):
-    """Modules that run by fewer kernels than their classes: those they are, and how many layers they merge."""
+    """Modules that run by fewer kernels than their classes; and how many layers each merges."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, MixedIn)}
     merged = {name: module.siblings() for name, module in modules.items() if isinstance(module, Merged)}
     return {

@@ -174,8 +174,8 @@ def test_each_rank_holds_its_part(name, mode, runs):
                 assert ratio == expected_ratio(one, mode, layer), layer
 
 
-# Over ranks, of two layers: of linear attention, which stays whole, there is none; a shared expert that is split
-# as the routed ones are has none of its own.
+# Over ranks, of two layers: of linear attention, which stays whole, there is none; a shared expert that is
+# split as the routed ones are has none of its own.
 SUMS = {"llama": 4, "qwen3_moe": 4, "qwen3_next": 3, "qwen3_5_moe": 3, "glm4_moe_lite": 4}
 
 

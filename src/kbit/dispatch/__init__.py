@@ -9,6 +9,7 @@ from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
     masks,
     moe,
     norm,
+    one_shot,
     ops,
     rotary,
     tiled,

@@ -21,7 +21,7 @@ from kbit.ops import checks, direct, grad_checks
 # What classes call their eps.
 _EPS = ("variance_epsilon", "eps")
 _PROBE_ROWS = 8
-# An attribute of a forward that a module has of its own: it is for gradients, and computes what its class does.
+# Of a forward that a module has of its own: it is there for gradients, and computes what its class does.
 FOR_GRADIENTS = "for_gradients"
 _OWN_FORWARD = "_kbit_own_forward"  # of a norm: that function
 _NORMED = "_kbit_normed"  # of a norm: a sum that `add` made, its version, and its norm

@@ -12,6 +12,7 @@ from kbit.ops import (  # noqa: F401
     mask_schemas,
     moe_schemas,
     norm_schemas,
+    one_shot_schemas,
     rotary_schemas,
     schemas,
     tiled_schemas,

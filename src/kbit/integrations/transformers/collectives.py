@@ -1,42 +1,74 @@
-"""Sums over ranks: by the process group's collective, or for small tensors by GPUs that read each other.
+"""Sums over ranks: by the process group's collective, or for small tensors by GPUs that write to each other.
 
-Decoding adds up a few hundred kilobytes twice a layer, where latency is all that counts. In a one-shot
-all-reduce every GPU puts its tensor into memory that the others have mapped, waits for theirs, and adds all
-of them itself: one kernel, one crossing of the link, where NCCL's rings cross it twice. The kernel is torch's
-(`torch.ops.symm_mem`), on memory of `torch.distributed._symmetric_memory`. For large tensors NCCL moves less.
+Decoding adds up a few kilobytes twice a layer, where latency is all that counts. In a one-shot all-reduce
+every GPU writes its tensor into memory that the others have mapped, waits for theirs, and adds all of them
+itself: one kernel, one crossing of the link, where NCCL's rings cross it twice. The kernel is
+`kbit::one_shot_sum`, or `kbit::one_shot_gather` for columns of all ranks, the memory that of
+`torch.distributed._symmetric_memory`. For large tensors NCCL moves less.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# Above, reading every peer's whole tensor costs more than NCCL's latency.
-ONE_SHOT_BYTES = 2**20
-_ALIGNMENT = 16
+from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, inbox_bytes
+from kbit.ops import checks
 
-# (name of a process group, dtype) -> memory that its ranks have mapped. It lives as long as the process: CUDA
-# graphs hold its address.
-_shared: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+# Above, writing all of a tensor to every peer costs more than NCCL's latency.
+ONE_SHOT_BYTES = 2**18
+
+
+class _Inboxes(NamedTuple):
+    """Memory of a group's ranks that all of them have mapped, as `kbit::one_shot_sum` takes it.
+
+    It lives as long as the process: CUDA graphs hold its address.
+    """
+
+    memory: torch.Tensor
+    addresses: list[int]
+    state: torch.Tensor
+    rank: int
+
+
+_shared: dict[str, _Inboxes] = {}  # by the process group's name
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' `x`, the same bits on all; written over it, or into a new tensor."""
-    shared = _shared.get((group.group_name, x.dtype)) if _shared else None
-    if shared is None or not 0 < x.nbytes <= shared.nbytes or x.nbytes % _ALIGNMENT:
+    shared = _inboxes_for(x, x.nbytes, group)
+    if shared is None:
         dist.all_reduce(x, group=group)
         return x
-    x = x.contiguous()
-    if x.data_ptr() % _ALIGNMENT:
-        x = x.clone()
-    mapped = shared[: x.numel()].view(x.shape)
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(mapped, x, "sum", group.group_name)
+    return torch.ops.kbit.one_shot_sum(x, *shared)
+
+
+def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[..., columns] of every rank -> [..., ranks * columns]."""
+    shared = _inboxes_for(x, x.shape[-1] * x.element_size(), group)
+    if shared is not None:
+        return torch.ops.kbit.one_shot_gather(x, *shared)
+    received = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather_into_tensor(received, x[None].contiguous(), group=group)
+    return received.movedim(0, -2).flatten(-2)
+
+
+def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> tuple[Any, ...] | None:
+    """The ops' arguments but x, of which so many bytes stay together; None where it is not theirs."""
+    shared = _shared.get(group.group_name) if _shared else None
+    if shared is None or x.dtype not in checks.HALF_DTYPES or x.device != shared.state.device:
+        return None
+    if not 0 < x.nbytes <= ONE_SHOT_BYTES or whole % LINE_BYTES:
+        return None
+    return shared.addresses, shared.state, shared.rank, ONE_SHOT_BYTES // LINE_BYTES
 
 
 def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Have small sums of a group's ranks done by one-shot all-reduces from now on; every rank must call it.
+
+    All ranks must then compute the same sums in the same order, as with NCCL, and on one stream.
 
     Args:
         group: a process group of GPUs of one machine.
@@ -46,39 +78,50 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
     Returns:
         Why it cannot be, the same on all ranks where one fails; None if it is on.
     """
-    key = group.group_name, dtype
     # Step by step, each agreed on: a rank alone in a collective would wait forever.
     for step in (_map, _try):
         reason = None
         try:
-            reason = step(key, group, device)
-        except (RuntimeError, ImportError, AttributeError) as error:
+            reason = step(group, dtype, device)
+        except (RuntimeError, ImportError, AttributeError, ValueError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         failed = torch.tensor([reason is not None], dtype=torch.int32, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         if failed.item():
-            _shared.pop(key, None)
+            _shared.pop(group.group_name, None)
             return reason or "another rank could not"
     return None
 
 
-def _map(key: tuple[str, torch.dtype], group: Any, device: torch.device) -> str | None:
+def _map(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Map memory between the ranks."""
+    ranks = dist.get_world_size(group)
     if device.type != "cuda":
         return f"one-shot all-reduces are for GPUs, got {device.type}"
+    if dtype not in checks.HALF_DTYPES:
+        return f"one-shot all-reduces are of float16 and bfloat16, got {dtype}"
+    if ranks not in RANKS:
+        return f"one-shot all-reduces are for {RANKS[0]} to {RANKS[-1]} GPUs, got {ranks}"
+    if group.group_name in _shared:
+        return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    dtype = key[1]
-    shared = symmetric_memory.empty(ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-    symmetric_memory.rendezvous(shared, group)
-    _shared[key] = shared
+    memory = symmetric_memory.empty(inbox_bytes(ranks, ONE_SHOT_BYTES), dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    memory.zero_()  # before any rank writes there: they meet before `_try`
+    rank = dist.get_rank(group)
+    offset = memory.data_ptr() - handle.buffer_ptrs[rank]
+    state = torch.tensor(STATE, dtype=torch.int32, device=device)
+    addresses = [pointer + offset for pointer in handle.buffer_ptrs]
+    _shared[group.group_name] = _Inboxes(memory, addresses, state, rank)
     return None
 
 
-def _try(key: tuple[str, torch.dtype], group: Any, device: torch.device) -> str | None:
-    """Sum whole numbers, which every order of additions sums exactly."""
-    x = torch.arange(len(_shared[key]), device=device).remainder(64).to(key[1]) + dist.get_rank(group)
+def _try(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Sum whole numbers, which every order of additions sums exactly, twice: by either half of an inbox."""
+    x = torch.arange(ONE_SHOT_BYTES // dtype.itemsize, device=device).remainder(64).to(dtype)
+    x += dist.get_rank(group)
     expected = x.clone()
     dist.all_reduce(expected, group=group)
-    same = torch.equal(all_reduce(x, group), expected)
+    same = all(torch.equal(all_reduce(x, group), expected) for _ in range(2))
     return None if same else "a sum of whole numbers came out wrong"

@@ -90,10 +90,8 @@ class _Gather(torch.autograd.Function):
         # Ranks hold ceil(width / ranks) columns, the last ones fewer; collectives want equal sizes.
         each = -(-width // ranks)
         ctx.begin, ctx.columns = rank * each, x.shape[-1]
-        sent = torch.nn.functional.pad(x, (0, each - x.shape[-1])).contiguous()
-        received = sent.new_empty(ranks, *sent.shape)
-        dist.all_gather_into_tensor(received, sent[None].contiguous(), group=group)
-        return received.movedim(0, -2).flatten(-2)[..., :width].contiguous()
+        sent = torch.nn.functional.pad(x, (0, each - x.shape[-1])) if x.shape[-1] < each else x
+        return collectives.gather(sent, group)[..., :width].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
