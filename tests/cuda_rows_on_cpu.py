@@ -34,6 +34,9 @@ PTX = (
     ),
     (r'asm volatile\("stmatrix.*?"memory"\);', "store_squares(to, a);"),
     (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
+    (r'asm volatile\("st\.volatile\.global\.v4.*?"memory"\);', "*to = piece;"),
+    (r'asm volatile\("ld\.volatile\.global\.v4.*?"memory"\);', "piece = *at;"),
+    (r'asm volatile\("mov\.u64 %0, %%globaltimer.*?\);', "now = 0;"),
     (r'asm volatile\("(?:prefetch|cp\.async\.wait_all).*?\);\n', "\n"),
     (r"load_shared_element<", "shared_element<"),
     (

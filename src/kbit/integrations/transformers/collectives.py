@@ -14,55 +14,58 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, inbox_bytes
+from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, takes_norm
+from kbit.nn import upcoming
 from kbit.ops import checks
 
 # Above, writing all of a tensor to every peer costs more than NCCL's latency.
 ONE_SHOT_BYTES = 2**18
 
 
-class _Inboxes(NamedTuple):
-    """Memory of a group's ranks that all of them have mapped, as `kbit::one_shot_sum` takes it.
+class _Shared(NamedTuple):
+    """Memory of a group's ranks that all of them have mapped.
 
     It lives as long as the process: CUDA graphs hold its address.
     """
 
     memory: torch.Tensor
-    addresses: list[int]
-    state: torch.Tensor
-    rank: int
+    inboxes: Inboxes
 
 
-_shared: dict[str, _Inboxes] = {}  # by the process group's name
+_shared: dict[str, _Shared] = {}  # by the process group's name
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' `x`, the same bits on all; written over it, or into a new tensor."""
-    shared = _inboxes_for(x, x.nbytes, group)
-    if shared is None:
+    inboxes = _inboxes_for(x, x.nbytes, group)
+    if inboxes is None:
         dist.all_reduce(x, group=group)
         return x
-    return torch.ops.kbit.one_shot_sum(x, *shared)
+    following = upcoming.norm_of_sum(x)
+    if following is not None and takes_norm(x, following.residual, following.norm.weight):
+        how = following.norm.weight, *following.norm.how
+        made = torch.ops.kbit.one_shot_add_rms_norm(x, *inboxes, following.residual.view(x.shape), *how)
+        following.set_made(*made)
+        return made[0]
+    return torch.ops.kbit.one_shot_sum(x, *inboxes)
 
 
 def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[..., columns] of every rank -> [..., ranks * columns]."""
-    shared = _inboxes_for(x, x.shape[-1] * x.element_size(), group)
-    if shared is not None:
-        return torch.ops.kbit.one_shot_gather(x, *shared)
+    inboxes = _inboxes_for(x, x.shape[-1] * x.element_size(), group)
+    if inboxes is not None:
+        return torch.ops.kbit.one_shot_gather(x, *inboxes)
     received = x.new_empty(dist.get_world_size(group), *x.shape)
     dist.all_gather_into_tensor(received, x[None].contiguous(), group=group)
     return received.movedim(0, -2).flatten(-2)
 
 
-def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> tuple[Any, ...] | None:
-    """The ops' arguments but x, of which so many bytes stay together; None where it is not theirs."""
+def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> Inboxes | None:
+    """Where ranks put x, of which so many bytes stay together; None if that is for the process group."""
     shared = _shared.get(group.group_name) if _shared else None
-    if shared is None or x.dtype not in checks.HALF_DTYPES or x.device != shared.state.device:
+    if shared is None or x.dtype not in checks.HALF_DTYPES or x.device != shared.memory.device:
         return None
-    if not 0 < x.nbytes <= ONE_SHOT_BYTES or whole % LINE_BYTES:
-        return None
-    return shared.addresses, shared.state, shared.rank, ONE_SHOT_BYTES // LINE_BYTES
+    return shared.inboxes if 0 < x.nbytes <= ONE_SHOT_BYTES and not whole % LINE_BYTES else None
 
 
 def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -113,7 +116,8 @@ def _map(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     offset = memory.data_ptr() - handle.buffer_ptrs[rank]
     state = torch.tensor(STATE, dtype=torch.int32, device=device)
     addresses = [pointer + offset for pointer in handle.buffer_ptrs]
-    _shared[group.group_name] = _Inboxes(memory, addresses, state, rank)
+    inboxes = Inboxes(addresses, state, rank, ONE_SHOT_BYTES // LINE_BYTES)
+    _shared[group.group_name] = _Shared(memory, inboxes)
     return None
 
 

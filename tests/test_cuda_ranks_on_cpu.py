@@ -1,0 +1,132 @@
+"""one_shot.cu and one_shot_norm.cu, run on the CPU as one of several ranks, whose parts are there already."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import cuda_rows_on_cpu
+from guards import guarded, untouched
+from kbit.backends.cuda import norm, ranks
+
+if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+CAPACITY = 4096  # pieces
+LAST = 2**32 - 1  # number of a sum
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
+    return cuda_on_cpu.Kernels(tmp_path_factory.mktemp("cuda_ranks_on_cpu"), cuda_rows_on_cpu.host_source)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
+    cuda_on_cpu.install(monkeypatch, kernels)
+    norm._prepared.cache_clear()
+
+
+def signed(number: int) -> int:
+    return number - 2**32 if number >= 2**31 else number
+
+
+def pieces_of(x: torch.Tensor, number: int) -> torch.Tensor:
+    """int32 [lines, 4]: what a rank sends of its part."""
+    lines = x.flatten().view(torch.int32).view(-1, 2)
+    numbers = torch.full((len(lines),), signed(number), dtype=torch.int32)
+    return torch.stack([lines[:, 0], numbers, lines[:, 1], numbers], dim=1)
+
+
+class Machine:
+    """The inboxes of ranks, as rank `rank` finds them when the parts of all others have come."""
+
+    def __init__(self, parts: list[torch.Tensor], rank: int, number: int) -> None:
+        self.parts, self.rank, self.number = parts, rank, number
+        self.memory = [
+            guarded(torch.zeros(2, len(parts), CAPACITY, 4, dtype=torch.int32)) for _ in range(len(parts))
+        ]
+        for other, part in enumerate(parts):
+            if other != rank:
+                sent = pieces_of(part, number)
+                self.memory[rank][number % 2, other, : len(sent)] = sent
+        self.state = torch.tensor([signed(number), 0], dtype=torch.int32)
+        addresses = [one.data_ptr() for one in self.memory]
+        self.inboxes = ranks.Inboxes(addresses, self.state, rank, CAPACITY)
+
+    def check(self) -> None:
+        """This rank's part went to all, nothing else anywhere, and the next number is there."""
+        sent = pieces_of(self.parts[self.rank], self.number)
+        for memory in self.memory:
+            assert untouched(memory)
+            assert torch.equal(memory[self.number % 2, self.rank, : len(sent)], sent)
+            assert not memory[self.number % 2, self.rank, len(sent) :].any()
+            assert not memory[1 - self.number % 2].any()
+        following = 2 if self.number == LAST else self.number + 1
+        assert self.state.tolist() == [signed(following), 0]
+
+
+def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    """In float32, in the order of ranks, rounded once."""
+    total = torch.zeros(parts[0].shape)
+    for part in parts:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("number", [1, 2, 2**31, LAST])
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums(dtype, count, number):
+    for size, rank in ((4, 0), (12, count - 1), (2048, 1), (4 * CAPACITY, 0)):
+        machine = Machine([torch.randn(size).to(dtype) for _ in range(count)], rank, number)
+        x = guarded(machine.parts[rank].clone())
+        out = guarded(torch.full((size,), float("nan"), dtype=dtype))
+        ranks.one_shot(x, machine.inboxes, out, gathers=False)
+        assert untouched(out)
+        assert torch.equal(out, sum_of(machine.parts))
+        machine.check()
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4), (3, 20), (5, 1024)])
+def test_columns_side_by_side(count, rows, columns):
+    for rank in range(count):
+        machine = Machine([torch.randn(rows, columns).half() for _ in range(count)], rank, 7)
+        out = guarded(torch.full((rows, count * columns), float("nan")).half())
+        ranks.one_shot(machine.parts[rank], machine.inboxes, out, gathers=True)
+        assert untouched(out)
+        assert torch.equal(out, torch.cat(machine.parts, dim=1))
+        machine.check()
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 520), (3, 576), (2, 2048), (1, 8184), (1, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_sums_are_those_of_two_kernels(dtype, rows, columns, count):
+    machine = Machine([torch.randn(rows, columns).to(dtype) for _ in range(count)], count - 1, 6)
+    x, residual, weight = machine.parts[-1], torch.randn(rows, columns).to(dtype), torch.randn(columns)
+    residual, weight = guarded(residual), guarded(weight.to(dtype))
+    assert ranks.takes_norm(x, residual, weight)
+    for how in ((1e-6, False, True), (1e-5, True, False)):
+        outs = [guarded(torch.full((rows, columns), float("nan"), dtype=dtype)) for _ in range(3)]
+        machine.state.copy_(torch.tensor([6, 0]))
+        ranks.one_shot_norm(x, residual, weight, machine.inboxes, how, tuple(outs))
+        assert all(map(untouched, outs))
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        norm.rms_norm(residual, weight, *how, normed, sum_of(machine.parts), total)
+        assert torch.equal(outs[0], sum_of(machine.parts))
+        assert torch.equal(outs[1], total)
+        assert torch.equal(outs[2], normed)
+        machine.check()
+
+
+def test_what_the_norm_does_not_take():
+    x, weight = torch.randn(2, 2048).half(), torch.randn(2048).half()
+    assert ranks.takes_norm(x, x, weight)
+    assert not ranks.takes_norm(x, x.mT.contiguous().mT, weight)
+    assert not ranks.takes_norm(x, x, weight.float())
+    for columns in (8, 512, 1025, 8200):
+        x, weight = torch.randn(2, columns).half(), torch.randn(columns).half()
+        assert not ranks.takes_norm(x, x, weight)
