@@ -7,7 +7,9 @@ compare. On GPUs where the job says so, each rank on its own.
 import contextlib
 import json
 import os
+import random
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, StaticCache
 
 import kbit
+from kbit.backends.cuda import ranks
+from kbit.backends.cuda.capture import capture
 from kbit.bench import model_split
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import collectives
@@ -167,6 +171,88 @@ def together(model):
     }
 
 
+def parts_of_all(generators, shape, dtype):
+    """Every rank's part, which all of them make alike."""
+    return [torch.randn(shape, generator=one, device=one.device).to(dtype) for one in generators]
+
+
+def sum_of(parts):
+    """In float32, in the order of ranks, rounded once."""
+    total = torch.zeros(parts[0].shape, device=parts[0].device)
+    for part in parts:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def run_sums(device, repeats):
+    """How often whole results of one-shot sums are wrong, by kind; ranks come early and late."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert collectives.use_one_shot(world, torch.bfloat16, device) is None
+    assert collectives.use_one_shot(world, torch.float16, device) is None
+    inboxes = collectives._used[world.group_name]
+    generators = [torch.Generator(device=device).manual_seed(one) for one in range(dist.get_world_size())]
+    same, own = random.Random(0), random.Random(1 + rank)
+    wrong = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in ("sum", "gather", "norm")}
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # what nobody writes to is NaN
+    for _ in range(repeats):
+        rows, columns = same.choice(((1, 4), (1, 2048), (7, 520), (3, 4096), (32, 2048), (1, 8192), (5, 36)))
+        dtype, kind = same.choice((torch.float16, torch.bfloat16)), same.choice(list(wrong))
+        parts = parts_of_all(generators, (rows, columns), dtype)
+        if own.random() < 0.3:
+            torch.cuda._sleep(own.randrange(1, 300_000))
+        if kind == "sum":
+            pairs = [(collectives.all_reduce(parts[rank].clone(), world), sum_of(parts))]
+        elif kind == "gather":
+            pairs = [(collectives.gather(parts[rank], world), torch.cat(parts, dim=-1))]
+        else:
+            residual, weight = parts[0] + 1, parts[-1][0]
+            how = (weight, 1e-6, same.random() < 0.5, same.random() < 0.5)
+            want = sum_of(parts), *torch.ops.kbit.add_rms_norm(residual, sum_of(parts), *how)
+            have = torch.ops.kbit.one_shot_add_rms_norm(parts[rank], *inboxes, residual, *how)
+            pairs = zip(have, want, strict=True)
+        for have, want in pairs:
+            wrong[kind] += (have.view(torch.int16) != want.view(torch.int16)).any()
+    torch.use_deterministic_algorithms(False)
+    return {kind: int(count) for kind, count in wrong.items()} | {"replays": replayed_sums(device, repeats)}
+
+
+def replayed_sums(device, repeats):
+    """How often a replayed chain of sums gives something else than it gave at first."""
+    x = torch.randn(4, 2048, device=device).to(torch.bfloat16) / 64
+
+    def chain():
+        y = x
+        for _ in range(32):
+            y = collectives.all_reduce(y, dist.group.WORLD) / 2
+        return y
+
+    first, graph = chain().clone(), torch.cuda.CUDAGraph()
+    dist.barrier()
+    with capture(graph, device):
+        y = chain()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(repeats):
+        graph.replay()
+        wrong += (y != first).any()
+    return int(wrong)
+
+
+def run_alone(device):
+    """What the first rank is told of a sum to which no other comes; the process cannot use its GPU then."""
+    assert collectives.use_one_shot(dist.group.WORLD, torch.bfloat16, device) is None
+    if dist.get_rank():
+        time.sleep(6)
+        return ""
+    ranks._SECONDS = 1
+    try:
+        collectives.all_reduce(torch.ones(64, dtype=torch.bfloat16, device=device), dist.group.WORLD)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def main():
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -179,8 +265,15 @@ def main():
     results = {}
     for case in job["cases"]:
         print(case["name"], flush=True)  # the parent shows it if something fails
-        results[case["name"]] = run_random(case, device) if "policy" in case else run(case, out)
+        if case["name"] == "sums":
+            results["sums"] = run_sums(device, case["repeats"])
+        elif case["name"] == "alone":
+            results["alone"] = run_alone(device)
+        else:
+            results[case["name"]] = run_random(case, device) if "policy" in case else run(case, out)
     torch.save(results, out / f"rank{dist.get_rank()}.pt")
+    if "alone" in results:
+        os._exit(0)
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kbit.backends.cuda.ranks import Inboxes
 from kbit.bench import model as bench
 from kbit.bench import model_ranks
 from kbit.bench.model_split import ENVIRONMENT, rank_environment
@@ -106,20 +107,41 @@ class _Group:
     group_name = "ranks"
 
 
-@pytest.mark.parametrize("numel", [0, 7, 8, 2**20])
+@pytest.mark.parametrize("numel", [0, 6, 8, 2**20])
 def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
-    """One-shot sums take what fits into the memory shared, at whole 16 bytes."""
+    """One-shot sums take what fits into the memory shared, at whole 8 bytes."""
     asked = []
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, group: asked.append("group"))
-    shared = torch.zeros(64, dtype=torch.bfloat16)
-    monkeypatch.setitem(collectives._shared, ("ranks", torch.bfloat16), shared)
+    inboxes = Inboxes([1, 2], torch.zeros(2, dtype=torch.int32), 0, 64)
+    monkeypatch.setitem(collectives._used, "ranks", inboxes)
 
-    def one_shot(mapped, x, operation, name):
-        assert (mapped.shape, mapped.data_ptr()) == (x.shape, shared.data_ptr())
-        asked.append(name)
-        return x.clone()
+    class Ops:
+        @staticmethod
+        def one_shot_sum(x, *given):
+            assert given == inboxes
+            asked.append("ranks")
+            return x.clone()
 
-    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, raising=False)
+    monkeypatch.setattr(torch.ops, "kbit", Ops)
     collectives.all_reduce(torch.zeros(numel, dtype=torch.bfloat16), _Group())
-    collectives.all_reduce(torch.zeros(numel, dtype=torch.float16), _Group())
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.float32), _Group())
     assert asked == ["ranks" if numel == 8 else "group", "group"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "capacity", "x", "error"),
+    [
+        (0, 64, torch.zeros(8), "must be float16 or bfloat16, got torch.float32"),
+        (2, 64, torch.zeros(8).half(), "got 2 and rank 2"),
+        (0, 64, torch.zeros(6).half(), "a multiple of 8 bytes"),
+        (0, 1, torch.zeros(8).half(), "8 bytes at most"),
+        (0, 64, torch.zeros(8).half(), "ranks must be GPUs"),
+    ],
+)
+def test_what_one_shot_sums_refuse(rank, capacity, x, error):
+    state = torch.zeros(2, dtype=torch.int32)
+    for op in (torch.ops.kbit.one_shot_sum, torch.ops.kbit.one_shot_gather):
+        with pytest.raises((TypeError, ValueError), match=error):
+            op(x, [1, 2], state, rank, capacity)
+    with pytest.raises(TypeError, match="state must be int32"):
+        torch.ops.kbit.one_shot_sum(torch.zeros(8).half(), [1, 2], state.long(), 0, 64)

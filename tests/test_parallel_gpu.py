@@ -1,4 +1,4 @@
-"""Two GPUs against one: NCCL, `kbit bench model --gpus`, and sums that GPUs do by reading each other."""
+"""Two GPUs against one: NCCL, `kbit bench model --gpus`, and sums by GPUs that write to each other."""
 
 import json
 
@@ -28,7 +28,8 @@ def runs(tmp_path_factory):
         for mode in distributed_modes(name):
             one = {"mode": mode, "architecture": name, "save": True, "folder": str(folder / f"{name}-kbit")}
             cases.append({"name": f"{name}-{mode}", **one})
-    return folder, run_ranks(folder, cases + random_cases(NAMES), "cuda")
+    cases += [*random_cases(NAMES), {"name": "sums", "repeats": 1000}]
+    return folder, run_ranks(folder, cases, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,16 @@ def test_two_gpus_compute_and_save_what_one_does(name, mode, runs):
 @pytest.mark.parametrize("case", random_cases(NAMES), ids=lambda case: case["name"])
 def test_random_models_built_in_parts_are_those_of_one_gpu(case, runs):
     check_random(case, [rank[case["name"]] for rank in runs[1]], "cuda")
+
+
+def test_one_shot_sums_are_right_every_time(runs):
+    for rank in runs[1]:
+        assert rank["sums"] == {"sum": 0, "gather": 0, "norm": 0, "replays": 0}
+
+
+def test_a_rank_that_does_not_come_is_an_error(tmp_path):
+    first, _ = run_ranks(tmp_path, [{"name": "alone"}], "cuda")
+    assert "CUDA error" in first["alone"]
 
 
 def test_steps_of_two_gpus_are_captured(tmp_path):

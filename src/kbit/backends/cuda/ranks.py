@@ -23,9 +23,9 @@ _NORM_COLUMNS = range(64 * operands.PIECE + 1, 1024 * operands.PIECE + 1)
 _SECONDS = 600
 
 
-def inbox_bytes(ranks: int, most_bytes: int) -> int:
-    """Bytes of a rank's inbox for tensors of so many, at most."""
-    return 2 * ranks * (most_bytes // LINE_BYTES) * PIECE_BYTES
+def inbox_bytes(ranks: int, capacity: int) -> int:
+    """Bytes of a rank's inbox for tensors of so many lines, at most."""
+    return 2 * ranks * capacity * PIECE_BYTES
 
 
 @functools.cache
@@ -45,6 +45,17 @@ def specs() -> list[KernelSpec]:
     kinds = [*((dtype, False) for dtype in operands.DTYPES), (operands.DTYPES[0], True)]
     alone = [_spec(dtype, ranks, gathers) for dtype, gathers in kinds for ranks in RANKS]
     return alone + [_norm_spec(dtype, ranks) for dtype in operands.DTYPES for ranks in RANKS]
+
+
+def load(dtype: torch.dtype, ranks: int, index: int) -> None:
+    """Have all kernels for a dtype and so many ranks on a device.
+
+    Raises:
+        KbitError: one cannot be compiled or loaded.
+    """
+    for gathers in (False, True):
+        launcher.load(_spec(dtype, ranks, gathers), index, _FORMAT)
+    launcher.load(_norm_spec(dtype, ranks), index, _NORM_FORMAT)
 
 
 class Inboxes(NamedTuple):

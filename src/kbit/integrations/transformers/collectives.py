@@ -9,30 +9,28 @@ itself: one kernel, one crossing of the link, where NCCL's rings cross it twice.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import hashlib
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, takes_norm
+from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load, takes_norm
 from kbit.nn import upcoming
 from kbit.ops import checks
 
-# Above, writing all of a tensor to every peer costs more than NCCL's latency.
-ONE_SHOT_BYTES = 2**18
+_log = logging.getLogger(__name__)
+# Of a tensor, times ranks: above, writing all of it to every peer costs more than NCCL's latency.
+ONE_SHOT_BYTES = 2**21
 
 
-class _Shared(NamedTuple):
-    """Memory of a group's ranks that all of them have mapped.
-
-    It lives as long as the process: CUDA graphs hold its address.
-    """
-
-    memory: torch.Tensor
-    inboxes: Inboxes
-
-
-_shared: dict[str, _Shared] = {}  # by the process group's name
+# By the process group's name. Memory lives as long as the process: CUDA graphs hold its address.
+_mapped: dict[str, tuple[torch.Tensor, Inboxes]] = {}
+_used: dict[str, Inboxes] = {}
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -62,16 +60,30 @@ def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> Inboxes | None:
     """Where ranks put x, of which so many bytes stay together; None if that is for the process group."""
-    shared = _shared.get(group.group_name) if _shared else None
-    if shared is None or x.dtype not in checks.HALF_DTYPES or x.device != shared.memory.device:
+    inboxes = _used.get(group.group_name) if _used else None
+    if inboxes is None or x.dtype not in checks.HALF_DTYPES or x.device != inboxes.state.device:
         return None
-    return shared.inboxes if 0 < x.nbytes <= ONE_SHOT_BYTES and not whole % LINE_BYTES else None
+    return inboxes if 0 < x.nbytes <= LINE_BYTES * inboxes.capacity and not whole % LINE_BYTES else None
+
+
+def use_where_possible(model: Any) -> None:
+    """`use_one_shot` for the ranks of a model that was split and loaded; every rank must call it."""
+    for group, layer in {layer.split.group: layer for layer in _split_layers(model)}.items():
+        if layer.codebook.is_cuda:
+            reason = use_one_shot(group, model.dtype, layer.codebook.device)
+            if reason is not None:
+                _log.info("sums over ranks are left to %s: %s", dist.get_backend(group), reason)
+
+
+def _split_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "split")]
 
 
 def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Have small sums of a group's ranks done by one-shot all-reduces from now on; every rank must call it.
 
-    All ranks must then compute the same sums in the same order, as with NCCL, and on one stream.
+    All ranks must then compute the same sums in the same order, as with NCCL, and on one stream. Loading a
+    split model does this where it can; KBIT_ALL_REDUCE=nccl on some rank leaves all to the process group.
 
     Args:
         group: a process group of GPUs of one machine.
@@ -82,7 +94,7 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
         Why it cannot be, the same on all ranks where one fails; None if it is on.
     """
     # Step by step, each agreed on: a rank alone in a collective would wait forever.
-    for step in (_map, _try):
+    for step in (_check, _map, _load, _try):
         reason = None
         try:
             reason = step(group, dtype, device)
@@ -91,39 +103,66 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
         failed = torch.tensor([reason is not None], dtype=torch.int32, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         if failed.item():
-            _shared.pop(group.group_name, None)
+            _used.pop(group.group_name, None)
             return reason or "another rank could not"
     return None
 
 
-def _map(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Map memory between the ranks."""
-    ranks = dist.get_world_size(group)
+def _check(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    ranks, asked = dist.get_world_size(group), os.environ.get("KBIT_ALL_REDUCE")
+    # Kept by all ranks, whatever the others find.
+    same = torch.tensor(_machine(), dtype=torch.int64, device=device)
+    least, most = same.clone(), same.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    if asked not in (None, "", "nccl", "one-shot"):
+        return f"KBIT_ALL_REDUCE must be nccl or one-shot, got {asked!r}"
+    if asked == "nccl":
+        return "KBIT_ALL_REDUCE is nccl"
     if device.type != "cuda":
         return f"one-shot all-reduces are for GPUs, got {device.type}"
     if dtype not in checks.HALF_DTYPES:
         return f"one-shot all-reduces are of float16 and bfloat16, got {dtype}"
     if ranks not in RANKS:
         return f"one-shot all-reduces are for {RANKS[0]} to {RANKS[-1]} GPUs, got {ranks}"
-    if group.group_name in _shared:
-        return None
-    import torch.distributed._symmetric_memory as symmetric_memory
+    return None if torch.equal(least, most) else "the ranks are on several machines"
 
-    memory = symmetric_memory.empty(inbox_bytes(ranks, ONE_SHOT_BYTES), dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
-    memory.zero_()  # before any rank writes there: they meet before `_try`
-    rank = dist.get_rank(group)
-    offset = memory.data_ptr() - handle.buffer_ptrs[rank]
-    state = torch.tensor(STATE, dtype=torch.int32, device=device)
-    addresses = [pointer + offset for pointer in handle.buffer_ptrs]
-    inboxes = Inboxes(addresses, state, rank, ONE_SHOT_BYTES // LINE_BYTES)
-    _shared[group.group_name] = _Shared(memory, inboxes)
-    return None
+
+def _machine() -> int:
+    """A number that ranks of one machine share."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        name = socket.gethostname()
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+def _map(group: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Map memory between the ranks."""
+    if group.group_name not in _mapped:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        capacity = ONE_SHOT_BYTES // ranks // LINE_BYTES
+        memory = symmetric_memory.empty(inbox_bytes(ranks, capacity), dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(memory, group)
+        memory.zero_()  # before any rank writes there: they meet before `_try`
+        offset = memory.data_ptr() - handle.buffer_ptrs[rank]
+        addresses = [pointer + offset for pointer in handle.buffer_ptrs]
+        state = torch.tensor(STATE, dtype=torch.int32, device=device)
+        _mapped[group.group_name] = memory, Inboxes(addresses, state, rank, capacity)
+    _used[group.group_name] = _mapped[group.group_name][1]
+
+
+def _load(group: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Have the kernels ready: who cannot compile them would let the others wait."""
+    load(dtype, dist.get_world_size(group), device.index)
 
 
 def _try(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Sum whole numbers, which every order of additions sums exactly, twice: by either half of an inbox."""
-    x = torch.arange(ONE_SHOT_BYTES // dtype.itemsize, device=device).remainder(64).to(dtype)
+    capacity = _used[group.group_name].capacity
+    x = torch.arange(LINE_BYTES * capacity // dtype.itemsize, device=device).remainder(64).to(dtype)
     x += dist.get_rank(group)
     expected = x.clone()
     dist.all_reduce(expected, group=group)

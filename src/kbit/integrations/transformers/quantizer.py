@@ -148,9 +148,10 @@ class KbitHfQuantizer(HfQuantizer):
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
         if is_distributed():
-            from kbit.integrations.transformers.sharded import localize
+            from kbit.integrations.transformers import collectives, sharded
 
-            localize(model)
+            sharded.localize(model)
+            collectives.use_where_possible(model)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 placement.unmark_initialized(module, module.shapes)
