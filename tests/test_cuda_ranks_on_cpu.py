@@ -1,4 +1,4 @@
-"""one_shot.cu and one_shot_norm.cu, run on the CPU as one of several ranks, whose parts are there already."""
+"""one_shot.cu, run on the CPU as one of several ranks, whose parts are there already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
-from kbit.backends.cuda import norm, ranks
+from kbit.backends.cuda import ranks
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -25,7 +25,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> cuda_on_cpu.Kernels:
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, kernels: cuda_on_cpu.Kernels) -> None:
     cuda_on_cpu.install(monkeypatch, kernels)
-    norm._prepared.cache_clear()
 
 
 def signed(number: int) -> int:
@@ -99,34 +98,3 @@ def test_columns_side_by_side(count, rows, columns):
         assert untouched(out)
         assert torch.equal(out, torch.cat(machine.parts, dim=1))
         machine.check()
-
-
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 520), (3, 576), (2, 2048), (1, 8184), (1, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norms_of_sums_are_those_of_two_kernels(dtype, rows, columns, count):
-    machine = Machine([torch.randn(rows, columns).to(dtype) for _ in range(count)], count - 1, 6)
-    x, residual, weight = machine.parts[-1], torch.randn(rows, columns).to(dtype), torch.randn(columns)
-    residual, weight = guarded(residual), guarded(weight.to(dtype))
-    assert ranks.takes_norm(x, residual, weight)
-    for how in ((1e-6, False, True), (1e-5, True, False)):
-        outs = [guarded(torch.full((rows, columns), float("nan"), dtype=dtype)) for _ in range(3)]
-        machine.state.copy_(torch.tensor([6, 0]))
-        ranks.one_shot_norm(x, residual, weight, machine.inboxes, how, tuple(outs))
-        assert all(map(untouched, outs))
-        total, normed = torch.empty_like(x), torch.empty_like(x)
-        norm.rms_norm(residual, weight, *how, normed, sum_of(machine.parts), total)
-        assert torch.equal(outs[0], sum_of(machine.parts))
-        assert torch.equal(outs[1], total)
-        assert torch.equal(outs[2], normed)
-        machine.check()
-
-
-def test_what_the_norm_does_not_take():
-    x, weight = torch.randn(2, 2048).half(), torch.randn(2048).half()
-    assert ranks.takes_norm(x, x, weight)
-    assert not ranks.takes_norm(x, x.mT.contiguous().mT, weight)
-    assert not ranks.takes_norm(x, x, weight.float())
-    for columns in (8, 512, 1025, 8200):
-        x, weight = torch.randn(2, columns).half(), torch.randn(columns).half()
-        assert not ranks.takes_norm(x, x, weight)

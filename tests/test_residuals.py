@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import kbit
-from kbit.nn import norm, residuals, upcoming
+from kbit.nn import norm, residuals
 from kbit.nn.residuals import FusedResiduals
 from kbit.ops import direct
 from tiny_models import build
@@ -141,45 +141,6 @@ def test_a_sum_that_was_changed_is_normed_anew(kernels):
         for other in (total.clone(), own.add(x, x).add_(1)):
             assert torch.equal(own(other), type(own).own.forward(own, other))
         assert torch.equal(own(total), again)
-
-
-class _Summing(nn.Module):
-    """A layer's part that ends with a sum over ranks, of which the norm behind it is made ahead."""
-
-    def __init__(self, part, changed=False):
-        super().__init__()
-        self.part, self.changed, self.made = part, changed, []
-
-    def forward(self, *args, **named):
-        y = self.part(*args, **named)
-        y, rest = (y[0], y[1:]) if isinstance(y, tuple) else (y, None)
-        flat = y.reshape(-1, y.shape[-1])
-        found = upcoming.norm_of_sum(flat)
-        if found is not None:
-            total = found.residual + y
-            found.set_made(flat, total.view(flat.shape), found.norm.own.forward(found.norm, total))
-            self.made.append(found.norm)
-        y = flat.add_(1) if self.changed else flat.view(y.shape)
-        y = y.view(1, -1, y.shape[-1]) if y.dim() == 2 else y
-        return y if rest is None else (y, *rest)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_sums_that_are_made_ahead(changed, kernels):
-    model = quantized("llama")
-    plain = without(model)
-    for one in (model, plain):
-        for layer in one.model.layers:
-            layer.self_attn, layer.mlp = _Summing(layer.self_attn, changed), _Summing(layer.mlp, changed)
-    with torch.no_grad():
-        kernels.clear()
-        assert torch.equal(model(IDS[:1]).logits, plain(IDS[:1]).logits)
-    layers = model.model.layers
-    made = [part.made for layer in layers for part in (layer.self_attn, layer.mlp)]
-    follow = [layers[0].post_attention_layernorm, layers[1].input_layernorm]
-    assert made == [[norm] for norm in (*follow, layers[1].post_attention_layernorm, model.model.norm)]
-    assert len(kernels) == (4 if changed else 0)
-    assert not any(upcoming.MADE in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("other", [torch.ones(32), torch.ones(1, 32).bfloat16(), 1.0])

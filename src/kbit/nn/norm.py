@@ -7,13 +7,12 @@ bytes, and a CPU longer to launch. torch.compile fuses them by itself and gets t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from kbit.nn import upcoming
 from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
 from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
@@ -58,27 +57,16 @@ class FusedNorm(MixedIn):
 
         A call with anything else, or with that after it was changed in place, does not see this one.
         """
-        made = vars(self).pop(upcoming.MADE, None)
         inferring = x.is_inference() or torch.is_inference_mode_enabled()
         if inferring or not (self.takes(x) and _is_like(added, x)):
             return x + added  # inference tensors do not say whether they were changed
-        if made is None or not made.is_of(x, added):
-            total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
-        else:
-            total, normed = made.total.view(x.shape), made.normed.view(x.shape)
+        total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
         vars(self)[_NORMED] = total, total._version, normed
         return total
 
-    def add_result(self, x: torch.Tensor, compute: Callable[[], Any]) -> torch.Tensor:
-        """`add` of x and what `compute` gives, which ends with a sum over ranks, maybe: that may do both."""
-        with upcoming.following(x, self):
-            added = compute()
-        return self.add(x, added)
-
     def leave(self) -> None:
-        """Forget what was made ahead, and put a forward of its own back in its place."""
-        for name in (_NORMED, upcoming.MADE):
-            vars(self).pop(name, None)
+        """Forget the sum that `add` made, and put a forward of its own back in its place."""
+        vars(self).pop(_NORMED, None)
         if _OWN_FORWARD in vars(self):
             vars(self)["forward"] = vars(self).pop(_OWN_FORWARD)
 

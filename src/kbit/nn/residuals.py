@@ -22,7 +22,7 @@ from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
-Add = Callable[[torch.Tensor, Callable[[], Any]], torch.Tensor]  # x, and what computes what is added to it
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x and what is added to it, to the sum
 _FOLLOWING = "_kbit_following"  # of a layer: the norm behind its last sum, in a tuple, or it were a submodule
 
 
@@ -43,18 +43,15 @@ class FusedResiduals(MixedIn):
         norm = self.post_attention_layernorm
         if more or not (isinstance(norm, FusedNorm) and norm.takes(hidden_states)):
             return super().forward(hidden_states, *more, **named)
-        return self.run(hidden_states, named, norm.add_result, self._add_last)
+        return self.run(hidden_states, named, norm.add, self._add_last)
 
     def run(self, x: torch.Tensor, named: dict[str, Any], add: Add, add_last: Add) -> torch.Tensor:
         """What the class computes, by functions that make its two sums."""
         own: Any = self.own
-        between = add(x, lambda: self.mix(self.input_layernorm(x), _defaults(own) | named))
-
-        def mlp() -> Any:
-            more = self.mlp(self.post_attention_layernorm(between))
-            return more[0] if isinstance(more, tuple) else more  # experts may return their routers' logits
-
-        return add_last(between, mlp)
+        x = add(x, self.mix(self.input_layernorm(x), _defaults(own) | named))
+        more = self.mlp(self.post_attention_layernorm(x))
+        more = more[0] if isinstance(more, tuple) else more  # experts may return their routers' logits, too
+        return add_last(x, more)
 
     def mix(self, x: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
         """Attention, or what is in its place, of normed x and of what else the layer was given."""
@@ -64,9 +61,9 @@ class FusedResiduals(MixedIn):
         """Forget the norm behind."""
         vars(self).pop(_FOLLOWING, None)
 
-    def _add_last(self, x: torch.Tensor, compute: Callable[[], Any]) -> torch.Tensor:
+    def _add_last(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         (norm,) = vars(self).get(_FOLLOWING, (None,))
-        return norm.add_result(x, compute) if isinstance(norm, FusedNorm) else x + compute()
+        return norm.add(x, more) if isinstance(norm, FusedNorm) else x + more
 
 
 class _Attention(FusedResiduals):
@@ -183,5 +180,5 @@ def _agree(
     want = own.forward(made, x, **given)
     made._modules = dict(had)
     made.__class__ = mixed(own, kind)
-    have = made.run(x, given, *[lambda x, compute: x + compute()] * 2)
+    have = made.run(x, given, torch.add, torch.add)
     return torch.equal(want, have) and all(wanted[name].calls == had[name].calls for name in had)

@@ -2,13 +2,9 @@
 
     y = torch.ops.kbit.one_shot_sum(x, inboxes, state, rank, capacity)
     y = torch.ops.kbit.one_shot_gather(x, inboxes, state, rank, capacity)
-    sum, total, y = torch.ops.kbit.one_shot_add_rms_norm(
-        x, inboxes, state, rank, capacity, residual, weight, eps, plus_one, round_first
-    )
 
 x, of 16 bits, is summed over the ranks of one machine, added in float32 in the order of ranks and rounded
-once: the same bits on all. Or [..., C] of each becomes [..., ranks * C]. The third gives the sum, residual +
-sum, and the norm of that, bit for bit as `kbit::add_rms_norm` behind the first.
+once: the same bits on all. Or [..., C] of each becomes [..., ranks * C].
 
 Every rank calls them with x of the same size, in the same order, on one stream. `inboxes` are addresses of
 memory on the ranks' GPUs, all mapped here, of 2 x ranks x capacity pieces of 16 bytes, a piece for 8 bytes of
@@ -20,18 +16,16 @@ from __future__ import annotations
 
 import torch
 
-from kbit.ops import checks, norm_schemas
+from kbit.ops import checks
 from kbit.ops.schemas import LIBRARY, TAGS
 
 MOST_RANKS = 8
 LINE_BYTES = 8
 
 _X = "Tensor x, int[] inboxes, Tensor(a!) state, int rank, int capacity"
-_NORM = "Tensor residual, Tensor weight, float eps, bool plus_one=False, bool round_first=True"
 
 LIBRARY.define(f"one_shot_sum({_X}) -> Tensor", tags=TAGS)
 LIBRARY.define(f"one_shot_gather({_X}) -> Tensor", tags=TAGS)
-LIBRARY.define(f"one_shot_add_rms_norm({_X}, {_NORM}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
 
 
 def check(
@@ -76,13 +70,3 @@ def one_shot_sum(x, inboxes, state, rank, capacity):  # noqa: D103
 def one_shot_gather(x, inboxes, state, rank, capacity):  # noqa: D103
     check("one_shot_gather", x, inboxes, state, rank, capacity)
     return x.new_empty((*x.shape[:-1], len(inboxes) * x.shape[-1]))
-
-
-@torch.library.register_fake("kbit::one_shot_add_rms_norm", lib=LIBRARY)
-def one_shot_add_rms_norm(  # noqa: D103
-    x, inboxes, state, rank, capacity, residual, weight, eps, plus_one=False, round_first=True
-):
-    check("one_shot_add_rms_norm", x, inboxes, state, rank, capacity)
-    norm_schemas.check_sum(residual, x, weight, eps)
-    total, y, summed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(3))
-    return summed, total, y

@@ -24,7 +24,7 @@ from kbit.backends.cuda.masks import causal_mask
 from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary, rotary_angles
 from kbit.backends.cuda.products import experts_tiled, grouped_linear_tiled, linear_tiled
-from kbit.backends.cuda.ranks import one_shot, one_shot_norm
+from kbit.backends.cuda.ranks import one_shot
 from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
 from kbit.backends.cuda.rows import (
     dequantize,
@@ -62,7 +62,6 @@ __all__ = [
     "moe_route",
     "quantize",
     "one_shot",
-    "one_shot_norm",
     "rms_norm",
     "rotary",
     "rotary_angles",

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load, takes_norm
-from kbit.nn import upcoming
+from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load
 from kbit.ops import checks
 
 _log = logging.getLogger(__name__)
@@ -39,12 +38,6 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     if inboxes is None:
         dist.all_reduce(x, group=group)
         return x
-    following = upcoming.norm_of_sum(x)
-    if following is not None and takes_norm(x, following.residual, following.norm.weight):
-        how = following.norm.weight, *following.norm.how
-        made = torch.ops.kbit.one_shot_add_rms_norm(x, *inboxes, following.residual.view(x.shape), *how)
-        following.set_made(*made)
-        return made[0]
     return torch.ops.kbit.one_shot_sum(x, *inboxes)
 
 

@@ -19,18 +19,6 @@ DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
     }
 }
 
-// Of two pieces, rounded.
-DEVICE uint4 sum_of(uint4 a, uint4 b) {
-    float v[D::kPerPiece], w[D::kPerPiece];
-    widen(v, a);
-    widen(w, b);
-#pragma unroll
-    for (int i = 0; i < D::kPerPiece; ++i) {
-        v[i] = __fadd_rn(v[i], w[i]);
-    }
-    return D::piece(v);
-}
-
 // sum + the squares of a piece, by column.
 DEVICE float add_squares(float sum, uint4 piece) {
     float v[D::kPerPiece];
