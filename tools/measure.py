@@ -163,7 +163,7 @@ JOBS = (
     ),
     Job(
         "30b-parallel",
-        "bench model qwen3-30b-a3b --gpus 1,2 --no-baseline --prefill 0 "
+        "bench model qwen3-30b-a3b --gpus 1,2 --all-reduce nccl,one-shot --no-baseline --prefill 0 "
         "--json {results}/{gpu}-parallel-qwen3-30b-a3b.json",
         gpus=2,
         after=("tune",),

@@ -50,7 +50,7 @@ WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
 CROSSOVER_TOKENS = (64, 128, 256, 512, 576, 1024, 2048, 4096, 8192)
-PARALLEL_FILES, TRAIN_FILE = "h200-parallel-*.json", "h200-train.json"
+PARALLEL_FILES, TRAIN_FILE = ("h100-*-parallel-*.json", "h200-parallel-*.json"), "h200-train.json"
 # Column -> (key of a level, digits).
 _SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -225,20 +225,25 @@ def _counted(result: dict[str, Any]) -> str:
 
 
 def parallel() -> str:
-    """Decoding on several GPUs against one."""
-    results = [load(path.name) for path in sorted(RESULTS.glob(PARALLEL_FILES))]
+    """Decoding on several GPUs against one; a table for each kind of GPU."""
+    found = [[load(path.name) for path in sorted(RESULTS.glob(files))] for files in PARALLEL_FILES]
+    tables = [_parallel(results) for results in found if results]
+    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), all layers."
+    if not tables:
+        return "Not measured yet: `kbit bench model --gpus 1,2` does."
+    return "\n\n".join([text, *tables])
+
+
+def _parallel(results: list[dict[str, Any]]) -> str:
     cells: dict[str, dict[str, str]] = {}
     for result in results:
         for row in (row for arm in result["arms"] for row in arm["decode"]):
             ratio = "" if row["gpus"] == 1 else f" ({row['vs_one_gpu']:.2f})"
             here = cells.setdefault(f"{result['model']}, batch {row['batch']}", {})
             here[row["arm"].removeprefix("kbit ")] = f"{row['tokens_s']:.0f}{ratio}"
-    if not cells:
-        return "Not measured yet: `kbit bench model --gpus 1,2` does."
     arms = list(dict.fromkeys(arm for here in cells.values() for arm in here))
     body = [[name, *(here.get(arm, "") for arm in arms)] for name, here in cells.items()]
-    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), all layers."
-    return f"{text} {about(*results)}\n\n{markdown(['model', *arms], body)}"
+    return f"{about(*results)}\n\n{markdown(['model', *arms], body)}"
 
 
 def training() -> str:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from kbit.bench import child, model_build, model_split
 from kbit.bench import model as bench
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.collectives import NCCL
 
-ALL_REDUCES = ("nccl", "one-shot")
 _LOG_LINES = 40
 _POLL_S = 0.05
 # One line of JSON for each arm.
@@ -54,7 +54,7 @@ class Job:
     policies: dict[str, QuantizationPolicy | None]
     device: str = "cuda"
     by_expert: bool = False
-    all_reduce: str = ALL_REDUCES[0]
+    all_reduce: str = NCCL
     timeout_s: float = 600.0
 
     def to_json(self) -> str:
@@ -153,8 +153,9 @@ def _run(job: Job) -> Iterator[bench.ArmResult]:
     device, ranks = _start(job), dist.get_world_size()
     _progress(f"{ranks} ranks have met")
     config = model_build.load_config(job.model, job.layers)
-    named = "" if job.all_reduce == ALL_REDUCES[0] else f"{bench.ALL_REDUCE}{job.all_reduce}"
-    policies = {name + named: policy for name, policy in job.policies.items()}
+    named = "" if job.all_reduce == NCCL else f"{bench.ALL_REDUCE}{job.all_reduce}"
+    # In 16 bits transformers' own layers add up, by the process group.
+    policies = {name + named if policy else name: policy for name, policy in job.policies.items()}
     builder = functools.partial(_build, one_shot=bool(named), by_expert=job.by_expert)
     try:
         yield from bench.measure(config, job.plan, device, policies, _progress, builder, ranks)

@@ -99,8 +99,9 @@ def model(
         bool, typer.Option("--by-expert", help="On several: split experts by id, not each expert.")
     ] = False,
     all_reduce: Annotated[
-        str, typer.Option(help="How several GPUs add up: nccl, one-shot, or both; an arm each.")
-    ] = "nccl",
+        str | None,
+        typer.Option(help="How several GPUs add up: nccl, one-shot, or both; as loading has it by default."),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that several GPUs may take.")] = 600,
     device: OneDevice = "cuda",
     json_file: JsonFile = None,
@@ -110,12 +111,14 @@ def model(
 
     from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
+    from kbit.integrations.transformers.collectives import ALL_REDUCES, NCCL, ONE_SHOT
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     if compiled:
         overlap_kernels()
     check_device("kbit bench model", device)
-    counts, sums = numbers("--gpus", gpus), names("--all-reduce", all_reduce, model_ranks.ALL_REDUCES)
+    counts, usual = numbers("--gpus", gpus), ONE_SHOT if device == "cuda" else NCCL
+    sums = names("--all-reduce", all_reduce or usual, ALL_REDUCES)
     model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
     policies = quantized_arms(bits, embedding_bits=embedding_bits, search=search)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load
 from kbit.ops import checks
 
+ALL_REDUCES = NCCL, ONE_SHOT = "nccl", "one-shot"
+_VARIABLE = "KBIT_ALL_REDUCE"
 _log = logging.getLogger(__name__)
 # Of a tensor, times ranks: above, writing all of it to every peer costs more than NCCL's latency.
 ONE_SHOT_BYTES = 2**21
@@ -60,7 +62,15 @@ def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> Inboxes | None:
 
 
 def use_where_possible(model: Any) -> None:
-    """`use_one_shot` for the ranks of a model that was split and loaded; every rank must call it."""
+    """`use_one_shot` for the ranks of a model that was split and loaded; every rank must call it.
+
+    Raises:
+        ValueError: KBIT_ALL_REDUCE is wrong.
+    """
+    asked = os.environ.get(_VARIABLE) or ONE_SHOT
+    if asked not in ALL_REDUCES:
+        known = " or ".join(ALL_REDUCES)
+        raise ValueError(f"{_VARIABLE} must be {known}, got {asked!r}. Unset it, or set another.")
     for group, layer in {layer.split.group: layer for layer in _split_layers(model)}.items():
         if layer.codebook.is_cuda:
             reason = use_one_shot(group, model.dtype, layer.codebook.device)
@@ -76,7 +86,7 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
     """Have small sums of a group's ranks done by one-shot all-reduces from now on; every rank must call it.
 
     All ranks must then compute the same sums in the same order, as with NCCL, and on one stream. Loading a
-    split model does this where it can; KBIT_ALL_REDUCE=nccl on some rank leaves all to the process group.
+    split model does this where it can; KBIT_ALL_REDUCE=nccl on any rank leaves all to the process group.
 
     Args:
         group: a process group of GPUs of one machine.
@@ -102,16 +112,14 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
 
 
 def _check(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    ranks, asked = dist.get_world_size(group), os.environ.get("KBIT_ALL_REDUCE")
+    ranks = dist.get_world_size(group)
     # Kept by all ranks, whatever the others find.
     same = torch.tensor(_machine(), dtype=torch.int64, device=device)
     least, most = same.clone(), same.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if asked not in (None, "", "nccl", "one-shot"):
-        return f"KBIT_ALL_REDUCE must be nccl or one-shot, got {asked!r}"
-    if asked == "nccl":
-        return "KBIT_ALL_REDUCE is nccl"
+    if os.environ.get(_VARIABLE) == NCCL:
+        return f"{_VARIABLE} is {NCCL}"
     if device.type != "cuda":
         return f"one-shot all-reduces are for GPUs, got {device.type}"
     if dtype not in checks.HALF_DTYPES:
