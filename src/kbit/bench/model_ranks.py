@@ -44,7 +44,7 @@ class Job:
         policies: {arm: policy, or None for 16 bits}.
         device: "cuda" or "cpu".
         by_expert: split experts by id, not every expert.
-        all_reduce: one of `ALL_REDUCES`; "nccl" means the process group's own, on a CPU too.
+        all_reduce: one of `collectives.ALL_REDUCES`; "nccl" means the process group's own, on a CPU too.
         timeout_s: until the ranks must be done.
     """
 
