@@ -25,8 +25,8 @@ from kbit.ops import checks
 ALL_REDUCES = NCCL, ONE_SHOT = "nccl", "one-shot"
 _VARIABLE = "KBIT_ALL_REDUCE"
 _log = logging.getLogger(__name__)
-# Of a tensor, times ranks: each is written to every rank, which at some size costs more than NCCL's latency. On
-# two H100s 4 KiB take 2.3 us, by NCCL 13, and 256 KiB 4 and 14; more was not measured.
+# Of a tensor, times ranks: each is written to every rank, which at some size costs more than NCCL's latency.
+# On two H100s 4 KiB take 2.3 us, by NCCL 13, and 256 KiB 4 and 14; more was not measured.
 ONE_SHOT_BYTES = 2**21
 
 # By the process group's name. Memory lives as long as the process: CUDA graphs hold its address.
