@@ -5,10 +5,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import kbit
-from tiny_models import build
+from tiny_models import ARCHITECTURES, build
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -56,6 +56,28 @@ def test_the_model_inside_is_dequantized(embedding_bits, tmp_path):
     model = quantized(embedding_bits=embedding_bits)
     kbit.dequantize_model(model.model)
     require_same(model, tmp_path)
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
+def test_a_model_with_a_quantized_one_inside(dequantized, tmp_path):
+    text = {
+        key: value for key, value in ARCHITECTURES["qwen3"]().to_diff_dict().items() if key != "model_type"
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": []}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    kbit.quantize_model(model.model.language_model, kbit.KbitConfig(bits=4))
+    if dequantized:
+        kbit.dequantize_model(model)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_all_layers_are_taken_away(tmp_path):

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from kbit.integrations.transformers.additive_masks import additive, additive_mask
+from kbit.integrations.transformers.config import all_of
 
 NAME, MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
 # What asks transformers' own function for more than this one does.
@@ -109,22 +110,13 @@ def _in_place_of_sdpa(config: Any, name: str) -> Iterator[None]:
     if config._attn_implementation != "sdpa":
         yield
         return
-    before = [(each, each._attn_implementation) for each in _configs(config)]
+    before = [(each, each._attn_implementation) for each in all_of(config)]
     config._attn_implementation = name
     try:
         yield
     finally:
         for each, implementation in before:
             each._attn_implementation = implementation
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A config and those of its parts: the order in which setting them leaves each as it was set."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from _configs(part)
 
 
 def with_additive_masks(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

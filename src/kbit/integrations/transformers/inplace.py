@@ -130,16 +130,18 @@ def _restate(model: Any, quantizer: Any) -> None:
 
 @contextlib.contextmanager
 def _plain_config(config: Any) -> Iterator[None]:
-    """Without what a quantized model says that shares the config."""
-    section = getattr(config, "quantization_config", None)
-    if not isinstance(section, QuantizationPolicy):
-        yield
-        return
-    del config.quantization_config
+    """Without what quantized models say that share the config, or one of a part's."""
+    from kbit.integrations.transformers.config import all_of
+
+    found = [(each, getattr(each, "quantization_config", None)) for each in all_of(config)]
+    sections = [(each, section) for each, section in found if isinstance(section, QuantizationPolicy)]
+    for each, _ in sections:
+        del each.quantization_config
     try:
         yield
     finally:
-        config.quantization_config = section
+        for each, section in sections:
+            each.quantization_config = section
 
 
 def _refuse_fused_experts(model: Any) -> None:
