@@ -188,3 +188,10 @@ def test_layers_are_called_by_the_names_that_torch_has():
     layers.append(KbitEmbedding.from_embedding(table))
     for layer, given in zip(layers, (x, x, ids), strict=True):
         assert torch.equal(layer(input=given), layer(given))
+
+
+def test_experts_that_are_quantized_already_are_refused():
+    experts = KbitExperts.from_experts(Experts(), 3, QuantizationPolicy(bits=3))
+    for other in (experts, nn.Linear(8, 8)):
+        with pytest.raises(ValueError, match=r"mlp: cannot quantize these experts: they have no 3-D weights"):
+            KbitExperts.from_experts(other, 4, QuantizationPolicy(), name="mlp")

@@ -31,6 +31,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def unsupported_experts(module: nn.Module) -> str | None:
     """Why `kbit.nn.KbitExperts` cannot stand in for a module of fused experts, or None if it can."""
+    if not is_experts(module):
+        return "they have no 3-D weights gate_up_proj and down_proj, or are quantized already"
     for flag, wanted in _LAYOUT.items():
         if getattr(module, flag, wanted) != wanted:
             return f"its experts have {flag}={not wanted}"
