@@ -36,7 +36,7 @@ PTX = (
     (r'asm volatile\("st\.shared\.v2\.f32.*?"memory"\);', "into_shared(to, a); into_shared(to + 4, b);"),
     (r'asm volatile\("st\.volatile\.global\.v4.*?"memory"\);', "*to = piece;"),
     (r'asm volatile\("ld\.volatile\.global\.v4.*?"memory"\);', "piece = *at;"),
-    (r'asm volatile\("mov\.u64 %0, %%globaltimer.*?\);', "now = 0;"),
+    (r'asm volatile\("mov\.u64 %0, %%globaltimer.*?\);', "static u64 ticks = 0; now = ticks += 1000000000;"),
     (r'asm volatile\("(?:prefetch|cp\.async\.wait_all).*?\);\n', "\n"),
     (r"load_shared_element<", "shared_element<"),
     (

@@ -112,8 +112,8 @@ def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
     """One-shot sums take what fits into the memory shared, at whole 8 bytes."""
     asked = []
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, group: asked.append("group"))
-    inboxes = Inboxes([1, 2], torch.zeros(2, dtype=torch.int32), 0, 64)
-    monkeypatch.setitem(collectives._used, "ranks", inboxes)
+    group, inboxes = _Group(), Inboxes([1, 2], torch.zeros(3, dtype=torch.int32), 0, 64)
+    monkeypatch.setitem(collectives._mapped, "ranks", collectives._Mapped(group, inboxes.state, inboxes))
 
     class Ops:
         @staticmethod
@@ -123,9 +123,10 @@ def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
             return x.clone()
 
     monkeypatch.setattr(torch.ops, "kbit", Ops)
-    collectives.all_reduce(torch.zeros(numel, dtype=torch.bfloat16), _Group())
-    collectives.all_reduce(torch.zeros(numel, dtype=torch.float32), _Group())
-    assert asked == ["ranks" if numel == 8 else "group", "group"]
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.bfloat16), group)
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.float32), group)
+    collectives.all_reduce(torch.zeros(numel, dtype=torch.bfloat16), _Group())  # made anew
+    assert asked == ["ranks" if numel == 8 else "group", "group", "group"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
     ],
 )
 def test_what_one_shot_sums_refuse(rank, capacity, x, error):
-    state = torch.zeros(2, dtype=torch.int32)
+    state = torch.zeros(3, dtype=torch.int32)
     for op in (torch.ops.kbit.one_shot_sum, torch.ops.kbit.one_shot_gather):
         with pytest.raises((TypeError, ValueError), match=error):
             op(x, [1, 2], state, rank, capacity)

@@ -50,7 +50,7 @@ class Machine:
             if other != rank:
                 sent = pieces_of(part, number)
                 self.memory[rank][number % 2, other, : len(sent)] = sent
-        self.state = torch.tensor([signed(number), 0], dtype=torch.int32)
+        self.state = torch.tensor([signed(number), 0, 0], dtype=torch.int32)
         addresses = [one.data_ptr() for one in self.memory]
         self.inboxes = ranks.Inboxes(addresses, self.state, rank, CAPACITY)
 
@@ -63,7 +63,11 @@ class Machine:
             assert not memory[self.number % 2, self.rank, len(sent) :].any()
             assert not memory[1 - self.number % 2].any()
         following = 2 if self.number == LAST else self.number + 1
-        assert self.state.tolist() == [signed(following), 0]
+        assert self.state.tolist() == [signed(following), 0, 0]
+
+    def lose(self, other: int) -> None:
+        """Another rank's part has not come."""
+        self.memory[self.rank][self.number % 2, other].zero_()
 
 
 def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -98,3 +102,13 @@ def test_columns_side_by_side(count, rows, columns):
         assert untouched(out)
         assert torch.equal(out, torch.cat(machine.parts, dim=1))
         machine.check()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_rank_that_does_not_come_is_given_up(count):
+    machine = Machine([torch.randn(520).half() for _ in range(count)], 0, 3)
+    machine.lose(count - 1)
+    out = guarded(torch.zeros(520).half())
+    ranks.one_shot(machine.parts[0], machine.inboxes, out, gathers=False, seconds=-3)
+    assert untouched(out)
+    assert machine.state.tolist() == [4, 0, 1]

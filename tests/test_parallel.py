@@ -194,6 +194,8 @@ def test_parts_of_layers_run_together(name, runs):
     for result in (rank[f"{name}-tiles"] for rank in ranks):
         assert result["together"] == expected
         assert result["sums"] == SUMS[name]
+        assert result["compiled"]
+        assert len(result["groups"]) == 1  # the same object at every call
         bound = 2.0**-9 * one["logits"].abs().max() * 8
         assert (result["logits"] - one["logits"]).abs().max() <= bound
         assert torch.equal(result["generated"], one["generated"])

@@ -8,7 +8,7 @@ once: the same bits on all. Or [..., C] of each becomes [..., ranks * C].
 
 Every rank calls them with x of the same size, in the same order, on one stream. `inboxes` are addresses of
 memory on the ranks' GPUs, all mapped here, of 2 x ranks x capacity pieces of 16 bytes, a piece for 8 bytes of
-x; `state` is int32 [2] on this GPU. At first inboxes are zeros and state is (1, 0).
+x; `state` is int32 [3] on this GPU. At first inboxes are zeros and state is (1, 0, 0).
 `kbit.integrations.transformers.collectives` makes them.
 """
 
@@ -34,14 +34,14 @@ def check(
     """Check the arguments of an op of these.
 
     Raises:
-        TypeError: x is not of 16 bits, or the state not int32 [2] beside it.
+        TypeError: x is not of 16 bits, or the state not int32 [3] beside it.
         ValueError: x does not fit into an inbox, or not into whole pieces, or rank is none of the inboxes'.
     """
     if x.dtype not in checks.HALF_DTYPES:
         raise TypeError(f"{op}: x must be float16 or bfloat16, got {x.dtype}. Cast it.")
-    if state.dtype != torch.int32 or state.shape != (2,) or state.device != x.device:
+    if state.dtype != torch.int32 or state.shape != (3,) or state.device != x.device:
         raise TypeError(
-            f"{op}: state must be int32 [2] on {x.device} like x, got {state.dtype} {tuple(state.shape)} on "
+            f"{op}: state must be int32 [3] on {x.device} like x, got {state.dtype} {tuple(state.shape)} on "
             f"{state.device}."
         )
     if not 2 <= len(inboxes) <= MOST_RANKS or not 0 <= rank < len(inboxes):

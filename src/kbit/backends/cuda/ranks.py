@@ -13,11 +13,15 @@ from kbit.backends.cuda.compiler import KernelSpec
 
 RANKS = range(2, 9)  # GPUs of one machine
 LINE_BYTES, PIECE_BYTES = 8, 16  # of x, and what it takes on its way
-STATE = (1, 0)  # at first
+STATE = (1, 0, 0)  # at first; see csrc/one_shot.cu
 _FORMAT = "QQ" + "Q" * 8 + "Qiii" + "ii"
 _THREADS = 128
+_KINDS = (
+    *((dtype, False) for dtype in operands.DTYPES),
+    (operands.DTYPES[0], True),
+)  # and whether it gathers
 # As long as torch.distributed waits by default.
-_SECONDS = 600
+SECONDS = 600
 
 
 def inbox_bytes(ranks: int, capacity: int) -> int:
@@ -34,17 +38,16 @@ def _spec(dtype: torch.dtype, ranks: int, gathers: bool) -> KernelSpec:
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    kinds = [*((dtype, False) for dtype in operands.DTYPES), (operands.DTYPES[0], True)]
-    return [_spec(dtype, ranks, gathers) for dtype, gathers in kinds for ranks in RANKS]
+    return [_spec(dtype, ranks, gathers) for dtype, gathers in _KINDS for ranks in RANKS]
 
 
-def load(dtype: torch.dtype, ranks: int, index: int) -> None:
-    """Have all kernels for a dtype and so many ranks on a device.
+def load(ranks: int, index: int) -> None:
+    """Have all kernels for so many ranks on a device.
 
     Raises:
         KbitError: one cannot be compiled or loaded.
     """
-    for gathers in (False, True):
+    for dtype, gathers in _KINDS:
         launcher.load(_spec(dtype, ranks, gathers), index, _FORMAT)
 
 
@@ -56,13 +59,10 @@ class Inboxes(NamedTuple):
     rank: int
     capacity: int
 
-    def arguments(self) -> tuple[int, ...]:
-        """Those of every kernel."""
-        rest = (0,) * (RANKS[-1] - len(self.addresses))
-        return *self.addresses, *rest, self.state.data_ptr(), self.rank, self.capacity, _SECONDS
 
-
-def one_shot(x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool) -> None:
+def one_shot(
+    x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool, seconds: int = SECONDS
+) -> None:
     """`kbit::one_shot_sum` into `out`, which may be x, or `kbit::one_shot_gather`.
 
     Args:
@@ -70,12 +70,15 @@ def one_shot(x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool
         inboxes: of the ranks.
         out: like x; gathered, with as many times more columns as there are ranks.
         gathers: which of the two.
+        seconds: after which a rank that does not come is given up. That ends this process's work on the GPU;
+            where they are negative it sets state[2] instead, and the result is worthless.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    index = x.device.index
-    kernel = launcher.load(_spec(x.dtype, len(inboxes.addresses), gathers), index, _FORMAT)
+    index, (addresses, state, rank, capacity) = x.device.index, inboxes
+    kernel = launcher.load(_spec(x.dtype, len(addresses), gathers), index, _FORMAT)
     lines, row_lines = (size * x.element_size() // LINE_BYTES for size in (x.numel(), x.shape[-1]))
     prepared = launcher.Prepared(index, kernel, (-(-lines // _THREADS), 1, 1), _THREADS)
-    prepared.launch((*operands.addresses(x, out), *inboxes.arguments(), lines, row_lines))
+    places = *operands.addresses(x, out), *addresses, *(0,) * (RANKS[-1] - len(addresses)), state.data_ptr()
+    prepared.launch((*places, rank, capacity, seconds, lines, row_lines))

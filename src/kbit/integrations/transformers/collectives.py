@@ -13,30 +13,41 @@ import hashlib
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load
+from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load, one_shot
+from kbit.dispatch.backends import cuda_answers
 from kbit.ops import checks
 
 ALL_REDUCES = NCCL, ONE_SHOT = "nccl", "one-shot"
 _VARIABLE = "KBIT_ALL_REDUCE"
+_TRY_SECONDS = 10
 _log = logging.getLogger(__name__)
 # Of a tensor, times ranks: each is written to every rank, which at some size costs more than NCCL's latency.
 # On two H100s 4 KiB take 2.3 us, by NCCL 13, and 256 KiB 4 and 14; more was not measured.
 ONE_SHOT_BYTES = 2**21
 
-# By the process group's name. Memory lives as long as the process: CUDA graphs hold its address.
-_mapped: dict[str, tuple[torch.Tensor, Inboxes]] = {}
-_used: dict[str, Inboxes] = {}
+
+class _Mapped(NamedTuple):
+    """Memory of the ranks of a group, which all of them have mapped; groups may be made anew of one name."""
+
+    group: Any
+    memory: torch.Tensor
+    inboxes: Inboxes
+
+
+_mapped: dict[str, _Mapped] = {}  # by the group's name
+_kept: list[torch.Tensor] = []  # memory lives as long as the process: CUDA graphs hold its address
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' `x`, the same bits on all; written over it, or into a new tensor."""
-    inboxes = _inboxes_for(x, x.nbytes, group)
+    inboxes = _inboxes_for(x, x.numel(), group)
     if inboxes is None:
         dist.all_reduce(x, group=group)
         return x
@@ -45,7 +56,7 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[..., columns] of every rank -> [..., ranks * columns]."""
-    inboxes = _inboxes_for(x, x.shape[-1] * x.element_size(), group)
+    inboxes = _inboxes_for(x, x.shape[-1], group)
     if inboxes is not None:
         return torch.ops.kbit.one_shot_gather(x, *inboxes)
     received = x.new_empty(dist.get_world_size(group), *x.shape)
@@ -54,11 +65,16 @@ def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _inboxes_for(x: torch.Tensor, whole: int, group: Any) -> Inboxes | None:
-    """Where ranks put x, of which so many bytes stay together; None if that is for the process group."""
-    inboxes = _used.get(group.group_name) if _used else None
-    if inboxes is None or x.dtype not in checks.HALF_DTYPES or x.device != inboxes.state.device:
+    """Where ranks put x, of which so many elements stay together; None if that is for the process group."""
+    found = _mapped.get(group.group_name) if _mapped else None
+    if found is None or x.dtype not in checks.HALF_DTYPES:
         return None
-    return inboxes if 0 < x.nbytes <= LINE_BYTES * inboxes.capacity and not whole % LINE_BYTES else None
+    if not torch.compiler.is_compiling() and found.group is not group:
+        return None
+    # No `nbytes`, which torch.compile does not know of sizes that vary.
+    size, fits = x.element_size(), found.inboxes.state.device == x.device
+    fits = fits and 0 < x.numel() * size <= LINE_BYTES * found.inboxes.capacity
+    return found.inboxes if fits and whole * size % LINE_BYTES == 0 else None
 
 
 def use_where_possible(model: Any) -> None:
@@ -67,19 +83,21 @@ def use_where_possible(model: Any) -> None:
     Raises:
         ValueError: KBIT_ALL_REDUCE is wrong.
     """
-    asked = os.environ.get(_VARIABLE) or ONE_SHOT
-    if asked not in ALL_REDUCES:
-        known = " or ".join(ALL_REDUCES)
-        raise ValueError(f"{_VARIABLE} must be {known}, got {asked!r}. Unset it, or set another.")
-    for group, layer in {layer.split.group: layer for layer in _split_layers(model)}.items():
-        if layer.codebook.is_cuda:
-            reason = use_one_shot(group, model.dtype, layer.codebook.device)
+    from kbit.integrations.transformers.parallel_layers import ParallelModule
+
+    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    for group, device in {layer.split.group: layer.codebook.device for layer in layers}.items():
+        if device.type == "cuda":
+            reason = use_one_shot(group, model.dtype, device)
             if reason is not None:
                 _log.info("sums over ranks are left to %s: %s", dist.get_backend(group), reason)
+    if _asked() not in ALL_REDUCES:  # last: no rank must miss what the others do together
+        known = " or ".join(ALL_REDUCES)
+        raise ValueError(f"{_VARIABLE} must be {known}, got {_asked()!r}. Unset it, or set another.")
 
 
-def _split_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "split")]
+def _asked() -> str:
+    return os.environ.get(_VARIABLE) or ONE_SHOT
 
 
 def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -94,38 +112,64 @@ def use_one_shot(group: Any, dtype: torch.dtype, device: torch.device) -> str | 
         device: this rank's.
 
     Returns:
-        Why it cannot be, the same on all ranks where one fails; None if it is on.
+        Why it cannot be, the same on all ranks; None if it is on.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    reason = _agreed(lambda: _check(group, dtype, device), group, device)
+    found = _mapped.get(group.group_name)
+    if reason is not None or (found is not None and found.group is group):
+        return reason
+    _mapped.pop(group.group_name, None)
+    made: list[torch.Tensor] = []
     # Step by step, each agreed on: a rank alone in a collective would wait forever.
-    for step in (_check, _map, _load, _try):
-        reason = None
-        try:
-            reason = step(group, dtype, device)
-        except (RuntimeError, ImportError, AttributeError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-        failed = torch.tensor([reason is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-        if failed.item():
-            _used.pop(group.group_name, None)
-            return reason or "another rank could not"
+    steps: tuple[Callable[[], str | None], ...] = (
+        lambda: _allocate(made, group, device),
+        lambda: _map(made[0], group),
+        lambda: load(dist.get_world_size(group), device.index),
+        lambda: _try(group, dtype),
+    )
+    for step in steps:
+        reason = _agreed(step, group, device)
+        if reason is not None:
+            _mapped.pop(group.group_name, None)
+            return reason
     return None
 
 
+def _agreed(step: Callable[[], str | None], group: Any, device: torch.device) -> str | None:
+    """Take a step; why some rank could not, on all ranks."""
+    reason = None
+    try:
+        reason = step()
+    except Exception as error:  # of whatever kind, or the other ranks would wait for this one
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    failed = torch.tensor([reason is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if not failed.item():
+        return None
+    reasons: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(one for one in reasons if one is not None)
+
+
 def _check(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    ranks = dist.get_world_size(group)
-    # Kept by all ranks, whatever the others find.
-    same = torch.tensor(_machine(), dtype=torch.int64, device=device)
-    least, most = same.clone(), same.clone()
+    ranks, here = dist.get_world_size(group), torch.tensor(_machine(), dtype=torch.int64, device=device)
+    least, most = here.clone(), here.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if os.environ.get(_VARIABLE) == NCCL:
-        return f"{_VARIABLE} is {NCCL}"
+    if _asked() != ONE_SHOT:
+        return f"{_VARIABLE} is {_asked()}"
     if device.type != "cuda":
         return f"one-shot all-reduces are for GPUs, got {device.type}"
+    if not cuda_answers(here):
+        return "one-shot all-reduces are by kbit's CUDA kernels, which do not run here"
     if dtype not in checks.HALF_DTYPES:
         return f"one-shot all-reduces are of float16 and bfloat16, got {dtype}"
     if ranks not in RANKS:
         return f"one-shot all-reduces are for {RANKS[0]} to {RANKS[-1]} GPUs, got {ranks}"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE is 1"
     return None if torch.equal(least, most) else "the ranks are on several machines"
 
 
@@ -138,34 +182,43 @@ def _machine() -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def _map(group: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _capacity(group: Any) -> int:
+    return ONE_SHOT_BYTES // dist.get_world_size(group) // LINE_BYTES
+
+
+def _allocate(made: list[torch.Tensor], group: Any, device: torch.device) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    size = inbox_bytes(dist.get_world_size(group), _capacity(group))
+    made.append(symmetric_memory.empty(size, dtype=torch.uint8, device=device))
+    _kept.extend(made)
+
+
+def _map(memory: torch.Tensor, group: Any) -> None:
     """Map memory between the ranks."""
-    if group.group_name not in _mapped:
-        import torch.distributed._symmetric_memory as symmetric_memory
+    import torch.distributed._symmetric_memory as symmetric_memory
 
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        capacity = ONE_SHOT_BYTES // ranks // LINE_BYTES
-        memory = symmetric_memory.empty(inbox_bytes(ranks, capacity), dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(memory, group)
-        memory.zero_()  # before any rank writes there: they meet before `_try`
-        offset = memory.data_ptr() - handle.buffer_ptrs[rank]
-        addresses = [pointer + offset for pointer in handle.buffer_ptrs]
-        state = torch.tensor(STATE, dtype=torch.int32, device=device)
-        _mapped[group.group_name] = memory, Inboxes(addresses, state, rank, capacity)
-    _used[group.group_name] = _mapped[group.group_name][1]
+    handle, rank = symmetric_memory.rendezvous(memory, group), dist.get_rank(group)
+    memory.zero_()  # before any rank writes there: they meet before `_try`
+    offset = memory.data_ptr() - handle.buffer_ptrs[rank]
+    addresses = [pointer + offset for pointer in handle.buffer_ptrs]
+    state = torch.tensor(STATE, dtype=torch.int32, device=memory.device)
+    _mapped[group.group_name] = _Mapped(group, memory, Inboxes(addresses, state, rank, _capacity(group)))
 
 
-def _load(group: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Have the kernels ready: who cannot compile them would let the others wait."""
-    load(dtype, dist.get_world_size(group), device.index)
-
-
-def _try(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Sum whole numbers, which every order of additions sums exactly, twice: by either half of an inbox."""
-    capacity = _used[group.group_name].capacity
-    x = torch.arange(LINE_BYTES * capacity // dtype.itemsize, device=device).remainder(64).to(dtype)
-    x += dist.get_rank(group)
-    expected = x.clone()
-    dist.all_reduce(expected, group=group)
-    same = all(torch.equal(all_reduce(x, group), expected) for _ in range(2))
-    return None if same else "a sum of whole numbers came out wrong"
+def _try(group: Any, dtype: torch.dtype) -> str | None:
+    """Sum and gather whole numbers, which any order sums exactly, by both halves of an inbox."""
+    inboxes, ranks = _mapped[group.group_name].inboxes, dist.get_world_size(group)
+    numbers = torch.arange(LINE_BYTES * inboxes.capacity // dtype.itemsize, device=inboxes.state.device)
+    x = (numbers.remainder(16) + inboxes.rank).to(dtype)
+    total, every = x.clone(), x.new_empty(ranks, len(x))
+    dist.all_reduce(total, group=group)
+    dist.all_gather_into_tensor(every, x, group=group)
+    same = []
+    for gathers, expected in ((False, total), (True, every.flatten()), (False, total)):
+        out = torch.full_like(expected, -1)
+        one_shot(x, inboxes, out, gathers, seconds=-_TRY_SECONDS)
+        same.append(torch.equal(out, expected))  # of every one: all ranks do the same
+    if inboxes.state[2].item():
+        return f"a GPU did not see what another wrote into its memory within {_TRY_SECONDS} seconds"
+    return None if all(same) else "a sum of whole numbers came out wrong"

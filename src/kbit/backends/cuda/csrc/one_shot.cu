@@ -5,9 +5,12 @@
 //   x        float16, or bfloat16 with Config::bf16: lines * 4 elements, 8-byte aligned
 //   y        like x, and may be x; gathered, of every row_lines lines of x the ranks' in their order
 //   inbox_r  of rank r of Config::ranks, mapped here: [2][ranks][capacity] pieces of 16 bytes, at first zeros
-//   state    u32 [2]: the number of the next sum, at first 1, and blocks of this one that are done
+//   state    u32 [3]: the number of the next sum, at first 1; blocks of this one that are done; whether a
+//   rank
+//            was given up
 //   rank     this GPU's
-//   seconds  after which a rank that does not come is given up: the kernel traps
+//   seconds  after which a rank that does not come is given up: then the kernel traps, or if they are
+//            negative goes on with what is there
 //
 // A piece is a line, 8 bytes of data, with the sum's number behind each half, so that data and the news of
 // them are one write (as in NCCL's protocol LL). Sums take turns with the two halves of an inbox. That a rank
@@ -44,8 +47,9 @@ DEVICE u64 nanoseconds() {
 }
 
 // A line of each rank, the first one's at `from` and so on, `apart` pieces from one to the next. All reads
-// are on their way together.
-DEVICE void receive(uint2 (&lines)[kRanks], const uint4* from, u64 apart, u32 number, u32 seconds) {
+// are on their way together. False: a rank was given up.
+DEVICE bool receive(uint2 (&lines)[kRanks], const uint4* from, u64 apart, u32 number, int seconds) {
+    const u64 most = u64(u32(seconds < 0 ? -seconds : seconds)) * 1000000000u;
     u64 begin = 0;
     for (u32 polls = 1;; ++polls) {
         uint4 pieces[kRanks];
@@ -60,12 +64,15 @@ DEVICE void receive(uint2 (&lines)[kRanks], const uint4* from, u64 apart, u32 nu
             missing |= (pieces[r].y ^ number) | (pieces[r].w ^ number);
         }
         if (!missing) {
-            return;
+            return true;
         }
         if (polls % kPollsOfAClock == 0) {
             const u64 now = nanoseconds();
             begin = begin ? begin : now;
-            if (now - begin > u64(seconds) * 1000000000u) {
+            if (now - begin > most) {
+                if (seconds < 0) {
+                    return false;
+                }
                 __trap();
             }
         }
@@ -92,7 +99,7 @@ DEVICE u32 gathered_place(u32 at, u32 r, u32 row_lines) {
 }
 
 // Behind the last number comes the first one of its half again, not 0, which is in lines that were never
-// sent.
+// sent. A line that was sent just 2^32 sums ago, and never since, would pass for one of this sum.
 DEVICE u32 number_after(u32 number) {
     return number == ~0u ? 2 : number + 1;
 }
@@ -116,7 +123,9 @@ extern "C" __global__ void __launch_bounds__(128)
             own_inbox = r == rank ? inboxes[r] : own_inbox;
         }
         uint2 all[kRanks];
-        receive(all, (const uint4*)own_inbox + place, u32(capacity), number, u32(seconds));
+        if (!receive(all, (const uint4*)own_inbox + place, u32(capacity), number, seconds)) {
+            state[2] = 1;
+        }
         if constexpr (Config::gathers) {
 #pragma unroll
             for (int r = 0; r < kRanks; ++r) {
