@@ -36,17 +36,18 @@ def test_the_command_on_two_ranks(config_file, tmp_path):
     out = tmp_path / "result.json"
     sizes = ["--batch", "1,2", "--prompt", "3", "--steps", "2", "--prefill", "4", "--repeats", "1"]
     command = ["bench", "model", config_file, "--device", "cpu", *sizes, "--gpus", "1,2"]
-    command += ["--all-reduce", "nccl,one-shot", "--no-baseline"]
-    result = CliRunner().invoke(app, [*command, "--json", str(out)])
+    result = CliRunner().invoke(app, [*command, "--all-reduce", "one-shot,nccl", "--json", str(out)])
     assert result.exit_code == 0, result.output
-    one, two, absent = json.loads(out.read_text())["arms"]
+    arms = json.loads(out.read_text())["arms"]
+    one, plain, absent, plain_of_two, two = arms
+    assert (plain["name"], plain_of_two["name"]) == ("bf16", "bf16, 2 GPUs")  # measured once
     assert (one["name"], two["name"]) == ("kbit k=4", "kbit k=4, 2 GPUs")
     assert 0.4 < two["weight_bytes"] / one["weight_bytes"] < 0.8
     assert [row["batch"] for row in two["decode"]] == [1, 2]
     for before, after in zip(one["decode"], two["decode"], strict=True):
         assert after["vs_one_gpu"] == pytest.approx(before["ms"] / after["ms"], abs=1e-3)
         assert after["arm"] == "kbit k=4, 2 GPUs"
-        assert after["vs_bf16"] is None
+        assert after["vs_bf16"] > 0
     assert two["prefill_tokens_s"] > 0
     assert absent["name"] == "kbit k=4, all-reduce one-shot, 2 GPUs"
     assert absent["absent"] == "one-shot all-reduces are for GPUs, got cpu"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from kbit.bench import child, model_build, model_split
 from kbit.bench import model as bench
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers.collectives import NCCL
+from kbit.integrations.transformers.collectives import NCCL, ONE_SHOT, use_one_shot
 
 _LOG_LINES = 40
 _POLL_S = 0.05
@@ -45,6 +45,7 @@ class Job:
         device: "cuda" or "cpu".
         by_expert: split experts by id, not every expert.
         all_reduce: one of `collectives.ALL_REDUCES`; "nccl" means the process group's own, on a CPU too.
+            None: as loading has it.
         timeout_s: until the ranks must be done.
     """
 
@@ -54,7 +55,7 @@ class Job:
     policies: dict[str, QuantizationPolicy | None]
     device: str = "cuda"
     by_expert: bool = False
-    all_reduce: str = NCCL
+    all_reduce: str | None = None
     timeout_s: float = 600.0
 
     def to_json(self) -> str:
@@ -153,15 +154,23 @@ def _run(job: Job) -> Iterator[bench.ArmResult]:
     device, ranks = _start(job), dist.get_world_size()
     _progress(f"{ranks} ranks have met")
     config = model_build.load_config(job.model, job.layers)
-    named = "" if job.all_reduce == NCCL else f"{bench.ALL_REDUCE}{job.all_reduce}"
-    # In 16 bits transformers' own layers add up, by the process group.
-    policies = {name + named if policy else name: policy for name, policy in job.policies.items()}
-    builder = functools.partial(_build, one_shot=bool(named), by_expert=job.by_expert)
-    try:
-        yield from bench.measure(config, job.plan, device, policies, _progress, builder, ranks)
-    except _NoOneShotError as error:
-        for name in policies:
+    way = job.all_reduce or _usual_way(job.plan.dtype, device)
+    builder = functools.partial(_build, one_shot=way == ONE_SHOT, by_expert=job.by_expert)
+    for arm, policy in job.policies.items():
+        # In 16 bits transformers' own layers add up, by the process group.
+        name = arm + (f"{bench.ALL_REDUCE}{way}" if policy and way != NCCL else "")
+        try:
+            yield from bench.measure(config, job.plan, device, {name: policy}, _progress, builder, ranks)
+        except _NoOneShotError as error:
             yield bench.ArmResult(name, absent=str(error), gpus=ranks)
+
+
+def _usual_way(dtype: torch.dtype, device: torch.device) -> str:
+    """How the ranks of a model that was loaded add up."""
+    reason = use_one_shot(dist.group.WORLD, dtype, device)
+    if reason is not None:
+        _progress(f"sums are left to {dist.get_backend()}: {reason}")
+    return ONE_SHOT if reason is None else NCCL
 
 
 class _NoOneShotError(Exception):
@@ -177,13 +186,12 @@ def _build(
     by_expert: bool,
 ) -> model_build.Built:
     built = model_split.build(config, device, dtype, policy, by_expert)
-    if one_shot:
-        from kbit.integrations.transformers import collectives
+    if one_shot and policy is not None:
         from kbit.integrations.transformers.parallel_layers import ParallelModule
 
         split = [module.split for module in built.model.modules() if isinstance(module, ParallelModule)]
         for group in {one.group.group_name: one.group for one in split}.values():
-            reason = collectives.use_one_shot(group, dtype, device)
+            reason = use_one_shot(group, dtype, device)
             if reason is not None:
                 raise _NoOneShotError(reason)
     return built

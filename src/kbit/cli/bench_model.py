@@ -111,14 +111,14 @@ def model(
 
     from kbit.bench import gpu_timing, model_build, model_ranks
     from kbit.bench import model as bench
-    from kbit.integrations.transformers.collectives import ALL_REDUCES, NCCL, ONE_SHOT
+    from kbit.integrations.transformers.collectives import ALL_REDUCES
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     if compiled:
         overlap_kernels()
     check_device("kbit bench model", device)
-    counts, usual = numbers("--gpus", gpus), ONE_SHOT if device == "cuda" else NCCL
-    sums = names("--all-reduce", all_reduce or usual, ALL_REDUCES)
+    counts = numbers("--gpus", gpus)
+    sums = names("--all-reduce", all_reduce, ALL_REDUCES) if all_reduce else [None]
     model_ranks.check(device, max(counts))
     plan = bench.Plan(numbers("--batch", batch), prompt, steps, prefill, repeats, compiled, profile)
     policies = quantized_arms(bits, embedding_bits=embedding_bits, search=search)
@@ -134,8 +134,10 @@ def model(
         if 1 in counts:
             yield from bench.measure(config, plan, torch.device(device), policies, progress)
         for ranks, sum_by in ((count, way) for count in counts if count > 1 for way in sums):
-            progress(f"{name} on {ranks} GPUs, {sum_by}")
-            job = model_ranks.Job(name, layers, plan, policies, device, by_expert, sum_by, timeout)
+            progress(f"{name} on {ranks} GPUs" + (f", {sum_by}" if sum_by else ""))
+            # In 16 bits transformers' own layers add up, the same way each time.
+            these = {arm: policy for arm, policy in policies.items() if policy or sum_by == sums[0]}
+            job = model_ranks.Job(name, layers, plan, these, device, by_expert, sum_by, timeout)
             yield from model_ranks.measure(job, ranks)
 
     try:
