@@ -126,8 +126,7 @@ def model(
     config = model_build.load_config(name, layers)
     settings = vars(plan) | {"dtype": "bfloat16", "embedding_bits": embedding_bits, "by_expert": by_expert}
     settings |= {"linear_attention": _linear_attention(config, compiled)}
-    about = gpu_timing.describe(device)
-    found = {"machine": about, "model": name, "layers": config.num_hidden_layers, "plan": settings}
+    found = {"machine": gpu_timing.describe(device), "model": name, "layers": config.num_hidden_layers}
     results: list[ArmResult] = []
 
     def arms(progress: Callable[[str], None]) -> Iterator[ArmResult]:
@@ -144,7 +143,7 @@ def model(
         with console.status(name) as status:
             for arm in arms(status.update):
                 results.append(arm)  # written at once: an interruption loses one arm
-                write_json(json_file, found | {"arms": bench.as_json(results)})
+                write_json(json_file, found | {"plan": settings, "arms": bench.as_json(results)})
     finally:
         if results:
             _show(results)

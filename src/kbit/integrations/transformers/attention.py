@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from kbit.integrations.transformers.additive_masks import additive, additive_mask
-from kbit.integrations.transformers.config import all_of
+from kbit.integrations.transformers.config_parts import all_of
 
 NAME, MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
 # What asks transformers' own function for more than this one does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +48,3 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
         known = {key: kwargs.pop(key) for key in list(kwargs) if key in settings}
         result = cls(**{**fields, **known})
         return (result, kwargs) if return_unused_kwargs else result
-
-
-def all_of(config: Any) -> Iterator[Any]:
-    """A model's config and those of its parts: the order in which setting them leaves each as it was set."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from all_of(part)

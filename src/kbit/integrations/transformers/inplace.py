@@ -12,6 +12,7 @@ from torch import nn
 
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.on_import import wrap_method
+from kbit.integrations.transformers.config_parts import all_of
 from kbit.nn import KbitExperts, dequantize, replace
 from kbit.nn.parts import QuantizedModule
 
@@ -131,8 +132,6 @@ def _restate(model: Any, quantizer: Any) -> None:
 @contextlib.contextmanager
 def _plain_config(config: Any) -> Iterator[None]:
     """Without what quantized models say that share the config, or one of a part's."""
-    from kbit.integrations.transformers.config import all_of
-
     found = [(each, getattr(each, "quantization_config", None)) for each in all_of(config)]
     sections = [(each, section) for each, section in found if isinstance(section, QuantizationPolicy)]
     for each, _ in sections:
