@@ -5,6 +5,7 @@ loads; `save_pretrained` and `from_pretrained` round-trip the result. Importing 
 transformers; asking it for `KbitConfig` does.
 
     config, quantizer, autoregister  what transformers knows, calls and finds
+    config_parts                     configs that a config holds
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
