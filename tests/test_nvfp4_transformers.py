@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kbit
 from kbit.integrations.nvfp4 import NVFP4Config, quantizer
-from kbit.nn import experts, replace
+from kbit.nn import fused_experts, replace
 from kbit.nvfp4.layers import NVFP4Linear, NVFP4Module
 from tiny_models import build
 
@@ -52,7 +52,7 @@ def test_experts_of_another_layout_are_reported_with_the_reason(
 ) -> None:
     monkeypatch.setattr(quantizer.logger, "propagate", True)
     monkeypatch.setattr(replace, "LARGE", 1000)
-    monkeypatch.setitem(experts._LAYOUT, "has_bias", True)
+    monkeypatch.setitem(fused_experts._LAYOUT, "has_bias", True)
     caplog.set_level(logging.WARNING)
     quantized(source)
     assert "mlp.experts.gate_up_proj (0.0 MB: its experts have has_bias=False)" in caplog.text

@@ -104,7 +104,7 @@ DEVICE u32 number_after(u32 number) {
     return number == ~0u ? 2 : number + 1;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)
     one_shot(const uint2* x, uint2* y, u64 inbox_0, u64 inbox_1, u64 inbox_2, u64 inbox_3, u64 inbox_4,
              u64 inbox_5, u64 inbox_6, u64 inbox_7, u32* state, int rank, int capacity, int seconds,
              int lines, int row_lines) {
