@@ -173,7 +173,8 @@ def run_loaded(case, out):
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
     held = {name: (type(m).__name__, dict(m.shapes)) for name, m in layers.items()}
     more = {"together": together(model), "sums": count_sums(model), "compiled": is_compiled_alike(model)}
-    more["groups"] = {id(m.split.group) for m in model.modules() if isinstance(m, ParallelModule)}
+    groups = [module.split.group for module in model.modules() if isinstance(module, ParallelModule)]
+    more["one_group"] = all(group is groups[0] for group in groups)
     return {**evaluate(model), "layers": held, **more}
 
 

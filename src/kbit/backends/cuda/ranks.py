@@ -16,10 +16,8 @@ LINE_BYTES, PIECE_BYTES = 8, 16  # of x, and what it takes on its way
 STATE = (1, 0, 0)  # at first; see csrc/one_shot.cu
 _FORMAT = "QQ" + "Q" * 8 + "Qiii" + "ii"
 _THREADS = 128
-_KINDS = (
-    *((dtype, False) for dtype in operands.DTYPES),
-    (operands.DTYPES[0], True),
-)  # and whether it gathers
+# Of kernels: a dtype, and whether they gather.
+_KINDS = (*((dtype, False) for dtype in operands.DTYPES), (operands.DTYPES[0], True))
 # As long as torch.distributed waits by default.
 SECONDS = 600
 

@@ -5,9 +5,8 @@
 //   x        float16, or bfloat16 with Config::bf16: lines * 4 elements, 8-byte aligned
 //   y        like x, and may be x; gathered, of every row_lines lines of x the ranks' in their order
 //   inbox_r  of rank r of Config::ranks, mapped here: [2][ranks][capacity] pieces of 16 bytes, at first zeros
-//   state    u32 [3]: the number of the next sum, at first 1; blocks of this one that are done; whether a
-//   rank
-//            was given up
+//   state    u32 [3]: the number of the next sum, at first 1; blocks of this one that are done; 1 if some
+//            rank was given up
 //   rank     this GPU's
 //   seconds  after which a rank that does not come is given up: then the kernel traps, or if they are
 //            negative goes on with what is there
