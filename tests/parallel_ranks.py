@@ -12,9 +12,12 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from transformers import AutoModelForCausalLM, StaticCache
 
 import kbit
@@ -247,6 +250,50 @@ def replayed_sums(device, repeats):
     return int(wrong)
 
 
+class _Trials:
+    """What `use_one_shot` asks of GPUs, by a CPU and the process group; some ranks fail as `how` says."""
+
+    def __init__(self, monkeypatch):
+        self.how, self.rank = "", dist.get_rank()
+        monkeypatch.setattr(symmetric_memory, "empty", lambda n, dtype, device: torch.empty(n, dtype=dtype))
+        monkeypatch.setattr(symmetric_memory, "rendezvous", self.meet)
+        monkeypatch.setattr(collectives, "_check", lambda *given: None)
+        monkeypatch.setattr(collectives, "load", self.load)
+        monkeypatch.setattr(collectives, "one_shot", self.one_shot)
+
+    def meet(self, memory, group):
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group))
+
+    def load(self, ranks, index):
+        if self.how == "no compiler" and self.rank == 1:
+            raise OSError("no compiler")
+
+    def one_shot(self, x, inboxes, out, gathers, seconds):
+        if gathers:
+            dist.all_gather_into_tensor(out, x)
+        else:
+            out.copy_(x)
+            dist.all_reduce(out)
+        if self.how == "wrong" and self.rank == 0:
+            out[3] += 1
+        if self.how == "late" and self.rank == 1:
+            inboxes.state[2] = 1
+
+
+def run_trials():
+    """What ranks are told where one of them fails, and of a group that is made anew."""
+    told = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trials = _Trials(monkeypatch)
+        for trials.how in ("no compiler", "wrong", "late", "", ""):
+            told.append(collectives.use_one_shot(dist.group.WORLD, torch.bfloat16, torch.device("cpu")))
+        x = torch.zeros(8, dtype=torch.bfloat16)
+        groups = [dist.group.WORLD, SimpleNamespace(group_name=dist.group.WORLD.group_name)]
+        uses = [collectives._inboxes_for(x, 8, group) is not None for group in groups]
+        collectives._mapped.clear()
+    return told, uses
+
+
 def run_alone(device):
     """What the first rank is told of a sum to which no other comes; the process cannot use its GPU then."""
     assert collectives.use_one_shot(dist.group.WORLD, torch.bfloat16, device) is None
@@ -276,6 +323,8 @@ def main():
         print(case["name"], flush=True)  # the parent shows it if something fails
         if case["name"] == "sums":
             results["sums"] = run_sums(device, case["repeats"])
+        elif case["name"] == "trials":
+            results["trials"] = run_trials()
         elif case["name"] == "alone":
             results["alone"] = run_alone(device)
         else:

@@ -78,7 +78,7 @@ def runs(tmp_path_factory):
     cases.append({"name": "mixtral-tp", "folder": str(folder / "mixtral-kbit"), **one})
     on_load = {"folder": str(folder / "mixtral"), "config": BY_BOTH_NAMES}
     cases.append({"name": "mixtral-tp-load", **on_load, **one})
-    return folder, run_ranks(folder, cases + random_cases(PARALLEL))
+    return folder, run_ranks(folder, cases + random_cases(PARALLEL) + [{"name": "trials"}])
 
 
 def random_cases(architectures):
@@ -223,6 +223,15 @@ def expected_ratio(model, mode, layer):
     if any(part in layer for part in whole) or (mode == "ep" and not ranks_split_dense_layers()):
         return 1
     return RANKS
+
+
+def test_ranks_agree_on_how_they_add_up(runs):
+    for rank in runs[1]:
+        told, uses = rank["trials"]
+        assert told[:2] == ["no compiler", "a sum of whole numbers came out wrong"]
+        assert "did not see what another wrote" in told[2]
+        assert told[3:] == [None, None]
+        assert uses == [True, False]  # not of a group that only has the same name
 
 
 def test_what_cannot_be_split_is_one_clear_error(runs):

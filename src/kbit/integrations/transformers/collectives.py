@@ -211,11 +211,11 @@ def _try(group: Any, dtype: torch.dtype) -> str | None:
     inboxes, ranks = _mapped[group.group_name].inboxes, dist.get_world_size(group)
     numbers = torch.arange(LINE_BYTES * inboxes.capacity // dtype.itemsize, device=inboxes.state.device)
     x = (numbers.remainder(16) + inboxes.rank).to(dtype)
-    total, every = x.clone(), x.new_empty(ranks, len(x))
+    total, every = x.clone(), x.new_empty(ranks * len(x))
     dist.all_reduce(total, group=group)
     dist.all_gather_into_tensor(every, x, group=group)
     same = []
-    for gathers, expected in ((False, total), (True, every.flatten()), (False, total)):
+    for gathers, expected in ((False, total), (True, every), (False, total)):
         out = torch.full_like(expected, -1)
         one_shot(x, inboxes, out, gathers, seconds=-_TRY_SECONDS)
         same.append(torch.equal(out, expected))  # of every one: all ranks do the same
