@@ -9,6 +9,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends.cuda import ranks
+from parallel_ranks import sum_of
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -68,14 +69,6 @@ class Machine:
     def lose(self, other: int) -> None:
         """Another rank's part has not come."""
         self.memory[self.rank][self.number % 2, other].zero_()
-
-
-def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In float32, in the order of ranks, rounded once."""
-    total = torch.zeros(parts[0].shape)
-    for part in parts:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
 
 
 @pytest.mark.parametrize("number", [1, 2, 2**31, LAST])

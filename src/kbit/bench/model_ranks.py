@@ -26,7 +26,7 @@ import torch.distributed as dist
 from kbit.bench import child, model_build, model_split
 from kbit.bench import model as bench
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers.collectives import NCCL, ONE_SHOT, use_one_shot
+from kbit.integrations.transformers.collectives import NCCL, ONE_SHOT, groups_of, use_one_shot
 
 _LOG_LINES = 40
 _POLL_S = 0.05
@@ -187,10 +187,7 @@ def _build(
 ) -> model_build.Built:
     built = model_split.build(config, device, dtype, policy, by_expert)
     if one_shot and policy is not None:
-        from kbit.integrations.transformers.parallel_layers import ParallelModule
-
-        split = [module.split for module in built.model.modules() if isinstance(module, ParallelModule)]
-        for group in {one.group.group_name: one.group for one in split}.values():
+        for group in groups_of(built.model):
             reason = use_one_shot(group, dtype, device)
             if reason is not None:
                 raise _NoOneShotError(reason)

@@ -10,9 +10,10 @@ import torch
 
 from kbit.backends.cuda import launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
+from kbit.ops.one_shot_schemas import LINE_BYTES, MOST_RANKS
 
-RANKS = range(2, 9)  # GPUs of one machine
-LINE_BYTES, PIECE_BYTES = 8, 16  # of x, and what it takes on its way
+RANKS = range(2, MOST_RANKS + 1)  # GPUs of one machine
+_PIECE_BYTES = 16  # what a line of x takes on its way
 STATE = (1, 0, 0)  # at first; see csrc/one_shot.cu
 _FORMAT = "QQ" + "Q" * 8 + "Qiii" + "ii"
 _THREADS = 128
@@ -24,7 +25,7 @@ SECONDS = 600
 
 def inbox_bytes(ranks: int, capacity: int) -> int:
     """Bytes of a rank's inbox for tensors of so many lines, at most."""
-    return 2 * ranks * capacity * PIECE_BYTES
+    return 2 * ranks * capacity * _PIECE_BYTES
 
 
 @functools.cache

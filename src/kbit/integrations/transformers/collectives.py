@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kbit.backends.cuda.ranks import LINE_BYTES, RANKS, STATE, Inboxes, inbox_bytes, load, one_shot
+from kbit.backends.cuda.ranks import RANKS, STATE, Inboxes, inbox_bytes, load, one_shot
 from kbit.dispatch.backends import cuda_answers
 from kbit.ops import checks
+from kbit.ops.one_shot_schemas import LINE_BYTES
 
 ALL_REDUCES = NCCL, ONE_SHOT = "nccl", "one-shot"
 _VARIABLE = "KBIT_ALL_REDUCE"
@@ -83,10 +84,7 @@ def use_where_possible(model: Any) -> None:
     Raises:
         ValueError: KBIT_ALL_REDUCE is wrong.
     """
-    from kbit.integrations.transformers.parallel_layers import ParallelModule
-
-    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    for group, device in {layer.split.group: layer.codebook.device for layer in layers}.items():
+    for group, device in groups_of(model).items():
         if device.type == "cuda":
             reason = use_one_shot(group, model.dtype, device)
             if reason is not None:
@@ -94,6 +92,14 @@ def use_where_possible(model: Any) -> None:
     if _asked() not in ALL_REDUCES:  # last: no rank must miss what the others do together
         known = " or ".join(ALL_REDUCES)
         raise ValueError(f"{_VARIABLE} must be {known}, got {_asked()!r}. Unset it, or set another.")
+
+
+def groups_of(model: Any) -> dict[Any, torch.device]:
+    """{process group: this rank's device}, of a model's split layers."""
+    from kbit.integrations.transformers.parallel_layers import ParallelModule
+
+    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    return {layer.split.group: layer.codebook.device for layer in layers}
 
 
 def _asked() -> str:
