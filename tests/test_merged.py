@@ -303,6 +303,17 @@ def test_another_input_is_not_mistaken(tiles_pay):
         assert torch.equal(block(X), apart(block, X))
 
 
+def test_an_input_that_was_written_to_is_another(tiles_pay):
+    class Writing(Attention):
+        def forward(self, hidden_states):
+            q = self.q_proj(hidden_states)
+            return torch.cat([q, self.k_proj(hidden_states.add_(1)), self.v_proj(hidden_states)], dim=-1)
+
+    block = quantized(Writing(32, 16, 40))
+    with torch.no_grad():
+        assert torch.equal(block(X.clone()), apart(block, X.clone()))
+
+
 def test_attention_to_other_states_stays_apart(tiles_pay):
     class Cross(Attention):
         def forward(self, hidden_states, encoder_hidden_states=None):

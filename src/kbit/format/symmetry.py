@@ -6,6 +6,8 @@ import weakref
 
 import torch
 
+from kbit.format.versions import version_of
+
 _MOST_LEVELS_ALIKE = 16  # up to so many, kernels decode any codebook alike
 _known: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
@@ -22,7 +24,7 @@ def is_symmetric(codebook: torch.Tensor) -> bool:
     """
     if codebook.numel() <= _MOST_LEVELS_ALIKE:
         return True
-    key, version = id(codebook), 0 if codebook.is_inference() else codebook._version
+    key, version = id(codebook), version_of(codebook)
     known = _known.get(key)
     if known is not None and known[0]() is codebook and known[1] == version:
         return known[2]

@@ -18,6 +18,7 @@ from torch import nn
 
 from kbit.format.adjacent import as_one
 from kbit.format.layout import TILE_ROWS
+from kbit.format.versions import version_of
 from kbit.nn.fused_experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
@@ -58,8 +59,8 @@ class Call:
 
     def __init__(self, siblings: Siblings) -> None:
         self.siblings = siblings
-        # The input and its results: one attribute, since threads may share a call.
-        self.made: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        # The input, its version, and its results: one attribute, since threads may share a call.
+        self.made: tuple[torch.Tensor, int, tuple[torch.Tensor, ...]] | None = None
 
     def result_of(self, layer: KbitLinear, x: torch.Tensor) -> torch.Tensor | None:
         """A layer's product with x; None if it must compute that itself."""
@@ -68,11 +69,11 @@ class Call:
             y = _product(self.siblings, x, silu_and_mul=False)
             if y is None:
                 return None
-            made = x, y.split_with_sizes([one.out_features for one in layers], dim=-1)
+            made = x, version_of(x), y.split_with_sizes([one.out_features for one in layers], dim=-1)
             self.made = made
-        if made[0] is not x:
+        if made[0] is not x or made[1] != version_of(x):
             return None
-        for sibling, result in zip(layers, made[1], strict=True):
+        for sibling, result in zip(layers, made[2], strict=True):
             if sibling is layer:
                 return result
         return None
@@ -210,9 +211,8 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     if len(names) != 2 or not is_silu(activation) or set(module._modules) != children or own_tensors:
         return False
     generator = torch.Generator().manual_seed(0)
-    layers = {
-        name: nn.Linear(8, 8, bias=False, device="meta") for name in _MLP
-    }  # draws no numbers of others'
+    # On the meta device, which draws no numbers of others'.
+    layers = {name: nn.Linear(8, 8, bias=False, device="meta") for name in _MLP}
     for layer in layers.values():
         layer.weight = nn.Parameter(torch.randn(8, 8, generator=generator, device="cpu", dtype=torch.float32))
     made = stand_in(module)

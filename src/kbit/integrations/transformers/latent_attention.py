@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kbit.backends.cuda.latent import takes
+from kbit.format.versions import version_of
 from kbit.integrations.transformers.attention import asks_for_more
 from kbit.integrations.transformers.attention_steps import (
     TRIED_BATCH,
@@ -173,7 +174,7 @@ def _weight(expand: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
 def _decoded_weight(expand: KbitLinear, dtype: torch.dtype) -> torch.Tensor:
     parts = expand.weight, expand.weight_scale, expand.codebook
     device = expand.codebook.device
-    versions = tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+    versions = tuple((part.data_ptr(), version_of(part)) for part in parts)
     key, known = _decoded.get(expand, (None, None))
     if key == (versions, dtype, device) and known is not None:
         return known
