@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kbit
@@ -58,7 +59,6 @@ def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 def save_tokenizer(folder: Path) -> None:
     """A token per character; the rest of the tiny vocabulary is never used."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     characters = ["<unk>", *string.ascii_lowercase, *" .,:<>?!'-"]
     model = models.WordLevel({token: index for index, token in enumerate(characters)}, unk_token="<unk>")
@@ -361,8 +361,6 @@ def test_a_checkpoint_of_other_bits_than_its_config_is_refused(folders, tmp_path
 
 @pytest.mark.parametrize("which", ["original", "quantized"])
 def test_generate_streams_what_the_model_says(folders, which):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     arguments = ("generate", folders[which], "hello", "--max-new-tokens", 8, "--dtype", "fp32")
     output = succeed(*arguments)
     tokenizer = AutoTokenizer.from_pretrained(folders[which])
@@ -431,8 +429,6 @@ def test_eval_against_the_original(folders, text, tmp_path):
 
 
 def test_eval_computes_perplexity_as_the_model_does(folders, text, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     (row,) = scored(tmp_path, folders["original"], "--text", text, "--window", 64)
     ids = AutoTokenizer.from_pretrained(folders["original"])(TEXT, return_tensors="pt").input_ids[0]
     model = AutoModelForCausalLM.from_pretrained(folders["original"], dtype=torch.float32)
@@ -461,8 +457,6 @@ def test_eval_quantizes_in_memory(folders, text, tmp_path):
 
 
 def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     config = kbit.NVFP4Config(activations="16bit")
     model = AutoModelForCausalLM.from_pretrained(folders["original"], quantization_config=config)
     model.save_pretrained(tmp_path / "nvfp4")
@@ -475,6 +469,7 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     base, row = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert row["perplexity"] == pytest.approx(base["perplexity"], rel=0.1)
     assert 0 < row["kl_divergence"] < 0.05
+    assert (0 < row["nmse"] < 0.02) and (4.5 <= row["bits_per_weight"] < 6)  # 48 features are padded to 64
     assert "is quantized" in refuse("eval", tmp_path / "nvfp4", "--bits", "4", "--text", text)
 
 

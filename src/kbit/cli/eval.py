@@ -183,11 +183,12 @@ def _score(
 def _sizes(model: Any, base: Any) -> dict[str, Any]:
     """Bits per quantized weight and, where there is an unquantized model, their relative squared error."""
     from kbit.nn.parts import QuantizedModule
+    from kbit.nvfp4.layers import NVFP4Module
 
     parts = [
         (name, module, weight)
         for name, module in model.named_modules()
-        if isinstance(module, QuantizedModule)
+        if isinstance(module, (QuantizedModule, NVFP4Module))
         for weight in module.shapes
     ]
     if not parts:
@@ -200,6 +201,10 @@ def _sizes(model: Any, base: Any) -> dict[str, Any]:
 
 def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The reference's own of a quantized weight; raises ValueError where it has none of that shape."""
+    from kbit.nn.fused_experts import WEIGHTS
+    from kbit.nvfp4.layers import NVFP4Experts
+
+    weight = dict(zip(NVFP4Experts.WEIGHTS, WEIGHTS, strict=True)).get(weight, weight)
     try:
         found = getattr(base.get_submodule(name), weight).detach()
     except AttributeError:
@@ -212,12 +217,14 @@ def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> tor
 
 def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
     """Squared error of all quantized weights over their squared sum."""
+    from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4
     from kbit.ops import dequantize
 
     error = total = 0.0
     for name, module, weight in parts:
         exact = _weight_of(base, name, weight, tuple(module.shapes[weight])).float()
-        decoded = dequantize(module.quantized(weight)).view_as(exact)
+        q = module.quantized(weight)
+        decoded = (dequantize_nvfp4 if isinstance(q, NVFP4Tensor) else dequantize)(q).view_as(exact)
         error += float((decoded - exact).square().sum())
         total += float(exact.square().sum())
     return error / total if total else 0.0
