@@ -21,7 +21,6 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from transformers import AutoModelForCausalLM, StaticCache
 
 import kbit
-from kbit.backends.cuda import ranks
 from kbit.backends.cuda.capture import capture
 from kbit.bench import model_split
 from kbit.format.policy import QuantizationPolicy
@@ -268,7 +267,7 @@ class _Trials:
         if self.how == "no compiler" and self.rank == 1:
             raise OSError("no compiler")
 
-    def one_shot(self, x, inboxes, out, gathers, seconds):
+    def one_shot(self, x, inboxes, out, gathers):
         if gathers:
             dist.all_gather_into_tensor(out, x)
         else:
@@ -300,7 +299,10 @@ def run_alone(device):
     if dist.get_rank():
         time.sleep(6)
         return ""
-    ranks.one_shot.__defaults__ = (1,)
+    name = dist.group.WORLD.group_name
+    mapped = collectives._mapped[name]
+    assert mapped.inboxes.seconds == 600, "as NCCL waits"
+    collectives._mapped[name] = mapped._replace(inboxes=mapped.inboxes._replace(seconds=1))
     try:
         collectives.all_reduce(torch.ones(64, dtype=torch.bfloat16, device=device), dist.group.WORLD)
         torch.cuda.synchronize()

@@ -113,7 +113,7 @@ def test_sums_that_do_not_fit_go_to_the_group(numel, monkeypatch):
     """One-shot sums take what fits into the memory shared, at whole 8 bytes."""
     asked = []
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, group: asked.append("group"))
-    group, inboxes = _Group(), Inboxes([1, 2], torch.zeros(3, dtype=torch.int32), 0, 64)
+    group, inboxes = _Group(), Inboxes([1, 2], torch.zeros(3, dtype=torch.int32), 0, 64, 600)
     monkeypatch.setitem(collectives._mapped, "ranks", collectives._Mapped(group, inboxes.state, inboxes))
 
     class Ops:
@@ -144,6 +144,8 @@ def test_what_one_shot_sums_refuse(rank, capacity, x, error):
     state = torch.zeros(3, dtype=torch.int32)
     for op in (torch.ops.kbit.one_shot_sum, torch.ops.kbit.one_shot_gather):
         with pytest.raises((TypeError, ValueError), match=error):
-            op(x, [1, 2], state, rank, capacity)
+            op(x, [1, 2], state, rank, capacity, 600)
     with pytest.raises(TypeError, match="state must be int32"):
-        torch.ops.kbit.one_shot_sum(torch.zeros(8).half(), [1, 2], state.long(), 0, 64)
+        torch.ops.kbit.one_shot_sum(torch.zeros(8).half(), [1, 2], state.long(), 0, 64, 600)
+    with pytest.raises(ValueError, match="seconds must be at least 1, got 0"):
+        torch.ops.kbit.one_shot_sum(torch.zeros(8).half(), [1, 2], state, 0, 64, 0)

@@ -53,7 +53,7 @@ class Machine:
                 self.memory[rank][number % 2, other, : len(sent)] = sent
         self.state = torch.tensor([signed(number), 0, 0], dtype=torch.int32)
         addresses = [one.data_ptr() for one in self.memory]
-        self.inboxes = ranks.Inboxes(addresses, self.state, rank, CAPACITY)
+        self.inboxes = ranks.Inboxes(addresses, self.state, rank, CAPACITY, 600)
 
     def check(self) -> None:
         """This rank's part went to all, nothing else anywhere, and the next number is there."""
@@ -102,6 +102,6 @@ def test_a_rank_that_does_not_come_is_given_up(count):
     machine = Machine([torch.randn(520).half() for _ in range(count)], 0, 3)
     machine.lose(count - 1)
     out = guarded(torch.zeros(520).half())
-    ranks.one_shot(machine.parts[0], machine.inboxes, out, gathers=False, seconds=-3)
+    ranks.one_shot(machine.parts[0], machine.inboxes._replace(seconds=-3), out, gathers=False)
     assert untouched(out)
     assert machine.state.tolist() == [4, 0, 1]

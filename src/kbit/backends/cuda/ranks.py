@@ -19,8 +19,6 @@ _FORMAT = "QQ" + "Q" * 8 + "Qiii" + "ii"
 _THREADS = 128
 # Of kernels: a dtype, and whether they gather.
 _KINDS = (*((dtype, False) for dtype in operands.DTYPES), (operands.DTYPES[0], True))
-# As long as torch.distributed waits by default.
-SECONDS = 600
 
 
 def inbox_bytes(ranks: int, capacity: int) -> int:
@@ -51,17 +49,19 @@ def load(ranks: int, index: int) -> None:
 
 
 class Inboxes(NamedTuple):
-    """Memory of all ranks that is mapped here, as `kbit.ops.one_shot_schemas` has it."""
+    """Memory of all ranks that is mapped here, as `kbit.ops.one_shot_schemas` has it.
+
+    Where `seconds` are negative, a rank that does not come sets state[2], and the result is worthless.
+    """
 
     addresses: Sequence[int]
     state: torch.Tensor
     rank: int
     capacity: int
+    seconds: int
 
 
-def one_shot(
-    x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool, seconds: int = SECONDS
-) -> None:
+def one_shot(x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool) -> None:
     """`kbit::one_shot_sum` into `out`, which may be x, or `kbit::one_shot_gather`.
 
     Args:
@@ -69,13 +69,11 @@ def one_shot(
         inboxes: of the ranks.
         out: like x; gathered, with as many times more columns as there are ranks.
         gathers: which of the two.
-        seconds: after which a rank that does not come is given up. That ends this process's work on the GPU;
-            where they are negative it sets state[2] instead, and the result is worthless.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    index, (addresses, state, rank, capacity) = x.device.index, inboxes
+    index, (addresses, state, rank, capacity, seconds) = x.device.index, inboxes
     kernel = launcher.load(_spec(x.dtype, len(addresses), gathers), index, _FORMAT)
     lines, row_lines = (size * x.element_size() // LINE_BYTES for size in (x.numel(), x.shape[-1]))
     prepared = launcher.Prepared(index, kernel, (-(-lines // _THREADS), 1, 1), _THREADS)

@@ -28,6 +28,7 @@ from kbit.ops.one_shot_schemas import LINE_BYTES
 ALL_REDUCES = NCCL, ONE_SHOT = "nccl", "one-shot"
 _VARIABLE = "KBIT_ALL_REDUCE"
 _TRY_SECONDS = 10
+_MOST_SECONDS = 2**31 - 1  # of a kernel's argument
 _log = logging.getLogger(__name__)
 # Of a tensor, times ranks: each is written to every rank, which at some size costs more than NCCL's latency.
 # On two H100s 4 KiB take 2.3 us, by NCCL 13, and 256 KiB 4 and 14; more was not measured.
@@ -209,7 +210,14 @@ def _map(memory: torch.Tensor, group: Any) -> None:
     offset = memory.data_ptr() - handle.buffer_ptrs[rank]
     addresses = [pointer + offset for pointer in handle.buffer_ptrs]
     state = torch.tensor(STATE, dtype=torch.int32, device=memory.device)
-    _mapped[group.group_name] = _Mapped(group, memory, Inboxes(addresses, state, rank, _capacity(group)))
+    inboxes = Inboxes(addresses, state, rank, _capacity(group), _seconds(group, memory.device))
+    _mapped[group.group_name] = _Mapped(group, memory, inboxes)
+
+
+def _seconds(group: Any, device: torch.device) -> int:
+    """How long a group's ranks wait for each other."""
+    limit = group._get_backend(device).options._timeout
+    return min(max(1, int(limit.total_seconds())), _MOST_SECONDS)
 
 
 def _try(group: Any, dtype: torch.dtype) -> str | None:
@@ -223,7 +231,7 @@ def _try(group: Any, dtype: torch.dtype) -> str | None:
     same = []
     for gathers, expected in ((False, total), (True, every), (False, total)):
         out = torch.full_like(expected, -1)
-        one_shot(x, inboxes, out, gathers, seconds=-_TRY_SECONDS)
+        one_shot(x, inboxes._replace(seconds=-_TRY_SECONDS), out, gathers)
         same.append(torch.equal(out, expected))  # of every one: all ranks do the same
     if inboxes.state[2].item():
         return f"a GPU did not see what another wrote into its memory within {_TRY_SECONDS} seconds"
