@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import CompileConfig
+
+import kbit
+from kbit.integrations.transformers import cuda_graphs
 
 _SYNCHRONIZING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 REFUSED = "operation not permitted when stream is capturing"
@@ -62,3 +66,20 @@ class Recorder:
             tape.play()
 
         return replay, outputs
+
+
+def enable_on_cpu(model, record_prompt=None):
+    """`enable_cuda_graphs` with tapes; returns what records steps."""
+    kbit.enable_cuda_graphs(model)
+    recorder = Recorder()
+    steps = cuda_graphs.Steps(model, record=recorder, record_prompt=record_prompt or Recorder())
+    model.get_compiled_call.__func__._steps[model] = steps
+    compile_on_cpu(model)
+    return recorder
+
+
+def compile_on_cpu(model):
+    """Have `generate` ask for compiled steps on a CPU, too."""
+    anywhere = CompileConfig()
+    anywhere._compile_all_devices = True
+    model.generation_config.compile_config = anywhere

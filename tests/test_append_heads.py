@@ -130,7 +130,7 @@ def quantized_norms(name, dtype=torch.bfloat16):
 )
 def test_layers_of_transformers_compute_the_same(name, layers, on_cpu):
     model = quantized_norms(name)
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     assert not on_cpu
     steps(model, step_kernels)  # tries what the class does
     on_cpu.clear()
@@ -178,7 +178,7 @@ def test_layers_that_run_by_their_own_forward(how, on_cpu):
     model = quantized_norms("qwen3")
     layer, cache = model.model.layers[0].self_attn, StaticCache(config=model.config, max_cache_len=8)
     x, angles = torch.randn(2, 1, 48).bfloat16(), torch.randn(2, 2, 1, 16).bfloat16()
-    with shared_heads(model), torch.set_grad_enabled(how == "gradients"):
+    with shared_heads(), torch.set_grad_enabled(how == "gradients"):
         named = {"past_key_values": cache, "position_embeddings": tuple(angles), "attention_mask": None}
         own = type(layer).forward
         assert attention_heads._form(layer, own, x, named) is None  # the first tokens allocate
@@ -198,7 +198,7 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
     model = quantized_norms("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = Doubled
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     fused = steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlavaConfig, StaticCache, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, LlavaConfig, StaticCache, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kbit.integrations.transformers import attention
 from kbit.integrations.transformers.additive_masks import additive
 from kbit.integrations.transformers.attention import (
-    NAME,
+    PROMPTS,
+    SDPA,
+    STEPS,
+    MaskWantedError,
     causal_without_masks,
+    runs_by,
     shared_heads,
     with_additive_masks,
 )
@@ -95,16 +100,48 @@ def test_a_cpu_has_no_cudnn():
     assert torch.equal(attention.attention(Layer(4), *given)[0], want)
 
 
-def test_a_models_way_of_attention_is_put_back():
-    model = build("llama", torch.float32)
-    with shared_heads(model):
-        assert model.config._attn_implementation == NAME
-    with pytest.raises(RuntimeError, match="stop"), shared_heads(model):
+def registered():
+    """What goes by the name "sdpa"."""
+    return AttentionInterface()[SDPA], AttentionMaskInterface()[SDPA]
+
+
+def test_transformers_functions_are_put_back():
+    """Models keep the name of their attention, by which some do things: sparse attention, for one."""
+    config, own = build("llama", torch.float32).config, registered()
+    with shared_heads():
+        assert (runs_by(config, STEPS), runs_by(config, PROMPTS)) == (True, False)
+        assert not set(registered()) & set(own)
+        with causal_without_masks():
+            assert (runs_by(config, STEPS), runs_by(config, PROMPTS)) == (False, True)
+        assert runs_by(config, STEPS)
+    with pytest.raises(RuntimeError, match="stop"), shared_heads():
         raise RuntimeError("stop")
-    assert model.config._attn_implementation == "sdpa"
-    model.set_attn_implementation("eager")
-    with shared_heads(model):
-        assert model.config._attn_implementation == "eager"
+    assert registered() == own
+    assert not runs_by(config, STEPS)
+    config._attn_implementation = "eager"
+    with shared_heads():
+        assert not runs_by(config, STEPS)
+
+
+def test_other_threads_and_other_functions_keep_theirs(monkeypatch):
+    given, calls = operands(2, 8, 2, 1, 40, 16), []
+    monkeypatch.setattr(attention, "attention", lambda *_, **__: calls.append("steps"))
+    with shared_heads():
+        there = concurrent.futures.ThreadPoolExecutor().submit(registered()[0], Layer(4), *given).result()
+        assert torch.equal(there[0], sdpa_attention_forward(Layer(4), *given)[0])
+        registered()[0](Layer(4), *given)
+    assert calls == ["steps"]
+    monkeypatch.setitem(AttentionInterface._global_mapping, SDPA, sorted)
+    with shared_heads():
+        assert registered()[0] is sorted
+
+
+def test_masks_of_other_kinds_are_not_left_out():
+    with causal_without_masks():
+        assert registered()[1](2, 5, 5) is None
+        for more in ({"allow_is_causal_skip": False}, {"local_size": 3}):
+            with pytest.raises(MaskWantedError):
+                registered()[1](2, 5, 5, **more)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe_lite"])
@@ -124,7 +161,7 @@ def test_prompts_without_masks_are_causal(architecture, monkeypatch):
         assert masks
         assert all(mask is not None for mask in masks)
         masks.clear()
-        with causal_without_masks(model):
+        with causal_without_masks():
             have = model(ids).logits
     assert masks
     assert all(mask is None for mask in masks)
@@ -132,14 +169,14 @@ def test_prompts_without_masks_are_causal(architecture, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_parts_of_a_model_keep_their_own_way():
-    model = nn.Module()
-    model.config = LlavaConfig()
-    model.config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
-    with shared_heads(model):
-        assert model.config.text_config._attn_implementation == NAME
-    assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
-    assert model.config.vision_config._attn_implementation == "eager"
+def test_masks_are_those_of_the_decoder():
+    model, mask = nn.Module(), torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    model.config, model.dtype = LlavaConfig(), torch.float16
+    model.config._attn_implementation = {"": "sdpa", "text_config": "eager", "vision_config": "sdpa"}
+    with shared_heads():
+        assert with_additive_masks(model, {"attention_mask": mask})["attention_mask"] is mask
+        model.config.text_config._attn_implementation = "sdpa"
+        assert with_additive_masks(model, {"attention_mask": mask})["attention_mask"].dtype == torch.float16
 
 
 def test_masks_become_additive_once():
@@ -147,7 +184,7 @@ def test_masks_become_additive_once():
     want = torch.tensor([0, -torch.inf]).expand(1, 1, 1, 2)
     inputs = {"attention_mask": {"full_attention": mask, "other": None}, "input_ids": MASK}
     assert with_additive_masks(model, inputs) is inputs
-    with shared_heads(model):
+    with shared_heads():
         have = with_additive_masks(model, inputs)
         tokens = with_additive_masks(model, {"attention_mask": MASK})["attention_mask"]
     assert torch.equal(have["attention_mask"]["full_attention"], want)
@@ -175,18 +212,15 @@ def test_models_give_the_same_logits(cudnn, architecture):
     want = decoded(model, 4, contextlib.nullcontext())
     assert not cudnn
     for _ in range(2):
-        torch.testing.assert_close(decoded(model, 4, Again(model)), want)
+        torch.testing.assert_close(decoded(model, 4, Again()), want)
     assert cudnn
 
 
 class Again:
     """`shared_heads` that can be entered several times."""
 
-    def __init__(self, model):
-        self.model = model
-
     def __enter__(self):
-        self.context = shared_heads(self.model)
+        self.context = shared_heads()
         self.context.__enter__()
 
     def __exit__(self, *error):
@@ -234,7 +268,6 @@ def test_what_cudnn_does_not_take_is_left_to_transformers():
 @gpu
 def test_compiled_layers_ask_cudnn_too(monkeypatch):
     given = operands(1, 8, 2, 1, 256, 64, torch.float16, "cuda")
-    model = build("llama", torch.float32)
     asked = []
     monkeypatch.setattr(attention, "_cudnn_takes_shapes", lambda *shapes: asked.append(shapes) or True)
 
@@ -242,7 +275,7 @@ def test_compiled_layers_ask_cudnn_too(monkeypatch):
         return attention.attention(layer, *tensors)[0]
 
     layer = Layer(4)
-    with shared_heads(model):
+    with shared_heads():
         have = torch.compile(run, fullgraph=True, dynamic=False)(*given)
     assert len(asked) == 1
     torch.testing.assert_close(have, attention.attention(layer, *given)[0], rtol=1e-2, atol=1e-3)

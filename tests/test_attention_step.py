@@ -167,7 +167,7 @@ def calls(monkeypatch):
 def test_layers_of_transformers_compute_the_same(name, layers, gated, calls):
     model = build(name, torch.float32, spread=False).eval().bfloat16()
     fuse_norms(model)
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     assert not calls
     steps(model, step_kernels)  # tries what the class does
     calls.clear()
@@ -200,7 +200,7 @@ def test_a_class_of_which_only_the_rest_fits(calls, monkeypatch):
     own = attention_heads._is
     monkeypatch.setattr(attention_heads, "_is", lambda *given: not given[-1].one_op and own(*given))
     model = build("llama", torch.float32, spread=False).eval().bfloat16()
-    want = steps(model, shared_heads)
+    want = steps(model, lambda _: shared_heads())
     have = steps(model, step_kernels)
     assert not calls
     assert torch.equal(have[0], want[0])

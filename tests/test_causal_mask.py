@@ -181,7 +181,7 @@ def test_steps_use_it(architecture, calls):
     model = build(architecture, torch.float32)
     want = decoded(model, lambda model: contextlib.nullcontext())
     assert not calls
-    torch.testing.assert_close(decoded(model, shared_heads), want)
+    torch.testing.assert_close(decoded(model, lambda _: shared_heads()), want)
     assert len(calls) == 3  # one a step, none of the prompt
 
 

@@ -469,7 +469,8 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     base, row = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert row["perplexity"] == pytest.approx(base["perplexity"], rel=0.1)
     assert 0 < row["kl_divergence"] < 0.05
-    assert (0 < row["nmse"] < 0.02) and (4.5 <= row["bits_per_weight"] < 6)  # 48 features are padded to 64
+    assert 0 < row["nmse"] < 0.02
+    assert 4.5 <= row["bits_per_weight"] < 6  # 48 features are padded to 64
     assert "is quantized" in refuse("eval", tmp_path / "nvfp4", "--bits", "4", "--text", text)
 
 

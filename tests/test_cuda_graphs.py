@@ -9,12 +9,13 @@ import pickle
 import warnings
 import weakref
 
+import peft
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
 import kbit
-from graph_tape import REFUSED, Recorder
+from graph_tape import REFUSED, Recorder, compile_on_cpu
 from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs, late_masks, recordings
@@ -51,9 +52,7 @@ def recorded(model):
     steps = cuda_graphs.Steps(model, record=recorder)
     model.get_compiled_call = lambda config=None: steps
     vars(model).update(late_masks.late_masks(model))
-    anywhere = CompileConfig()
-    anywhere._compile_all_devices = True
-    model.generation_config.compile_config = anywhere
+    compile_on_cpu(model)
     return recorder
 
 
@@ -369,6 +368,9 @@ def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"needs a model with transformers' generate\(\), got Linear"):
         kbit.enable_cuda_graphs(torch.nn.Linear(2, 2))
     model = quantized("llama")
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(TypeError, match="PromptTuningConfig puts tokens in front"):
+        kbit.enable_cuda_graphs(tuned)
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(TypeError, match="LlamaForCausalLM has no decoder with layers"):
         kbit.enable_cuda_graphs(model, compile_layers=True)
@@ -391,9 +393,11 @@ def test_layers_are_compiled_for_steps_alone(own_compilations):
     with compiled_layers.compiled_layers(model, compiled):
         first = [layer._compiled_call_impl for layer in model.model.layers]
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+    model.model.layers[0]._compiled_call_impl = own = model.model.layers[0].forward  # a user's
     with compiled_layers.compiled_layers(model, compiled):
         assert [layer._compiled_call_impl for layer in model.model.layers] == first
         output = model(IDS).logits
+    assert [layer._compiled_call_impl for layer in model.model.layers] == [own, None]
     torch.testing.assert_close(output, model(IDS).logits, rtol=1e-3, atol=1e-4)
 
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from transformers import (
     AutoModelForCausalLM,
-    CompileConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     StaticCache,
@@ -20,7 +19,7 @@ from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLite
 
 import kbit
 import static_steps
-from graph_tape import Recorder
+from graph_tape import Recorder, compile_on_cpu, enable_on_cpu
 from kbit.backends.cuda import latent as kernels
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import cuda_graphs, latent_attention
@@ -178,7 +177,7 @@ steps = functools.partial(static_steps.steps, padding=2)
 def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
     model = model_of(bits=bits)
     model.config.rope_interleave = interleaved
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     assert not on_cpu
     steps(model, step_kernels)  # tries what the class does
     forms = [latent_attention._forms[layer.self_attn] for layer in model.model.layers]
@@ -197,7 +196,7 @@ def test_deepseek_attends_so(on_cpu):
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, pad_token_id=0)).eval()
     fuse_norms(model)
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     steps(model, step_kernels)
     on_cpu.clear()
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
@@ -206,7 +205,7 @@ def test_deepseek_attends_so(on_cpu):
 
 def test_queries_without_a_latent_of_their_own(on_cpu):
     model = model_of(q_lora_rank=None)
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     steps(model, step_kernels)
     assert on_cpu
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
@@ -222,7 +221,7 @@ def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
     with torch.no_grad():
         for layer in layers:
             layer.weight_packed.bitwise_not_()
-    own = steps(model, shared_heads)
+    own = steps(model, lambda _: shared_heads())
     on_cpu.clear()
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
     assert on_cpu
@@ -234,15 +233,14 @@ def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
 
 def test_recorded_steps_attend_to_latents(on_cpu):
     model = model_of(bits=4)
-    ids, anywhere = torch.arange(2, 12).view(2, 5), CompileConfig()
+    ids = torch.arange(2, 12).view(2, 5)
     named = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
     want = model.generate(ids, **named)
     assert not on_cpu
     recorder = Recorder()
     made = cuda_graphs.Steps(model, False, recorder, Recorder())
     model.get_compiled_call = lambda config=None: made
-    anywhere._compile_all_devices = True
-    model.generation_config.compile_config = anywhere
+    compile_on_cpu(model)
     have = model.generate(ids, cache_implementation="static", **named)
     assert torch.equal(have, want)
     assert (recorder.recorded, recorder.replayed) == (1, 8 - cuda_graphs.WARM_STEPS)
@@ -261,7 +259,7 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
     model = model_of()
     for layer in model.model.layers:
         layer.self_attn.__class__ = Doubled
-    own, fused = steps(model, shared_heads), steps(model, step_kernels)
+    own, fused = steps(model, lambda _: shared_heads()), steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
 
 
@@ -279,12 +277,7 @@ def test_recorded_steps_see_weights_that_are_loaded(on_cpu):
         return torch.stack(of.generate(ids, **named, **more).logits)
 
     want = logits(model), logits(other)
-    kbit.enable_cuda_graphs(model)
-    recorder = Recorder()
-    model.get_compiled_call.__func__._steps[model] = cuda_graphs.Steps(model, False, recorder, Recorder())
-    anywhere = CompileConfig()
-    anywhere._compile_all_devices = True
-    model.generation_config.compile_config = anywhere
+    recorder = enable_on_cpu(model)
     cache = StaticCache(config=model.config, max_cache_len=16)
     for expected in want:
         for _ in range(2):
@@ -302,7 +295,7 @@ def test_a_class_whose_forward_is_replaced_is_tried_again(on_cpu, monkeypatch):
     monkeypatch.setattr(
         Glm4MoeLiteAttention, "forward", lambda self, *given, **named: twice(own, self, *given, **named)
     )
-    want = steps(model, shared_heads)
+    want = steps(model, lambda _: shared_heads())
     on_cpu.clear()
     assert torch.equal(steps(model, step_kernels)[0], want[0])
 
@@ -345,7 +338,7 @@ def test_layers_that_run_by_their_own_forward(how, on_cpu):
     tokens = 2 if how == "tokens" else 1
     x, angles = torch.randn(2, tokens, 48), torch.randn(2, 2, tokens, 8)
     cache.layers[0].lazy_initialization(torch.empty(2, 1, 0, 16), torch.empty(2, 1, 0, 8))
-    with shared_heads(model), torch.set_grad_enabled(how == "gradients"):
+    with shared_heads(), torch.set_grad_enabled(how == "gradients"):
         named = {"past_key_values": cache, "position_embeddings": tuple(angles), "attention_mask": None}
         unlike(layer, named, how)
         form = latent_attention._form(layer, type(layer).forward, x, named)
@@ -392,7 +385,7 @@ def test_layers_of_transformers_on_a_gpu(batch, bits, monkeypatch):
     model = model_of(torch.bfloat16, bits, **more).cuda()
     calls, own = [], latent_attention.attend
     monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
-    want = steps(model, shared_heads, batch)
+    want = steps(model, lambda _: shared_heads(), batch)
     assert not calls
     have = steps(model, step_kernels, batch)
     assert len(calls) >= 3 * 2

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -353,6 +354,47 @@ def test_hooks_run(tiles_pay, calls):
     block.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with torch.no_grad():
         assert torch.equal(block(X), apart(block, X))
+
+
+def test_hooks_of_activations_run(tiles_pay):
+    mlp = quantized(MLP())
+    with torch.no_grad():
+        y = mlp(X)
+        assert y.any()
+        act = mlp.act_fn
+        for hook in (
+            act.register_forward_hook(lambda module, given, result: torch.zeros_like(result)),
+            act.register_forward_pre_hook(lambda module, given: (torch.zeros_like(given[0]),)),
+        ):
+            assert not mlp(X).any()
+            hook.remove()
+        mlp.act_fn.forward = torch.zeros_like
+        assert not mlp(X).any()
+        del mlp.act_fn.forward
+        assert torch.equal(mlp(X), y)
+
+
+def test_hooks_of_all_modules_run(tiles_pay, calls):
+    mlp, seen = quantized(MLP()), []
+    listen = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    with listen, torch.no_grad():
+        mlp(X)
+    assert seen == [mlp.gate_proj, mlp.act_fn, mlp.up_proj, mlp.down_proj, mlp]
+    assert calls == ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_hooks_of_accelerates_kind_run(tiles_pay, calls):
+    class Doubling(ModelHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    mlp = quantized(MLP())
+    with torch.no_grad():
+        add_hook_to_module(mlp.up_proj, AlignDevicesHook(execution_device="cpu"))
+        y = mlp(X)
+        assert calls == ["down_proj"]
+        add_hook_to_module(mlp.up_proj, Doubling())
+        torch.testing.assert_close(mlp(X), 2 * y)
 
 
 def test_what_is_replaced_later_is_called(tiles_pay, calls):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import kbit
-from graph_tape import REFUSED, Recorder
+from graph_tape import REFUSED, Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import cuda_graphs, prompts, static_caches
@@ -53,13 +53,8 @@ class Enabled:
     """A model with graphs on a CPU, a cache for it, and what is recorded."""
 
     def __init__(self, model, record=None):
-        kbit.enable_cuda_graphs(model)
         self.recorder = record or Recorder()
-        steps = cuda_graphs.Steps(model, record=Recorder(), record_prompt=self.recorder)
-        model.get_compiled_call.__func__._steps[model] = steps
-        anywhere = CompileConfig()
-        anywhere._compile_all_devices = True
-        model.generation_config.compile_config = anywhere
+        enable_on_cpu(model, self.recorder)
         self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=ROOM)
 
     def logits(self, ids, **more):

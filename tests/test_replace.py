@@ -95,6 +95,32 @@ def test_hooks_of_accelerate_stay(quantize):
 
 
 @IN_PLACE
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_forward_of_its_own_stays(quantize, hooked):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
+    own = model[0].forward
+    model[0].forward = lambda x: 10 * own(x)
+    if hooked:
+        add_hook_to_module(model[0], AlignDevicesHook(execution_device=torch.device("cpu")))
+    want = 10 * own(x)
+    quantize(model)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0](x), want)
+
+
+@torch.inference_mode()
+def quantized_for_inference(module):
+    return quantize_model(module, kbit.QuantizationPolicy())
+
+
+def test_models_quantized_in_inference_mode_can_be_trained():
+    model = quantized_for_inference(nn.Sequential(nn.Linear(32, 64)))
+    x = torch.randn(3, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.any()
+
+
+@IN_PLACE
 def test_hooks_on_calls_stay_and_can_be_removed(quantize):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     seen = []

@@ -80,11 +80,14 @@ def test_lists_of_layers_may_be_of_any_class():
 def test_models_give_the_same(family, kernels):
     model = quantized(family)
     assert len(layers_of(model)) == model.config.num_hidden_layers
+    sums = 2 * model.config.num_hidden_layers
     with torch.no_grad():
         want = without(model)(IDS, output_hidden_states=True)
         assert not kernels
-        have = model(IDS, output_hidden_states=True)
-    assert len(kernels) == 2 * model.config.num_hidden_layers
+        assert torch.equal(model(IDS).logits, want.logits)
+        assert len(kernels) == sums
+        have = model(IDS, output_hidden_states=True)  # by hooks on layers, whose own last sums these then are
+    assert len(kernels) == sums + sums // 2
     assert torch.equal(have.logits, want.logits)
     assert all(map(torch.equal, have.hidden_states, want.hidden_states))
     assert not any(norm._NORMED in vars(module) for module in model.modules())
@@ -119,14 +122,21 @@ def test_gradients_and_inference_tensors_go_the_classes_own_way(mode, sums, kern
     assert len(kernels) == 2 * sums
 
 
-def test_hooks_see_and_change_what_they_would(kernels):
+def add_without_a_version(result):
+    result.data.add_(1)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda result: result.add_(1), add_without_a_version], ids=["add", "data"]
+)
+def test_hooks_see_and_change_what_they_would(kernels, change):
     model = quantized("llama")
     plain, seen = without(model), []
     for one in (model, plain):
         layer = one.model.layers[1]
         layer.input_layernorm.register_forward_hook(lambda *given: seen.append(given[2]))
         layer.post_attention_layernorm.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
-        one.model.layers[0].register_forward_hook(lambda module, given, result: result.add_(1))
+        one.model.layers[0].register_forward_hook(lambda module, given, result: change(result))
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
     assert torch.equal(*seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import itertools
@@ -11,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kbit
 from kbit.nn import merged, rotary
@@ -143,6 +145,15 @@ def test_which_classes_turn_heads():
     assert rotary.modules_of(modeling_qwen3_next.Qwen3NextAttention.forward) == [modeling_qwen3_next]
     assert rotary.modules_of(modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward) == []
     assert rotary.modules_of(modeling_cohere.CohereAttention.forward) == []  # its function is not known
+
+
+def test_what_stands_in_for_a_forward_is_not_kept():
+    own = LlamaAttention.forward
+    found = rotary.modules_of(own)
+    assert found
+    known = rotary._modules_of.cache_info().currsize
+    assert rotary.modules_of(functools.wraps(own)(lambda *given: own(*given))) == found
+    assert rotary._modules_of.cache_info().currsize == known
 
 
 def test_contexts_that_overlap():

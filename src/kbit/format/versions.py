@@ -6,5 +6,5 @@ import torch
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Torch's count of in-place changes; 0 of tensors made in inference mode, and where torch.compile traces."""
+    """Torch's count of in-place changes; 0 in torch.compile, and of tensors made in inference mode."""
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

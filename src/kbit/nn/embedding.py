@@ -63,6 +63,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         return self.weight_packed
 
     @classmethod
+    @torch.inference_mode(False)  # gradients may be asked for later
     def from_embedding(
         cls,
         embedding: nn.Embedding,

@@ -13,9 +13,10 @@ from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.nn.fuse import quantize_fused
-from kbit.nn.fused_experts import WEIGHTS, is_silu, unsupported_experts, weight_of
+from kbit.nn.fused_experts import WEIGHTS, unsupported_experts, weight_of
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replaced import Replaced
+from kbit.nn.support import is_silu
 from kbit.ops import api, checks, grad_checks, moe_checks
 
 
@@ -92,6 +93,7 @@ class KbitExperts(QuantizedModule):
         return layer
 
     @classmethod
+    @torch.inference_mode(False)  # gradients may be asked for later
     def from_experts(
         cls, experts: nn.Module, bits: int, policy: QuantizationPolicy, name: str = "", apart: bool = True
     ) -> KbitExperts:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 # The weights of fused experts, and how many matrices each has above each other: gate and up.
@@ -51,13 +49,6 @@ def unsupported_experts(module: nn.Module) -> str | None:
             f"gate_up_proj {(experts, twice, hidden)} and down_proj {down} are not [E, 2I, H] and [E, H, I]"
         )
     return None
-
-
-def is_silu(function: Any) -> bool:
-    """Whether an activation is the one that kernels fuse."""
-    # transformers' own class since 5.23; importing it here would import transformers.
-    named = type(function).__name__ == "SiLUActivation"
-    return named or isinstance(function, nn.SiLU) or function is F.silu
 
 
 def weight_of(module: nn.Module, name: str) -> torch.Tensor:

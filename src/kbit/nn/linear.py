@@ -84,6 +84,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
         return self.weight_packed if tiled is None else tiled
 
     @classmethod
+    @torch.inference_mode(False)  # gradients may be asked for later
     def from_linear(
         cls,
         linear: nn.Linear,

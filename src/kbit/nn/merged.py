@@ -19,12 +19,11 @@ from torch import nn
 from kbit.format.adjacent import as_one
 from kbit.format.layout import TILE_ROWS
 from kbit.format.versions import version_of
-from kbit.nn.fused_experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.rotary import fused_rotary, modules_of
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward, is_apart
+from kbit.nn.support import has_own_forward, is_apart, is_silu
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import checks, direct, grad_checks
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import checks, direct, grad_checks
 
 # What classes call their eps.
@@ -58,8 +58,8 @@ class FusedNorm(MixedIn):
         A call with anything else, or with that after it was changed in place, does not see this one.
         """
         inferring = x.is_inference() or torch.is_inference_mode_enabled()
-        if inferring or not (self.takes(x) and _is_like(added, x)):
-            return x + added  # inference tensors do not say whether they were changed
+        if inferring or is_apart(self) or not (self.takes(x) and _is_like(added, x)):
+            return x + added  # inference tensors do not say whether they were changed, nor does `x.data`
         total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
         vars(self)[_NORMED] = total, total._version, normed
         return total

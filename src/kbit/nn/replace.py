@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -63,6 +64,7 @@ def empty_like(
     return layer
 
 
+@torch.inference_mode(False)  # gradients may be asked for later
 def quantize_model(
     model: nn.Module,
     policy: QuantizationPolicy,

@@ -19,7 +19,7 @@ from torch import nn
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.norm import FusedNorm
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward
+from kbit.nn.support import has_own_forward, is_apart
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x and what is added to it, to the sum
@@ -63,7 +63,8 @@ class FusedResiduals(MixedIn):
 
     def _add_last(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         (norm,) = vars(self).get(_FOLLOWING, (None,))
-        return norm.add(x, more) if isinstance(norm, FusedNorm) else x + more
+        heard = is_apart(self)  # who may write to the sum before it is normed
+        return norm.add(x, more) if isinstance(norm, FusedNorm) and not heard else x + more
 
 
 class _Attention(FusedResiduals):

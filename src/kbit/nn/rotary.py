@@ -37,12 +37,16 @@ def rotary_modules(model: Any) -> list[ModuleType]:
     return _modules[model]
 
 
-@functools.cache
 def modules_of(forward: Callable[..., Any]) -> list[ModuleType]:
     """That whose function an attention's forward turns by; none for one that is given no angles.
 
     Nor for one that the kernel could never stand in for: whoever asks does so in every layer's call.
     """
+    return _modules_of(inspect.unwrap(forward))  # what stands in for it is another one every time
+
+
+@functools.cache
+def _modules_of(forward: Callable[..., Any]) -> list[ModuleType]:
     if "position_embeddings" not in inspect.signature(forward).parameters:
         return []
     return [module for module in _having({forward.__module__}) if any(_known_in(module))]

@@ -17,13 +17,12 @@ from torch import nn
 
 from kbit.format.layout import TILE_ROWS
 from kbit.nn.experts import KbitExperts
-from kbit.nn.fused_experts import is_silu
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward, is_apart
+from kbit.nn.support import has_own_forward, is_apart, is_silu
 from kbit.nn.tiling import make_neighbours
 
 # Tokens of a routed expert, evenly dealt, up to which one product of all is faster. On an H100, 6 layers of

@@ -12,8 +12,8 @@ import torch
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-# (owner, name) -> the owner's own, and by how many threads or contexts it is replaced now.
-_own: dict[tuple[Any, str], tuple[Any, int]] = {}
+# (id of the owner, name) -> the owner's own, and by how many threads or contexts it is replaced now.
+_own: dict[tuple[int, str], tuple[Any, int]] = {}
 
 
 @contextlib.contextmanager
@@ -21,15 +21,16 @@ def standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[N
     """`owner.name` is what `make` makes of it, in every thread, until the last such context is left.
 
     Args:
-        owner: a module or a class.
+        owner: a module or a class, or a dict.
         name: of its function.
         make: called with the function when nothing stands in for it yet.
     """
-    key = owner, name
+    key = id(owner), name
     with _lock:
-        own, users = _own.get(key, (getattr(owner, name), 0))
+        own, users = _own.get(key, (None, 0))
         if not users:
-            setattr(owner, name, make(own))
+            own = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+            _put(owner, name, make(own))
         _own[key] = own, users + 1
     try:
         yield
@@ -39,7 +40,14 @@ def standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[N
             if users > 1:
                 _own[key] = own, users - 1
             else:
-                setattr(owner, name, own)
+                _put(owner, name, own)
+
+
+def _put(owner: Any, name: str, function: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = function
+    else:
+        setattr(owner, name, function)
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:

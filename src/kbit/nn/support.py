@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as every_module
 
 from kbit.nn.fused_experts import is_experts, unsupported_experts
 from kbit.nn.sizes import other_sizes
@@ -76,15 +79,33 @@ def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a module computes something else than its class does, which one of another class would not."""
-    own = vars(module).get("forward")
-    # accelerate wraps the class's, and leaves that there where it takes its hook away.
-    usual = "_hf_hook" in vars(module) or getattr(own, "__func__", own) is type(module).forward
-    return own is not None and not usual
+    # accelerate wraps a forward, and leaves that there where it takes its hook away.
+    own = vars(module).get("_old_forward" if "_hf_hook" in vars(module) else "forward")
+    function = getattr(own, "__func__", own)
+    return own is not None and all(vars(kind).get("forward") is not function for kind in type(module).__mro__)
 
 
 def is_apart(module: nn.Module) -> bool:
     """Whether a module's call is more than its class's forward: somebody listens, or it has its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_forward(module)
+    hooks = module._forward_hooks or module._forward_pre_hooks or _has_hook_of_its_own(module)
+    everywhere = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+    return bool(hooks or everywhere) or has_own_forward(module)
+
+
+def _has_hook_of_its_own(module: nn.Module) -> bool:
+    """Whether a module has a hook of accelerate's kind that is not one of accelerate, which move tensors."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))
+    return hook is not None and any(type(one).__module__ != "accelerate.hooks" for one in hooks)
+
+
+def is_silu(function: Any) -> bool:
+    """Whether an activation is the one that kernels fuse, and nobody listens to it."""
+    if function is F.silu:
+        return True
+    # The other is transformers' own since 5.23; importing it here would import transformers.
+    silu = isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"
+    return silu and not is_apart(function)
 
 
 def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:

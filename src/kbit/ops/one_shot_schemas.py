@@ -30,13 +30,19 @@ LIBRARY.define(f"one_shot_gather({_X}) -> Tensor", tags=TAGS)
 
 
 def check(
-    op: str, x: torch.Tensor, inboxes: list[int], state: torch.Tensor, rank: int, capacity: int, seconds: int
+    op: str,
+    x: torch.Tensor,
+    inboxes: list[int],
+    state: torch.Tensor,
+    rank: int,
+    capacity: int,
+    seconds: int,
 ) -> None:
     """Check the arguments of an op of these.
 
     Raises:
         TypeError: x is not of 16 bits, or the state not int32 [3] beside it.
-        ValueError: x does not fit into an inbox, or not into whole pieces, or rank is none of the inboxes', or
+        ValueError: x does not fit into an inbox, or not into whole pieces, rank is none of the inboxes', or
             seconds are not positive.
     """
     if x.dtype not in checks.HALF_DTYPES:

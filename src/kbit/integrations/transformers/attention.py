@@ -18,40 +18,43 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from kbit.integrations.transformers.additive_masks import additive, additive_mask
-from kbit.integrations.transformers.config_parts import all_of
+from kbit.nn.standing_in import standing_in
 
-NAME, MASKLESS = "kbit_sdpa", "kbit_causal"  # among transformers' ways of computing attention
+SDPA = "sdpa"  # among transformers' ways of computing attention, the one that is another here
+STEPS, PROMPTS = "steps", "prompts"
 # What asks transformers' own function for more than this one does.
 _MORE = ("position_bias", "softcap", "cache", "output_attentions")
 
 
-@contextlib.contextmanager
-def shared_heads(model: Any) -> Iterator[None]:
-    """Attention of a model that uses "sdpa" runs as here; nothing happens to others."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+class MaskWantedError(Exception):
+    """A model wants a mask for more than causal attention, in `causal_without_masks`."""
 
+
+class _Here(threading.local):
+    """What attention by "sdpa" is for in this thread, where it is ours; how many layers had no mask.
+
+    Its functions stand in for transformers' in all threads, and the models keep the name: some look at it.
+    """
+
+    way: str | None = None
+    layers = 0
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def shared_heads() -> Iterator[None]:
+    """Attention by "sdpa" runs as here in this thread."""
     torch.compiler.assume_constant_result(_ask)
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, additive_mask)
-    with _in_place_of_sdpa(model.config, NAME):
+    torch.compiler.assume_constant_result(_way)
+    with _in_place_of_sdpa(STEPS):
         yield
 
 
-class _Causal(threading.local):
-    """Whether attention of this thread is to be causal without a mask, and in how many layers it was.
-
-    Another thread may run the same model meanwhile, whose attention goes by the same name.
-    """
-
-    asked, layers = False, 0
-
-
-_causal = _Causal()
-
-
 @contextlib.contextmanager
-def causal_without_masks(model: Any) -> Iterator[Callable[[], int]]:
-    """Attention of a model that uses "sdpa" gets no mask and is causal; nothing happens to others.
+def causal_without_masks() -> Iterator[Callable[[], int]]:
+    """Attention by "sdpa" gets no mask and is causal in this thread.
 
     Right for prompts without padding on the left, of which there are all keys and no others. transformers
     leaves out masks, too, but not for every cache of a fixed size, nor in every release while a CUDA graph is
@@ -60,68 +63,83 @@ def causal_without_masks(model: Any) -> Iterator[Callable[[], int]]:
 
     Yields:
         In how many layers' calls that was so: other models' attention goes other ways.
+
+    Raises:
+        MaskWantedError: from within, where a model wants another mask.
     """
+    with _in_place_of_sdpa(PROMPTS):
+        yield lambda: _here.layers
+
+
+@contextlib.contextmanager
+def _in_place_of_sdpa(way: str) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(MASKLESS, causal_attention)
-    AttentionMaskInterface.register(MASKLESS, _no_mask)
-    before = _causal.asked, _causal.layers
-    _causal.asked, _causal.layers = True, 0
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    before = _here.way, _here.layers
+    _here.way, _here.layers = way, 0
     try:
-        with _in_place_of_sdpa(model.config, MASKLESS):
-            yield lambda: _causal.layers
+        with standing_in(functions, SDPA, _attention), standing_in(masks, SDPA, _mask):
+            yield
     finally:
-        _causal.asked, _causal.layers = before
+        _here.way, _here.layers = before
 
 
-def is_without_masks(config: Any) -> bool:
-    """Whether a model's attention, by its config, is in `causal_without_masks` of this thread."""
-    return _causal.asked and config._attn_implementation == MASKLESS
+def runs_by(config: Any, way: str) -> bool:
+    """Whether a model's attention, by its config, is ours in this thread, and for that."""
+    return _here.way == way and config._attn_implementation == SDPA
 
 
-def _no_mask(
-    *arguments: Any, allow_is_causal_skip: bool = True, local_size: int | None = None, **named: Any
-) -> torch.Tensor | None:
+def _way() -> str | None:
+    """Not traced by torch.compile, which calls it and takes the result for a constant."""
+    return _here.way
+
+
+def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    @functools.wraps(own)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        way = _way()
+        function = attention if way == STEPS else causal_attention if way == PROMPTS else own
+        return function(*arguments, **named)
+
+    return forward if own is sdpa_attention_forward else own  # somebody's of that name
+
+
+def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def mask(*arguments: Any, **named: Any) -> Any:
+        way = _way()
+        function = additive_mask if way == STEPS else _no_mask if way == PROMPTS else own
+        return function(*arguments, **named)
+
+    return mask
+
+
+def _no_mask(*_: Any, allow_is_causal_skip: bool = True, local_size: int | None = None, **named: Any) -> None:
     """None where transformers' mask would be causal and nothing else."""
-    from transformers.masking_utils import sdpa_mask
-
-    if _causal.asked and allow_is_causal_skip and local_size is None:
-        return None
-    how = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size, **named}
-    return sdpa_mask(*arguments, **how)
+    if not allow_is_causal_skip or local_size is not None:
+        raise MaskWantedError
 
 
 def causal_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, in `causal_without_masks`."""
+    """Attention as transformers calls it, as in `causal_without_masks`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = named.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     whole = key.shape[2] == value.shape[2] == query.shape[2]
-    if _causal.asked and attention_mask is None and whole and causal and not asks_for_more(named):
-        _causal.layers += 1
+    if attention_mask is None and whole and causal and not asks_for_more(named):
+        _here.layers += 1
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-
-
-@contextlib.contextmanager
-def _in_place_of_sdpa(config: Any, name: str) -> Iterator[None]:
-    if config._attn_implementation != "sdpa":
-        yield
-        return
-    before = [(each, each._attn_implementation) for each in all_of(config)]
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        for each, implementation in before:
-            each._attn_implementation = implementation
 
 
 def with_additive_masks(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs of a model, their boolean masks as what is added to scores: else every layer would make that."""
-    if model.config._attn_implementation != NAME:
+    if not runs_by(model.config.get_text_config(decoder=True), STEPS):
         return inputs
     masks = tree_map(lambda mask: additive(mask, model.dtype), inputs.get("attention_mask"))
     return {**inputs, "attention_mask": masks}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kbit.integrations.transformers.attention import NAME
+from kbit.integrations.transformers.attention import STEPS, runs_by
 from kbit.integrations.transformers.static_caches import appends
 from kbit.nn.mixins import MixedIn
 from kbit.nn.norm import FusedNorm
@@ -93,7 +93,7 @@ def cached_layer(
     cache, position = named.get("past_key_values"), named.get("position_embeddings")
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update or cache.offloading:
         return None
-    if layer.training or layer.config._attn_implementation != NAME or layer.layer_idx >= len(cache.layers):
+    if layer.training or not runs_by(layer.config, STEPS) or layer.layer_idx >= len(cache.layers):
         return None
     cached = cache.layers[layer.layer_idx]
     if type(cached) is not StaticLayer or "attention_mask" not in named:

@@ -32,6 +32,7 @@ def compiled_layers(model: Any, compiled: dict[torch.nn.Module, Any]) -> Iterato
     import torch._dynamo
 
     layers, config = decoder_layers(model), torch._dynamo.config
+    before = [layer._compiled_call_impl for layer in layers]
     limits = {"recompile_limit": 8 * len(layers), "accumulated_recompile_limit": 64 * len(layers)}
     for layer in layers:
         if layer not in compiled:
@@ -42,8 +43,8 @@ def compiled_layers(model: Any, compiled: dict[torch.nn.Module, Any]) -> Iterato
         with config.patch({name: max(limit, getattr(config, name)) for name, limit in limits.items()}):
             yield
     finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
+        for layer, own in zip(layers, before, strict=True):
+            layer._compiled_call_impl = own
 
 
 def overlap_kernels() -> None:

@@ -26,6 +26,7 @@ import torch
 
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
+from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
 from kbit.integrations.transformers.prompts import Prompts
@@ -60,15 +61,21 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
             and takes a minute or so, once for each batch size. See `overlap_kernels`.
 
     Raises:
-        TypeError: the model has no `generate` of transformers, or, to be compiled, no decoder with layers.
+        TypeError: the model has no `generate` of transformers, or, to be compiled, no decoder with layers; or
+            peft's prompt tuning puts tokens in front.
 
     >>> kbit.enable_cuda_graphs(model)
     """
-    model = _generating(model)
+    tuned, model = getattr(model, "active_peft_config", None), _generating(model)
     if not hasattr(model, "get_compiled_call"):
         raise TypeError(
             f"enable_cuda_graphs needs a model with transformers' generate(), got {type(model).__name__}. "
             "For a loop of your own there is torch.cuda.CUDAGraph."
+        )
+    if getattr(tuned, "is_prompt_learning", False):
+        raise TypeError(
+            f"enable_cuda_graphs: {type(tuned).__name__} puts tokens in front of a prompt, for which a cache "
+            "of fixed size has no room. Use an adapter of another kind, such as LoRA."
         )
     if compile_layers:
         decoder_layers(model)
@@ -250,8 +257,8 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
             used = tuple(module.active_adapters), tuple(module.merged_adapters)
             scaling = tuple(getattr(module, "scaling", {}).items())
             adapters.append((module.disable_adapters, *used, scaling))
-    implementation = model.config._attn_implementation
-    return model.training, implementation, tuple(places), tuple(hooks), tuple(adapters)
+    ways = tuple(config._attn_implementation for config in all_of(model.config))
+    return model.training, ways, tuple(places), tuple(hooks), tuple(adapters)
 
 
 def _hooks(module: torch.nn.Module) -> dict[int, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.attention import SDPA
+
 MASKS = "create_masks_for_generate"  # of a model: what makes masks for its `generate`
 _LATE = "kbit_mask_of_tokens"  # an input of steps, in place of attention_mask
 # Arguments that say more about the tokens than a mask does; few models have them.
@@ -36,7 +38,7 @@ class _LateMasks:
         self._left = None
         mask, more = named["attention_mask"], any(named.get(name) is not None for name in _MORE)
         prompt = named["inputs_embeds"].shape[1] != 1 or named.get("is_first_iteration")
-        if prompt or more or named["config"]._attn_implementation != "sdpa":
+        if prompt or more or named["config"]._attn_implementation != SDPA:
             return _made(**named)
         self._left = (lambda: None) if mask is None else weakref.ref(mask)
         return mask

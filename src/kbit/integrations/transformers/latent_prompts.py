@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from kbit.backends.cuda.latent_prompts import takes
-from kbit.integrations.transformers.attention import causal_attention, causal_without_masks, is_without_masks
+from kbit.integrations.transformers.attention import (
+    PROMPTS,
+    causal_attention,
+    causal_without_masks,
+    runs_by,
+)
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals, tried
 from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
@@ -97,7 +102,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     if x.dtype not in checks.HALF_DTYPES:
         return None
-    if not is_without_masks(layer.config) or named.get("attention_mask", x) is not None:
+    if not runs_by(layer.config, PROMPTS) or named.get("attention_mask", x) is not None:
         return None
     angles = named.get("position_embeddings")
     if not isinstance(angles, tuple) or any(one.dtype != x.dtype or one.dim() != 3 for one in angles):
@@ -123,7 +128,7 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
         cos, sin = (normal(TRIED_BATCH, _TRIED_TOKENS, half).repeat(1, 1, 2) for _ in range(2))
         given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": None}
         caches = [Cache(layers=[DynamicLayer()]) for _ in range(2)]
-        with causal_without_masks(made):
+        with causal_without_masks():
             want = own(made, hidden_states=x, past_key_values=caches[0], **given)[0]
             have = attend(made, x, past_key_values=caches[1], interleaved=interleaved, **given)
         held = [(cache.layers[0].keys, cache.layers[0].values) for cache in caches]

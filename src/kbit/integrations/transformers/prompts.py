@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.angles import fused_angles
-from kbit.integrations.transformers.attention import causal_without_masks
+from kbit.integrations.transformers.attention import SDPA, MaskWantedError, causal_without_masks
 from kbit.integrations.transformers.late_masks import MASKS
 from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
@@ -73,8 +73,7 @@ class Prompts:
         given = {**named, "attention_mask": None}
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
         inputs = {name: value for name, value in inputs.items() if not _is_absent(value)}
-        del inputs["past_key_values"]
-        if inputs.keys() - _KNOWN:
+        if inputs.pop("past_key_values", None) is not cache or inputs.keys() - _KNOWN:
             return None
         tokens, length = input_ids.shape[1], recorded_length(*input_ids.shape)
         if length is not None and length > _room(cache):
@@ -85,7 +84,7 @@ class Prompts:
                 output = self._run(cache, inputs)
             else:
                 output = self._recordings(cache, inputs, model.device)
-        except _Unlike:
+        except (_Unlike, MaskWantedError):
             cache.reset()
             self._left_to_model = True
             return None
@@ -117,7 +116,7 @@ def prompt_kernels(model: Any) -> Iterator[Callable[[], int]]:
         In how many layers' calls attention was causal without a mask.
     """
     with contextlib.ExitStack() as stack:
-        causal = stack.enter_context(causal_without_masks(model))
+        causal = stack.enter_context(causal_without_masks())
         for each in (
             fused_angles(model),
             fused_rotary(rotary_modules(model)),
@@ -132,7 +131,9 @@ def prompt_kernels(model: Any) -> Iterator[Callable[[], int]]:
 def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
     """Whether it is the whole prompt of a decoder, and so is what the cache will hold."""
     config, cache, mask = model.config, named.get("past_key_values"), named.get("attention_mask")
-    if model.training or config.is_encoder_decoder or config._attn_implementation != "sdpa":
+    if model.training or config.is_encoder_decoder:
+        return False
+    if config.get_text_config(decoder=True)._attn_implementation != SDPA:
         return False
     if hasattr(type(model), MASKS):  # of its own, which need not be causal
         return False

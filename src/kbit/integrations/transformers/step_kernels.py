@@ -24,7 +24,7 @@ def step_kernels(model: Any) -> Iterator[None]:
     """
     rotary = fused_rotary(rotary_modules(model))
     with contextlib.ExitStack() as stack:
-        for each in (shared_heads(model), rotary, fused_updates(), fused_heads(model), fused_latents(model)):
+        for each in (shared_heads(), rotary, fused_updates(), fused_heads(model), fused_latents(model)):
             stack.enter_context(each)
         stack.enter_context(fused_angles(model))
         stack.enter_context(fused_linear_attention())

@@ -10,7 +10,8 @@ import torch
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
-from kbit.nn.fused_experts import WEIGHTS, is_silu
+from kbit.nn.fused_experts import WEIGHTS
+from kbit.nn.support import is_silu
 from kbit.nvfp4.expert_products import expert_linear, expert_product
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
