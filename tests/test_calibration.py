@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BatchEncoding
 
 import kbit
 from kbit.format import SUPPORTED_BITS, reference
@@ -159,6 +159,17 @@ def test_experts_of_which_nothing_is_seen_are_quantized_as_ever() -> None:
     ]
     assert any(same)
     assert not all(same)
+
+
+def test_samples_may_be_what_a_tokenizer_gives() -> None:
+    ids = torch.randint(1, 30, (1, 12), generator=torch.Generator().manual_seed(0))
+    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found = []
+    for given in (sample, BatchEncoding(sample)):
+        model = build("llama", torch.float32)
+        kbit.quantize_model(model, kbit.QuantizationPolicy(bits=2), calibration=[given])
+        found.append(model.state_dict())
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
 
 
 def test_what_cannot_be_calibrated_is_named() -> None:

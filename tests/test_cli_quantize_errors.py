@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,18 @@ def test_force_stops_before_a_folder_that_is_in_its_way(source, tmp_path):
     assert not (tmp_path / "out.partial").exists()
     (tmp_path / "out").rename(tmp_path / "out.partial")  # as a run leaves it that ends between renamings
     assert "out.replaced is in the way" in refuse(source, tmp_path / "out", "--force")
+
+
+def test_what_was_replaced_and_cannot_be_removed_is_named(source, tmp_path, monkeypatch):
+    streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=4))
+    rmtree = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.warns(
+        UserWarning, match=r"out is complete, but .*out\.replaced, .*Permission denied. Remove it"
+    ):
+        streaming.quantize_checkpoint(source, tmp_path / "out", kbit.QuantizationPolicy(bits=2), force=True)
+    assert read_config(tmp_path / "out")["quantization_config"]["bits"] == 2
+    assert (tmp_path / "out.replaced").is_dir()
 
 
 def test_force_replaces_a_link_and_not_what_it_points_to(source, tmp_path):

@@ -273,6 +273,8 @@ def test_prompts_are_learned_in_front_of_a_quantized_table(kind):
     model(input_ids=IDS, labels=IDS).loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert gradients
+    with pytest.raises(ValueError, match="puts tokens in front of a prompt, which no weight can do"):
+        merge(model)
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
     assert "get_submodule" not in vars(model.base_model.model)
 

@@ -23,6 +23,7 @@ from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.cli.texts import WINDOW, calibration_samples, check_ids, encode_windows, read_text
+from kbit.format.words import counted
 from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
 
 
 def _table(rows: list[dict[str, Any]], window: int) -> Table:
-    title = f"{rows[0]['tokens']} tokens in windows of {window}"
+    title = f"{counted(rows[0]['tokens'], 'token')} in windows of {window}"
     headers = ("model", "bits/weight", "squared error", "perplexity", "KL divergence")
     table = text_table(title, headers, left=("model",))
     formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}

@@ -98,8 +98,8 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(f"{folder} {what}. {remedy_for(folder)}")
     config = read_config(folder)
-    section = config.get("quantization_config") or {}
-    if not isinstance(section, Mapping) or section.get("quant_method") == QUANT_METHOD:
+    section = config.get("quantization_config", {})
+    if not isinstance(section, Mapping | None) or (section or {}).get("quant_method") == QUANT_METHOD:
         read_policy(config, str(folder / "config.json"))
     checkpoint_files(folder)
     return config

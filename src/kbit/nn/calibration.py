@@ -160,7 +160,8 @@ def _check(sample: Any) -> None:
             f"quantize_model: a calibration sample must be a tensor, or the model's arguments in a tuple or "
             f"a dict, got {type(sample).__name__}. Of an array: torch.as_tensor(array)."
         )
-    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(sample)):
+    arguments = dict(sample) if isinstance(sample, Mapping) else sample  # what a tokenizer gives is no dict
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(arguments)):
         raise TypeError(
             "quantize_model: a calibration sample has no tensor in it. Of ids: torch.tensor(ids), [B, T]."
         )

@@ -37,7 +37,7 @@ def merge(model: Any, requantize: bool = True) -> Any:
         TypeError: the model is none of peft's.
         ValueError: experts are adapted and `requantize` is off (there is no 16-bit class to fall back to); an
             embedding is adapted; an adapter has a bias and its layer none; or a quantized layer's adapter is
-            not LoRA. Nothing has changed then.
+            not LoRA, or puts tokens in front of prompts. Nothing has changed then.
         NonFiniteWeightError: a sum holds NaN or Inf; layers in front of the one it names are merged already.
     """
     check_tuners(model)
@@ -45,6 +45,12 @@ def merge(model: Any, requantize: bool = True) -> Any:
         raise TypeError(
             f"merge: {type(model).__name__} is no peft model, so it has no adapters to merge. Give what "
             f"peft.get_peft_model returned."
+        )
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"merge: {type(config).__name__} puts tokens in front of a prompt, which no weight "
+            f"can do. Keep the adapter beside the model."
         )
     base = model.get_base_model()
     adapted = [(n, m) for n, m in base.named_modules() if isinstance(m, BaseTunerLayer)]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,7 +194,7 @@ def publish(partial: Path, target: Path) -> None:
     """Rename the finished folder; an old one makes way only now, and comes back if that fails.
 
     Raises:
-        OSError: a folder cannot be renamed or removed.
+        OSError: a folder cannot be renamed.
     """
     old, exists = _replaced(target), target.exists()
     _sync(partial)
@@ -213,7 +214,14 @@ def publish(partial: Path, target: Path) -> None:
     if exists and old.is_symlink():
         old.unlink()  # what it points to is not ours
     elif exists:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:
+            warnings.warn(
+                f"{target} is complete, but {old}, which it replaced, cannot be removed: {error.strerror}. "
+                f"Remove it.",
+                stacklevel=2,
+            )
 
 
 def _sync(folder: Path) -> None:
