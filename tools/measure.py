@@ -169,6 +169,13 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "coder-next-parallel",  # with the baseline, which one GPU does not hold
+        "bench model qwen3-coder-next --gpus 1,2 --all-reduce one-shot --prefill 0 "
+        "--json {results}/{gpu}-parallel-qwen3-coder-next.json",
+        gpus=2,
+        after=("tune",),
+    ),
+    Job(
         "workload",
         "bench workload {results}/{gpu}-widths.json --plot {plots}/users-fp16.png "
         "--json {results}/{gpu}-workload.json",

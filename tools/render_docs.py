@@ -238,7 +238,7 @@ def _parallel(results: list[dict[str, Any]]) -> str:
     cells: dict[str, dict[str, str]] = {}
     for result in results:
         for row in (row for arm in result["arms"] for row in arm["decode"]):
-            ratio = "" if row["gpus"] == 1 else f" ({row['vs_one_gpu']:.2f})"
+            ratio = "" if row["gpus"] == 1 or row["vs_one_gpu"] is None else f" ({row['vs_one_gpu']:.2f})"
             here = cells.setdefault(f"{result['model']}, batch {row['batch']}", {})
             here[row["arm"].removeprefix("kbit ")] = f"{row['tokens_s']:.0f}{ratio}"
     arms = list(dict.fromkeys(arm for here in cells.values() for arm in here))

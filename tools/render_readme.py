@@ -20,6 +20,7 @@ GPU_FILE, WIDTHS_FILE, PEERS_FILE = "h200-kernels.json", "h200-widths.json", "h2
 # What README.md shows of the CPU, at GPU_BITS; the documentation has all of it.
 CPU_KERNELS = ("torch bfloat16", "avx512", "avx2", "portable")
 MODEL_FILES = ("h200-qwen3*.json", "h200-glm-*.json", "h200-llama-*.json")  # of kbit bench model
+TWO_GPUS_FILE = "h200-parallel-qwen3-coder-next.json"
 H100 = "h100-80gb-hbm3-"  # how names of its results begin
 GENERATE_FILES = f"{H100}generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
@@ -255,6 +256,23 @@ def models(files: Sequence[str] = MODEL_FILES) -> str:
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
 
 
+def too_large() -> str:
+    """What decodes a model on one GPU that in 16 bits takes two, and what these decode."""
+    result = load_if_there(TWO_GPUS_FILE)
+    rows = [row for arm in result.get("arms", []) for row in arm["decode"] if row["batch"] == 1]
+    half = [row for row in rows if row["arm"].startswith("bf16") and row["gpus"] == 2]
+    ours = [row for row in rows if not row["arm"].startswith("bf16") and row["gpus"] == 1]
+    if not half or not ours:
+        return ""
+    best, here = max(row["tokens_s"] for row in half), ours[0]["tokens_s"]
+    weights = next(arm["weight_bytes"] for arm in result["arms"] if arm["name"] == "bf16, 2 GPUs")
+    return (
+        f" Two {gpu_name(result)}s hold {2 * weights / 1e9:.0f} GB of it, and decode {best:.0f} tokens a "
+        f"second at batch 1. [In the same run](docs/parallel.md#speed) one decodes {here:.0f} at k="
+        f"{ours[0]['arm'].rpartition('=')[2]}, {here / best:.1f} times as many."
+    )
+
+
 def generating() -> str:
     """Tokens a second of model.generate, and the first one: as it is, and from CUDA graphs."""
     results = [load(path.name) for path in sorted(RESULTS.glob(GENERATE_FILES))]
@@ -407,6 +425,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         gpu_peers,
         losses,
         models,
+        too_large,
         generating,
         cpu,
         cpu_all,
