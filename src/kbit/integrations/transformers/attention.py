@@ -98,23 +98,24 @@ def _way() -> str | None:
 def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    @functools.wraps(own)
-    def forward(*arguments: Any, **named: Any) -> Any:
-        way = _way()
-        function = attention if way == STEPS else causal_attention if way == PROMPTS else own
-        return function(*arguments, **named)
-
-    return forward if own is sdpa_attention_forward else own  # somebody's of that name
+    if own is not sdpa_attention_forward:  # somebody's of that name
+        return own
+    return _by_way(own, {STEPS: attention, PROMPTS: causal_attention})
 
 
 def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def mask(*arguments: Any, **named: Any) -> Any:
-        way = _way()
-        function = additive_mask if way == STEPS else _no_mask if way == PROMPTS else own
-        return function(*arguments, **named)
+    return _by_way(own, {STEPS: additive_mask, PROMPTS: _no_mask})
 
-    return mask
+
+def _by_way(own: Callable[..., Any], ways: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A function that is one of several in threads which ask for that, and its own in others."""
+
+    @functools.wraps(own)
+    def function(*arguments: Any, **named: Any) -> Any:
+        way = _way()
+        return (own if way is None else ways[way])(*arguments, **named)
+
+    return function
 
 
 def _no_mask(*_: Any, allow_is_causal_skip: bool = True, local_size: int | None = None, **named: Any) -> None:
