@@ -6,6 +6,7 @@ import torch
 from transformers import StaticCache
 
 from kbit.integrations.transformers import attention_steps, static_caches
+from kbit.integrations.transformers.attention import shared_heads
 
 
 def take_caches_of_a_cpu(monkeypatch):
@@ -16,6 +17,11 @@ def take_caches_of_a_cpu(monkeypatch):
 
     for module in (static_caches, attention_steps):
         monkeypatch.setattr(module, "appends", appends)
+
+
+def heads_alone(model):
+    """A context for steps of a model whose layers run by their own forward, with attention as kbit has it."""
+    return shared_heads()
 
 
 @torch.no_grad()

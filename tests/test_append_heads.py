@@ -14,7 +14,7 @@ from kbit.integrations.transformers import attention_heads
 from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
-from static_steps import steps, take_caches_of_a_cpu
+from static_steps import heads_alone, steps, take_caches_of_a_cpu
 from tiny_models import build
 
 ops = torch.ops.kbit
@@ -130,7 +130,7 @@ def quantized_norms(name, dtype=torch.bfloat16):
 )
 def test_layers_of_transformers_compute_the_same(name, layers, on_cpu):
     model = quantized_norms(name)
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     assert not on_cpu
     steps(model, step_kernels)  # tries what the class does
     on_cpu.clear()
@@ -198,7 +198,7 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
     model = quantized_norms("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = Doubled
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     fused = steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
 

@@ -15,11 +15,10 @@ from kbit.backends.cuda import attention as kernels
 from kbit.backends.cuda.attention import Config
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import attention_heads
-from kbit.integrations.transformers.attention import shared_heads
 from kbit.integrations.transformers.attention_heads import Form
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
-from static_steps import steps, take_caches_of_a_cpu
+from static_steps import heads_alone, steps, take_caches_of_a_cpu
 from tiny_models import ARCHITECTURES, build
 
 ops = torch.ops.kbit
@@ -167,7 +166,7 @@ def calls(monkeypatch):
 def test_layers_of_transformers_compute_the_same(name, layers, gated, calls):
     model = build(name, torch.float32, spread=False).eval().bfloat16()
     fuse_norms(model)
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     assert not calls
     steps(model, step_kernels)  # tries what the class does
     calls.clear()
@@ -200,7 +199,7 @@ def test_a_class_of_which_only_the_rest_fits(calls, monkeypatch):
     own = attention_heads._is
     monkeypatch.setattr(attention_heads, "_is", lambda *given: not given[-1].one_op and own(*given))
     model = build("llama", torch.float32, spread=False).eval().bfloat16()
-    want = steps(model, lambda _: shared_heads())
+    want = steps(model, heads_alone)
     have = steps(model, step_kernels)
     assert not calls
     assert torch.equal(have[0], want[0])

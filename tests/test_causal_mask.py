@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from transformers import StaticCache, masking_utils
 
 from kbit.integrations.transformers import additive_masks
-from kbit.integrations.transformers.attention import shared_heads
+from static_steps import heads_alone
 from tiny_models import build
 
 op = torch.ops.kbit.causal_mask
@@ -181,7 +181,7 @@ def test_steps_use_it(architecture, calls):
     model = build(architecture, torch.float32)
     want = decoded(model, lambda model: contextlib.nullcontext())
     assert not calls
-    torch.testing.assert_close(decoded(model, lambda _: shared_heads()), want)
+    torch.testing.assert_close(decoded(model, heads_alone), want)
     assert len(calls) == 3  # one a step, none of the prompt
 
 

@@ -182,9 +182,10 @@ def altered(folders, tmp_path, which="original", **settings) -> Path:
             "altered: its model .* does not know the hidden_act 'foo' of its config.json",
         ),
         (
-            {"quantization_config": []},
+            {"quantization_config": [1]},
             "altered/config.json: quantization_config must be an object, got list",
         ),
+        ({"quantization_config": []}, "json: quantization_config must be an object, got list"),
         ({"quantization_config": {"quant_method": "foo"}, "num_hidden_layers": 3}, "no weights for 11 param"),
         ({"vocab_size": "x"}, "altered: its config.json cannot be loaded: .* expected int, got str"),
         (

@@ -28,7 +28,7 @@ from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn import KbitLinear
 from kbit.nn.norm import fuse_norms
 from latent_steps import HOW, ROOM, operands, require, turned
-from static_steps import take_caches_of_a_cpu
+from static_steps import heads_alone, take_caches_of_a_cpu
 from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
@@ -177,7 +177,7 @@ steps = functools.partial(static_steps.steps, padding=2)
 def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
     model = model_of(bits=bits)
     model.config.rope_interleave = interleaved
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     assert not on_cpu
     steps(model, step_kernels)  # tries what the class does
     forms = [latent_attention._forms[layer.self_attn] for layer in model.model.layers]
@@ -196,7 +196,7 @@ def test_deepseek_attends_so(on_cpu):
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, pad_token_id=0)).eval()
     fuse_norms(model)
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     steps(model, step_kernels)
     on_cpu.clear()
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
@@ -205,7 +205,7 @@ def test_deepseek_attends_so(on_cpu):
 
 def test_queries_without_a_latent_of_their_own(on_cpu):
     model = model_of(q_lora_rank=None)
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     steps(model, step_kernels)
     assert on_cpu
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
@@ -221,7 +221,7 @@ def test_a_weight_is_decoded_anew_when_its_codes_change(inference, on_cpu):
     with torch.no_grad():
         for layer in layers:
             layer.weight_packed.bitwise_not_()
-    own = steps(model, lambda _: shared_heads())
+    own = steps(model, heads_alone)
     on_cpu.clear()
     torch.testing.assert_close(steps(model, step_kernels)[0], own[0], rtol=1e-4, atol=1e-4)
     assert on_cpu
@@ -259,7 +259,7 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
     model = model_of()
     for layer in model.model.layers:
         layer.self_attn.__class__ = Doubled
-    own, fused = steps(model, lambda _: shared_heads()), steps(model, step_kernels)
+    own, fused = steps(model, heads_alone), steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
 
 
@@ -295,7 +295,7 @@ def test_a_class_whose_forward_is_replaced_is_tried_again(on_cpu, monkeypatch):
     monkeypatch.setattr(
         Glm4MoeLiteAttention, "forward", lambda self, *given, **named: twice(own, self, *given, **named)
     )
-    want = steps(model, lambda _: shared_heads())
+    want = steps(model, heads_alone)
     on_cpu.clear()
     assert torch.equal(steps(model, step_kernels)[0], want[0])
 
@@ -385,7 +385,7 @@ def test_layers_of_transformers_on_a_gpu(batch, bits, monkeypatch):
     model = model_of(torch.bfloat16, bits, **more).cuda()
     calls, own = [], latent_attention.attend
     monkeypatch.setattr(latent_attention, "attend", lambda *given: calls.append(1) or own(*given))
-    want = steps(model, lambda _: shared_heads(), batch)
+    want = steps(model, heads_alone, batch)
     assert not calls
     have = steps(model, step_kernels, batch)
     assert len(calls) >= 3 * 2

@@ -63,8 +63,9 @@ class FusedResiduals(MixedIn):
 
     def _add_last(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         (norm,) = vars(self).get(_FOLLOWING, (None,))
-        heard = is_apart(self)  # who may write to the sum before it is normed
-        return norm.add(x, more) if isinstance(norm, FusedNorm) and not heard else x + more
+        if isinstance(norm, FusedNorm) and not is_apart(self):  # who listens may write to the sum
+            return norm.add(x, more)
+        return x + more
 
 
 class _Attention(FusedResiduals):
