@@ -1,4 +1,4 @@
-"""rms_norm.cu, run on the CPU, gives what the reference gives, and touches nothing beside it."""
+"""rms_norm.cu and norm_logits.cu, run on the CPU, give what they should, and touch nothing beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import driver, norm
+from kbit.backends.cuda import driver, norm, norm_logits, routing
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -157,3 +157,40 @@ def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):
     norm.rms_norm(x, weight, 0.0, False, True, out, torch.ones(3, 9).half().flatten()[1:17].view(2, 8), total)
     assert torch.equal(total, torch.full_like(x, 2))
     assert torch.equal(out, torch.full_like(x, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 16384)])
+def test_logits_with_the_norm_in_front(experts, columns, dtype):
+    for tokens, wide, more in itertools.product((1, 3), (False, True), (False, True)):
+        x, added = (guarded(torch.randn(tokens, columns).to(dtype)) for _ in range(2))
+        weight = guarded(torch.randn(columns).to(dtype))
+        router = guarded(torch.randn(experts, columns).to(dtype))
+        last = guarded(torch.randn(1, columns).to(dtype)) if more else None
+        how, out = (1e-6, more, wide), torch.float32 if wide else dtype
+        made = [guarded(torch.full((tokens, columns), float("nan"), dtype=dtype)) for _ in range(2)]
+        made.append(guarded(torch.full((tokens, experts + more), float("nan"), dtype=out)))
+        assert norm_logits.takes(x, added, weight, router)
+        norm_logits.add_rms_norm_logits(x, added, weight, *how, router, last, *made)
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        norm.rms_norm(x, weight, *how, normed, added, total)
+        want = total, normed, routing.moe_logits(normed, router, out, last)
+        assert all(torch.equal(one, other) for one, other in zip(made, want, strict=True))
+        assert all(map(untouched, made))
+
+
+def test_rows_that_logits_with_the_norm_in_front_do_not_take():
+    x, weight, router = torch.ones(3, 1024).half(), torch.ones(1024).half(), torch.ones(4, 1024).half()
+    takes = norm_logits.takes
+    assert takes(x, x, weight, router)
+    assert takes(x[None], x[None], weight, router)
+    assert not takes(torch.ones(4, 1024).half(), torch.ones(4, 1024).half(), weight, router)
+    assert not takes(x[:0], x[:0], weight, router)
+    assert not takes(*(one[..., :512].contiguous() for one in (x, x, weight, router)))
+    assert not takes(*(one[..., :1020].contiguous() for one in (x, x, weight, router)))
+    assert not takes(*(one[..., :1016] for one in (x, x, weight, router)))
+    assert not takes(x, x, weight, router.float())
+    assert not takes(x.float(), x.float(), weight.float(), router.float())
+    assert not takes(x, x, weight, torch.ones(4 * 1024 + 1).half()[1:].view(4, 1024))
+    wide = torch.ones(1, 16392).half()
+    assert not takes(wide, wide, wide[0], wide)

@@ -75,7 +75,7 @@ def run_around_products() -> None:
     """Experts chosen from logits, ids whose sorting takes several launches, what steps have around them."""
     import torch
 
-    import kbit  # noqa: F401
+    from kbit.ops import direct
 
     sizes = ((24, torch.float32), (128, torch.float16), (300, torch.bfloat16), (1000, torch.bfloat16))
     for experts, dtype in sizes:
@@ -91,7 +91,12 @@ def run_around_products() -> None:
     weight = torch.randn(19, 2056, device="cuda").half()
     for tokens, last in ((2, None), (3, weight[:1].clone()), (4, None), (13, weight[:1].clone())):
         x = torch.randn(tokens, 2056, device="cuda").half()
-        assert torch.isfinite(torch.ops.kbit.moe_logits(x, weight, None, last)).all()
+        logits = torch.ops.kbit.moe_logits(x, weight, None, last)
+        assert torch.isfinite(logits).all()
+        if tokens <= 3:
+            made = direct.add_rms_norm_logits(x, x, weight[0], 1e-6, False, True, weight, last, None)
+            assert made is not None
+            assert torch.equal(made[2], torch.ops.kbit.moe_logits(made[1], weight, None, last))
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)

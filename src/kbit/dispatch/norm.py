@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends import cuda
+from kbit.backends.cuda import norm_logits
 from kbit.dispatch.backends import cuda_answers, module_on_gpus
 from kbit.dispatch.ops import implement
 from kbit.ops import direct, norm_schemas
@@ -41,4 +42,16 @@ def _run_sum(x, added, weight, eps, plus_one, round_first):
     return total, out
 
 
-direct.set_rms_norm("cuda", cuda_answers, _run, _run_sum)
+def _run_logits(x, added, weight, eps, plus_one, round_first, router, last, dtype):
+    operands = (x, added, weight, router) if last is None else (x, added, weight, router, last)
+    if not norm_logits.takes(*operands):
+        return None
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    experts = router.shape[0] + (last is not None)
+    logits = x.new_empty((x.numel() // x.shape[-1], experts), dtype=dtype or x.dtype)
+    how = (eps, plus_one, round_first)
+    norm_logits.add_rms_norm_logits(x, added, weight, *how, router, last, total, out, logits)
+    return total, out, logits
+
+
+direct.set_rms_norm("cuda", cuda_answers, _run, _run_sum, _run_logits)

@@ -7,7 +7,7 @@ bytes, and a CPU longer to launch. torch.compile fuses them by itself and gets t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ _PROBE_ROWS = 8
 FOR_GRADIENTS = "for_gradients"
 _OWN_FORWARD = "_kbit_own_forward"  # of a norm: that function
 _NORMED = "_kbit_normed"  # of a norm: a sum that `add` made, its version, and its norm
+Add = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _PROBED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,15 +53,17 @@ class FusedNorm(MixedIn):
         own_forward = vars(self).get(_OWN_FORWARD)
         return super().forward(hidden_states) if own_forward is None else own_forward(hidden_states)
 
-    def add(self, x: torch.Tensor, added: Any) -> torch.Tensor:
+    def add(self, x: torch.Tensor, added: Any, add_rms_norm: Add | None = None) -> torch.Tensor:
         """x + added; if one kernel can, the norm of it too, for a call of this module with the very result.
 
         A call with anything else, or with that after it was changed in place, does not see this one.
+        `add_rms_norm` computes both, as `kbit.ops.direct.add_rms_norm`.
         """
         inferring = x.is_inference() or torch.is_inference_mode_enabled()
         if inferring or is_apart(self) or not (self.takes(x) and _is_like(added, x)):
             return x + added  # inference tensors do not say whether they were changed, nor does `x.data`
-        total, normed = direct.add_rms_norm(x, added, self.weight, *self.how)
+        run = add_rms_norm or direct.add_rms_norm
+        total, normed = run(x, added, self.weight, *self.how)
         vars(self)[_NORMED] = total, total._version, normed
         return total
 

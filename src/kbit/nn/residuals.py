@@ -18,6 +18,7 @@ from torch import nn
 
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.norm import FusedNorm
+from kbit.nn.shared_expert import router_of
 from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward, is_apart
 
@@ -43,7 +44,10 @@ class FusedResiduals(MixedIn):
         norm = self.post_attention_layernorm
         if more or not (isinstance(norm, FusedNorm) and norm.takes(hidden_states)):
             return super().forward(hidden_states, *more, **named)
-        return self.run(hidden_states, named, norm.add, self._add_last)
+        add, router = norm.add, router_of(self.mlp)
+        if router is not None:
+            add = functools.partial(add, add_rms_norm=functools.partial(router[0].add_rms_norm, router[1]))
+        return self.run(hidden_states, named, add, self._add_last)
 
     def run(self, x: torch.Tensor, named: dict[str, Any], add: Add, add_last: Add) -> torch.Tensor:
         """What the class computes, by functions that make its two sums."""

@@ -8,7 +8,7 @@ router without a choice: `kbit::moe_logits` alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from torch import nn
 from kbit.nn.experts import KbitExperts
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.standing_in import tried_in_vain
-from kbit.nn.support import has_own_forward
-from kbit.ops import forms, grad_checks
+from kbit.nn.support import has_own_forward, is_apart
+from kbit.ops import direct, forms, grad_checks
 
 _PROBE_TOKENS = 64
+_MADE = "_kbit_logits"  # of a router: those that `add_rms_norm` made
 
 # (logits [T, E], weights [T, top_k], ids int64 [T, top_k]) of a router
 Choices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,8 +34,25 @@ def _has_kernels(index: int) -> bool:
 _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+class _Made(NamedTuple):
+    """Logits of a norm, at its version, with one more row of the router's weight or none."""
+
+    normed: torch.Tensor
+    version: int
+    last: torch.Tensor | None
+    logits: torch.Tensor
+
+    def are_of(self, x: torch.Tensor, last: torch.Tensor | None) -> bool:
+        """Whether x is that very norm, or all of it in another shape, unchanged since."""
+        same = x is self.normed or (x._base is self.normed and x.numel() == self.normed.numel())
+        whole = same and x.is_contiguous() and x.shape[-1] == self.normed.shape[-1]
+        return whole and x._version == self.version and last is self.last
+
+
 class FusedRouter(MixedIn):
     """What a router's class is mixed with. Subclasses say which router it is: `route`."""
+
+    logits_dtype: ClassVar[torch.dtype | None] = None  # the weight's
 
     weight: nn.Parameter
     top_k: int
@@ -46,7 +64,40 @@ class FusedRouter(MixedIn):
         """
         if self.takes(hidden_states):
             return self.route(hidden_states)
+        self.leave()
         return super().forward(hidden_states)
+
+    def leave(self) -> None:
+        """Forget logits that were made."""
+        if not torch.compiler.is_compiling():
+            vars(self).pop(_MADE, None)
+
+    def logits(self, x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, E] of `kbit::moe_logits`, or those that are made; [T, E + 1] with `last`."""
+        made = None if torch.compiler.is_compiling() else vars(self).pop(_MADE, None)
+        if made is not None and made.are_of(x, last):
+            return made.logits
+        return torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, self.logits_dtype, last)
+
+    def add_rms_norm(
+        self,
+        last: torch.Tensor | None,
+        x: torch.Tensor,
+        added: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        plus_one: bool,
+        round_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`kbit.ops.direct.add_rms_norm`; if one kernel can, with the norm's logits, for a call with that."""
+        how, made = (eps, plus_one, round_first), None
+        if self.takes(x) and not is_apart(self):  # who listens may change the weight before it is used
+            made = direct.add_rms_norm_logits(x, added, weight, *how, self.weight, last, self.logits_dtype)
+        if made is None:
+            return direct.add_rms_norm(x, added, weight, *how)
+        total, normed, logits = made
+        vars(self)[_MADE] = _Made(normed, normed._version, last, logits)
+        return total, normed
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether our kernels take an input."""
@@ -69,7 +120,7 @@ class _Softmax(FusedRouter):
     norm_topk_prob: bool
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, None, last)
+        logits = self.logits(x, last)
         how = (self.top_k, "softmax", self.norm_topk_prob)
         ids, weights = torch.ops.kbit.moe_route(logits, *how, None, 1.0, shared)
         return logits, weights, ids
@@ -85,7 +136,7 @@ class _Float32Softmax(FusedRouter):
     """The same, always divided, with weights in float32."""
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, None, last)
+        logits = self.logits(x, last)
         how = (self.top_k, "softmax", True)
         ids, weights = torch.ops.kbit.moe_route(logits.float(), *how, None, 1.0, shared)
         return logits, weights, ids
@@ -94,12 +145,14 @@ class _Float32Softmax(FusedRouter):
 class _Sigmoid(FusedRouter):
     """The largest sigmoids plus a bias, in float32, not limited to groups of experts."""
 
+    logits_dtype = torch.float32
+
     norm_topk_prob: bool
     routed_scaling_factor: float
     e_score_correction_bias: torch.Tensor
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
-        logits = torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, torch.float32, last)
+        logits = self.logits(x, last)
         how = (self.top_k, "sigmoid", self.norm_topk_prob)
         bias, factor = self.e_score_correction_bias.float(), float(self.routed_scaling_factor)
         ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor, shared)
@@ -113,7 +166,7 @@ class SharedGate(FusedRouter):
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> torch.Tensor:
         """[..., 1]."""
-        return torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], 1)
+        return self.logits(x).view(*x.shape[:-1], 1)
 
 
 # By the name of the router's class in transformers. That it computes this is tried, too: `_computes`.

@@ -69,6 +69,17 @@ def _parts(block: nn.Module) -> _Parts | None:
     return None
 
 
+def router_of(block: nn.Module) -> tuple[FusedRouter, torch.Tensor | None] | None:
+    """The router that a block calls, and the row that `MergedExperts` adds to its weight, or None."""
+    parts = _parts(block) if isinstance(block, MergedExperts) and block.factors is not None else None
+    if parts is not None:
+        return parts.router, None if parts.shared_gate is None else parts.shared_gate.weight
+    router = block._modules.get("gate")
+    if not isinstance(router, FusedRouter) or isinstance(router, SharedGate):
+        return None
+    return router, None
+
+
 def _are_plain(parts: _Parts) -> bool:
     """Whether all is as `experts_with_shared` takes it: tiles, factors of 1, and nobody who listens."""
     experts, layers = parts.experts, parts.layers()

@@ -31,6 +31,7 @@ class _Norm(NamedTuple):
     answers: Callable[[torch.Tensor], bool]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_rms_norm_logits: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]
 
 
 _ways: dict[str, _Way] = {}
@@ -54,9 +55,10 @@ def set_rms_norm(
     answers: Callable[[torch.Tensor], bool],
     rms_norm: Callable[..., torch.Tensor],
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    add_rms_norm_logits: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None],
 ) -> None:
-    """Set who computes the ops of these names on devices of a type, of checked arguments, and where."""
-    _norms[device] = _Norm(answers, rms_norm, add_rms_norm)
+    """Set who computes the functions of these names on devices of a type, of checked arguments, and where."""
+    _norms[device] = _Norm(answers, rms_norm, add_rms_norm, add_rms_norm_logits)
 
 
 def has_rms_norm(x: torch.Tensor) -> bool:
@@ -150,3 +152,25 @@ def add_rms_norm(
     norm = _norm_of(x)
     run = torch.ops.kbit.add_rms_norm if norm is None else norm.add_rms_norm
     return run(x, added, weight, eps, plus_one, round_first)
+
+
+def add_rms_norm_logits(
+    x: torch.Tensor,
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    plus_one: bool,
+    round_first: bool,
+    router: torch.Tensor,
+    last: torch.Tensor | None,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """`add_rms_norm` and `kbit::moe_logits` of its norm, if one kernel computes both; else None.
+
+    Args:
+        router, last, dtype: weight, last and dtype of `kbit::moe_logits`, of x's device; no gradient.
+    """
+    norm, others = _norm_of(x), (router,) if last is None else (router, last)
+    if norm is None or any(type(other) not in _OWN for other in others):
+        return None
+    return norm.add_rms_norm_logits(x, added, weight, eps, plus_one, round_first, router, last, dtype)

@@ -18,6 +18,7 @@ from kbit.backends.cuda import (
     heads,
     masks,
     norm,
+    norm_logits,
     one_token,
     operands,
     position,
@@ -96,7 +97,7 @@ def kernels(
                 found |= dict.fromkeys(_of_one(count, dtype, weight, known))
     between = [spec for module in BETWEEN for spec in module.specs()]
     if any(product.experts for product in kinds):
-        between += routing.specs()
+        between += [*routing.specs(), *norm_logits.specs()]
     return [*found, *(spec for spec in (*between, *others) if _is_of(spec, dtype))]
 
 

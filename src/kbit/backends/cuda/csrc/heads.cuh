@@ -1,5 +1,5 @@
 // What rms_norm.cu, rotary.cu, append_heads.cu and others compute with pieces of 16 bytes of rows of 16 bits:
-// the norm's factor and products, and turned pairs of columns. "config.h" must be included before.
+// sums, the norm's factor and products, and turned pairs of columns. "config.h" must be included before.
 #pragma once
 
 #include "rows.cuh"
@@ -17,6 +17,18 @@ DEVICE void widen(float (&v)[D::kPerPiece], uint4 piece) {
     for (int i = 0; i < D::kPerPiece; ++i) {
         v[i] = D::get(words, i);
     }
+}
+
+// The sum of two pieces, rounded.
+DEVICE uint4 sum_of(uint4 a, uint4 b) {
+    float v[D::kPerPiece], w[D::kPerPiece];
+    widen(v, a);
+    widen(w, b);
+#pragma unroll
+    for (int i = 0; i < D::kPerPiece; ++i) {
+        v[i] = __fadd_rn(v[i], w[i]);
+    }
+    return D::piece(v);
 }
 
 // sum + the squares of a piece, by column.

@@ -14,20 +14,8 @@
 // grid: x experts / Config::warps, y tokens
 #include "moe_logits.cuh"
 
-using H = Half<Config::bf16>;
 constexpr int kThreads = Config::warps * 32;
 constexpr int kAtOnce = 8;  // pieces in flight, of x and of the weight: 2048 columns
-
-// sum + the products of eight pairs
-DEVICE float add_products(float sum, uint4 a, uint4 b) {
-    const u32 u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum = __fmaf_rn(H::widen(u16(u[i])), H::widen(u16(v[i])), sum);
-        sum = __fmaf_rn(H::widen(u16(u[i] >> 16)), H::widen(u16(v[i] >> 16)), sum);
-    }
-    return sum;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_logits(const uint4* x, const uint4* weight, const uint4* last, u8* logits, int experts, int pieces) {

@@ -1,4 +1,4 @@
-// What both kernels of a router's logits share: the rows of its weight, and where results go.
+// What kernels of a router's logits share: the rows of its weight, products of pieces, where results go.
 #pragma once
 
 #include "config.h"
@@ -17,6 +17,18 @@ struct RouterRows {
         return is_last ? last : weight + u64(min(expert, experts - 1)) * pieces;
     }
 };
+
+// sum + the products of eight pairs
+DEVICE float add_products(float sum, uint4 a, uint4 b) {
+    using H = Half<Config::bf16>;
+    const u32 u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum = __fmaf_rn(H::widen(u16(u[i])), H::widen(u16(v[i])), sum);
+        sum = __fmaf_rn(H::widen(u16(u[i] >> 16)), H::widen(u16(v[i] >> 16)), sum);
+    }
+    return sum;
+}
 
 DEVICE void store_logit(u8* logits, u64 at, float sum) {
     if constexpr (Config::wide) {

@@ -22,17 +22,6 @@
 constexpr int kLine = 8;          // pieces of a line of L2
 constexpr u32 kFewBlocks = 1024;  // beyond, blocks of the next kernel would take the place of this one's
 
-DEVICE uint4 sum_of(uint4 a, uint4 b) {
-    float v[D::kPerPiece], w[D::kPerPiece];
-    widen(v, a);
-    widen(w, b);
-#pragma unroll
-    for (int i = 0; i < D::kPerPiece; ++i) {
-        v[i] = __fadd_rn(v[i], w[i]);
-    }
-    return D::piece(v);
-}
-
 extern "C" __global__ void __launch_bounds__(Config::rows > 1 ? 128 : 1024)
     rms_norm(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y, u64 outer,
              u64 step, u64 rows, int inner, int pieces, int lanes, float eps, int plus_one, int round_first) {

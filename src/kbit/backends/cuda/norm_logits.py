@@ -1,0 +1,86 @@
+"""A router's logits with the norm in front of it, csrc/norm_logits.cu: when, and its launch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda.compiler import KernelSpec
+
+_FORMAT = "QQQQQQQQiifii"
+# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, here kPieces, to all
+# that its threads can keep.
+_KEPT, _LEAST_PIECES, _MOST_PIECES = 2, 65, 2048
+_AT_ONCE = 8  # kAtOnce
+# As moe_logits.cu; with more tokens moe_logits_mma.cu computes them.
+_MOST_TOKENS = 3
+
+
+@functools.cache
+def _spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
+    return KernelSpec.make("norm_logits.cu", bf16=dtype == torch.bfloat16, wide=wide)
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel of this module."""
+    return [_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether the kernel takes x [..., D], added like it, a norm's weight [D], a router's rows [..., D]."""
+    x = tensors[0]
+    columns = x.shape[-1]
+    fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= _MOST_PIECES
+    if x.dtype not in operands.DTYPES or not fits or not 0 < x.numel() <= _MOST_TOKENS * columns:
+        return False
+    return all(
+        one.dtype == x.dtype
+        and one.device == x.device
+        and one.shape[-1] == columns
+        and one.is_contiguous()
+        and not one.data_ptr() % 16
+        for one in tensors
+    )
+
+
+def add_rms_norm_logits(
+    x: torch.Tensor,
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    plus_one: bool,
+    round_first: bool,
+    router: torch.Tensor,
+    last: torch.Tensor | None,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """`kbit::add_rms_norm`, and `kbit::moe_logits` of its norm, bit for bit; of tensors that `takes` allows.
+
+    Args:
+        x, added, weight, eps, plus_one, round_first, total, out: as in `kbit.backends.cuda.rms_norm`.
+        router: [E, D].
+        last: None, or one more row [1, D].
+        logits: [tokens, E], or E + 1 with `last`, of x's dtype or float32, written.
+
+    Raises:
+        KbitError: the kernel cannot be compiled or loaded.
+    """
+    pieces, (tokens, experts) = x.shape[-1] // operands.PIECE, logits.shape
+    prepared = _prepared(x.device.index, x.dtype, logits.dtype == torch.float32, pieces, tokens, experts)
+    places = operands.addresses(x, added, weight, total, out, router, last, logits)
+    prepared.launch((*places, experts, pieces, eps, plus_one, round_first))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    index: int, dtype: torch.dtype, wide: bool, pieces: int, tokens: int, experts: int
+) -> launcher.Prepared:
+    warps = -(-pieces // (_KEPT * driver.WARP))
+    threads = warps * driver.WARP
+    kernel = launcher.load(_spec(dtype, wide), index, _FORMAT)
+    smem = 16 * (_AT_ONCE * threads + pieces)
+    return launcher.Prepared(index, kernel, (-(-experts // warps), tokens, 1), threads, smem)

@@ -1,0 +1,215 @@
+"""A router's logits that are made with the norm in front of it. No GPU is needed but for the last tests."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kbit
+from kbit.backends.cuda import norm_logits
+from kbit.nn import router
+from kbit.nn.residuals import FusedResiduals
+from kbit.ops import direct
+from tiny_models import ARCHITECTURES
+
+ops = torch.ops.kbit
+gpu = pytest.mark.gpu
+FAMILIES = ("qwen3_moe", "qwen3_next", "glm4_moe_lite", "mixtral")
+IDS = torch.tensor([[3], [1]])
+
+
+@pytest.fixture
+def kernels(tiles_pay, monkeypatch):
+    """As if the CPU had them; how often that of norm and logits ran."""
+    runs = []
+
+    def both(x, added, weight, eps, plus_one, round_first, gate, last, dtype):
+        runs.append(last is not None)
+        total, normed = ops.add_rms_norm(x, added, weight, eps, plus_one, round_first)
+        return total, normed, ops.moe_logits(normed.view(-1, x.shape[-1]), gate, dtype, last)
+
+    monkeypatch.setattr(direct, "has_rms_norm", lambda x: True)
+    monkeypatch.setattr(direct, "add_rms_norm_logits", both)
+    monkeypatch.setattr(router.FusedRouter, "takes", lambda self, x: not torch.is_grad_enabled())
+    return runs
+
+
+class Logits(TorchDispatchMode):
+    """Counts products by routers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is ops.moe_logits.default
+        return func(*args, **kwargs or {})
+
+
+def build(family, hidden=64, **sizes):
+    from transformers import AutoModelForCausalLM
+
+    config = ARCHITECTURES[family]()
+    config.hidden_size, config.mlp_only_layers = hidden, []
+    config.moe_intermediate_size = config.shared_expert_intermediate_size = 32
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return kbit.quantize_model(model, kbit.QuantizationPolicy(bits=4, search=False))
+
+
+def routers_of(model):
+    choose = (one for one in model.modules() if isinstance(one, router.FusedRouter))
+    return [one for one in choose if not isinstance(one, router.SharedGate)]
+
+
+@torch.no_grad()
+def apart(model, monkeypatch):
+    """What a model gives whose norms and logits are made one after the other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "add_rms_norm_logits", lambda *_: None)
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_make_every_logit_once(family, kernels, monkeypatch):
+    model = build(family)
+    layers = len(routers_of(model))
+    assert layers
+    with torch.no_grad(), Logits() as products:
+        have = model(IDS).logits
+    assert len(kernels) == layers
+    assert products.count == layers
+    assert not any(router._MADE in vars(module) for module in model.modules())
+    assert torch.equal(have, apart(model, monkeypatch))
+
+
+def test_the_gate_of_a_shared_expert_is_a_row_more(kernels):
+    model = build("qwen3_next")
+    with torch.no_grad():
+        model(IDS)
+    assert kernels == [True] * len(routers_of(model))
+    for block in model.modules():
+        if hasattr(block, "factors"):
+            block.factors = None  # as where the shared expert stays apart
+    kernels.clear()
+    with torch.no_grad(), Logits() as products:
+        model(IDS)
+    assert kernels == [False] * len(routers_of(model))
+    assert products.count == 2 * len(kernels)  # the gate's own
+
+
+def write(module, args):
+    args[0].mul_(2)
+
+
+def replace(module, args):
+    return args[0] * 2
+
+
+@pytest.mark.parametrize("hook", [write, replace])
+@pytest.mark.parametrize("where", ["norm", "block", "router"])
+def test_what_hooks_change_has_other_logits(hook, where, kernels, monkeypatch):
+    model = build("qwen3_moe")
+    for layer in model.modules():
+        if isinstance(layer, FusedResiduals) and where == "norm":
+            layer.post_attention_layernorm.register_forward_hook(lambda _, args, y: hook(_, (y,)))
+        elif isinstance(layer, FusedResiduals):
+            (layer.mlp if where == "block" else layer.mlp.gate).register_forward_pre_hook(hook)
+    with torch.no_grad():
+        have = model(IDS).logits
+    assert torch.equal(have, apart(model, monkeypatch))
+
+
+def test_gradients_and_routers_that_changed_go_the_model_s_way(kernels, monkeypatch):
+    model = build("qwen3_moe")
+    model(IDS)
+    assert not kernels
+    for layer in model.modules():
+        if isinstance(layer, FusedResiduals):
+            gate = layer.mlp.gate
+            gate.__class__ = gate.own
+    with torch.no_grad():
+        model(IDS)
+    assert not kernels
+
+
+def test_logits_that_nobody_asked_for_are_forgotten(kernels, monkeypatch):
+    model = build("qwen3_moe")
+    (one, *_) = routers_of(model)
+    x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, normed = one.add_rms_norm(None, x, x, weight, 1e-6, False, True)
+        assert router._MADE in vars(one)
+        made = vars(one)[router._MADE]
+        assert made.are_of(normed, None)
+        assert made.are_of(normed.view(2, 64), None)
+        assert not made.are_of(normed.clone(), None)
+        assert not made.are_of(normed[:, :1], None)
+        assert not made.are_of(normed.view(4, 32), None)
+        assert not made.are_of(normed.transpose(0, 1).reshape(1, 2, 64).clone(), None)
+        assert not made.are_of(normed, x[0, :1])
+        assert one.logits(normed) is made.logits
+        assert router._MADE not in vars(one)
+        one.add_rms_norm(None, x, x, weight, 1e-6, False, True)
+        monkeypatch.setattr(router.FusedRouter, "takes", lambda self, x: False)
+        one(normed.view(2, 64))
+    assert router._MADE not in vars(one)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "columns"), [(512, 2048), (128, 2048), (64, 2048), (8, 4096), (7, 2056)])
+def test_the_kernel_equals_norm_and_logits_bit_for_bit(experts, columns, dtype):
+    def random(*shape):
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    for tokens in (1, 2, 3):
+        x, added = random(1, tokens, columns), random(1, tokens, columns)
+        weight, gate, last = random(columns), random(experts, columns), random(1, columns)
+        for plus_one, wide, more in ((False, False, None), (True, True, last)):
+            how = (weight, 1e-6, plus_one, not plus_one)
+            out = torch.float32 if wide else None
+            total, normed = ops.add_rms_norm(x, added, *how)
+            logits = ops.moe_logits(normed.view(tokens, columns), gate, out, more)
+            for _ in range(100):
+                made = direct.add_rms_norm_logits(x, added, *how, gate, more, out)
+                assert all(map(torch.equal, made, (total, normed, logits)))
+
+
+@gpu
+def test_weights_written_just_before_are_read():
+    x, weight = (torch.randn(*shape, device="cuda").half() for shape in ((1, 2048), (2048,)))
+    gate, newer = torch.randn(2, 512, 2048, device="cuda").half()
+    want = direct.add_rms_norm_logits(x, x, weight, 1e-6, False, True, newer, None, None)
+    for _ in range(100):
+        written = gate.clone()
+        written.copy_(newer)
+        have = direct.add_rms_norm_logits(x, x, weight, 1e-6, False, True, written, None, None)
+        assert all(map(torch.equal, have, want))
+
+
+@gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_on_a_gpu(family, monkeypatch):
+    model = build(family, hidden=1024).cuda()
+    ids, runs, run = IDS.cuda(), [], norm_logits.add_rms_norm_logits
+    with torch.no_grad():
+        monkeypatch.setattr(norm_logits, "add_rms_norm_logits", lambda *given: runs.append(1) or run(*given))
+        have = model(ids).logits
+        assert len(runs) == len(routers_of(model))
+        graph, again = torch.cuda.CUDAGraph(), copy.copy(ids)
+        with torch.cuda.graph(graph):
+            recorded = model(again, use_cache=False).logits
+        graph.replay()
+        assert torch.equal(recorded, have)
+        monkeypatch.setattr(norm_logits, "takes", lambda *_: False)
+        assert torch.equal(model(ids).logits, have)
