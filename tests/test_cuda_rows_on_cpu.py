@@ -107,6 +107,15 @@ def test_quotients(dtype: torch.dtype, search: bool) -> None:
         check_quantize(part.to(dtype).contiguous(), get_codebook("nf", 3), search=search)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_padding_counts_no_error(bits: int, dtype: torch.dtype) -> None:
+    for columns in (1, 34, 40, 63):
+        w = torch.randn(2, 40, columns).to(dtype)
+        for codebook in (get_codebook("nf", bits), asymmetric(bits)):
+            check_quantize(w, codebook, columns, search=True)
+
+
 def test_nan_and_inf_are_counted() -> None:
     w = torch.ones(2, 5, 40, dtype=torch.bfloat16)
     w[0, 1, 39] = float("nan")

@@ -42,21 +42,24 @@ def codes_for_scale(blocks: torch.Tensor, scale: torch.Tensor, codebook: torch.T
 
 
 def block_error(
-    blocks: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor
+    blocks: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor, in_features: int
 ) -> torch.Tensor:
     """Squared error of a block, summed in the one order that every backend uses.
 
     Args:
-        blocks: float32 [..., 32].
-        codes: uint8 [..., 32].
-        scale: float32 [...].
+        blocks: float32 [..., blocks, 32].
+        codes: uint8 [..., blocks, 32].
+        scale: float32 [..., blocks].
         codebook: float32 [2^bits].
+        in_features: K; the padding behind counts nothing.
 
     Returns:
-        float32 [...].
+        float32 [..., blocks].
     """
     difference = blocks - codebook[codes.int()] * scale.unsqueeze(-1)
     total = difference * difference
+    if in_features % BLOCK_SIZE:
+        total[..., -1, in_features % BLOCK_SIZE :] = 0
     # Halving: i += i + 16, then 8, 4, 2, 1. It is a butterfly over lanes on SIMD and SIMT machines alike.
     while total.shape[-1] > 1:
         half = total.shape[-1] // 2

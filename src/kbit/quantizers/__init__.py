@@ -45,5 +45,6 @@ def _quantize_matrix(
     chunks = w.split(max(1, _CHUNK_WEIGHTS // max(1, w.shape[-1])))
     largest = torch.cat([reference.split_blocks(chunk).abs().amax(-1) for chunk in chunks])
     factor = fmt.tensor_factor(largest)
-    pairs = [method.quantize_blocks(reference.split_blocks(c), codebook, fmt, factor) for c in chunks]
+    how = (codebook, fmt, factor, w.shape[-1])
+    pairs = [method.quantize_blocks(reference.split_blocks(chunk), *how) for chunk in chunks]
     return torch.cat([p for p, _ in pairs]), torch.cat([s for _, s in pairs]), factor

@@ -28,7 +28,7 @@ def encode_absmax(
 
 
 def quantize_blocks(
-    blocks: torch.Tensor, codebook: torch.Tensor, fmt: AbsmaxFormat, factor: torch.Tensor
+    blocks: torch.Tensor, codebook: torch.Tensor, fmt: AbsmaxFormat, factor: torch.Tensor, in_features: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize with the rounded absmax as scale.
 
@@ -37,6 +37,7 @@ def quantize_blocks(
         codebook: float32 [2^bits].
         fmt: how scales are stored.
         factor: float32 [...].
+        in_features: K, behind which the last block is padding.
 
     Returns:
         packed int32 [..., N, blocks * bits] and absmax [..., N, blocks].

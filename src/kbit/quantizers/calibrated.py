@@ -65,7 +65,8 @@ def quantize(
     for start in range(0, rest.shape[-1], BLOCK_SIZE):
         end = start + BLOCK_SIZE
         block = rest[..., start:end]
-        _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor)
+        left = min(BLOCK_SIZE, w.shape[-1] - start)
+        _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor, left)
         stored.append(chosen)
         scale = fmt.decode(chosen) * factor[..., None, None]
         errors = torch.empty_like(block)

@@ -36,7 +36,7 @@ def _candidate(
 
 
 def quantize_blocks(
-    blocks: torch.Tensor, codebook: torch.Tensor, fmt: AbsmaxFormat, factor: torch.Tensor
+    blocks: torch.Tensor, codebook: torch.Tensor, fmt: AbsmaxFormat, factor: torch.Tensor, in_features: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize with the best scale of a small window; never worse in squared error than plain absmax.
 
@@ -48,14 +48,14 @@ def quantize_blocks(
     plain, scale = encode_absmax(blocks, fmt, factor)
     best = plain
     codes = reference.codes_for_scale(blocks, scale, codebook)
-    error = reference.block_error(blocks, codes, scale, codebook)
+    error = reference.block_error(blocks, codes, scale, codebook, in_features)
     first, last = WINDOWS[bits]
     for offset in range(first, last + 1):
         if offset == 0:
             continue
         stored, scale, legal = _candidate(plain, offset, fmt, factor)
         new_codes = reference.codes_for_scale(blocks, scale, codebook)
-        new_error = reference.block_error(blocks, new_codes, scale, codebook)
+        new_error = reference.block_error(blocks, new_codes, scale, codebook, in_features)
         better = legal & (new_error < error)
         best = torch.where(better, stored, best)
         error = torch.where(better, new_error, error)

@@ -4,7 +4,7 @@
 //   byte = E4M4(amax / tensor_scale); s = decode(byte) * tensor_scale; v = w / s (0 where s is 0)
 //   code = number of midpoints below v
 //   search: among neighbouring bytes the one with the least sum of (w - codebook[code] * s)^2, halved 16, 8,
-//   4, 2, 1
+//   4, 2, 1, where padding counts 0
 //
 // Written with the vector types of GCC and Clang at the width of the instruction set. Counting midpoints by
 // compare-and-select beats a binary search through table permutes here: no step waits for the one before.
@@ -20,11 +20,13 @@ constexpr int kBlockVecs = kBlock / kLanes;
 
 struct Block {
     alignas(64) float w[kBlock];
+    int columns;  // that the row has; the rest is 0, and counts for no error
 };
 
 template <class T>
 inline void load_block(const T* row, int64_t k, int64_t block, Block& out) {
     const int64_t first = block * kBlock, left = k - first;
+    out.columns = int(left < kBlock ? left : kBlock);
     if (left >= kBlock) {
         for (int i = 0; i < kBlock; ++i) {
             out.w[i] = widen(row[first + i]);
@@ -103,6 +105,14 @@ struct Quantizer {
             }
             const Vec d = load(b.w + part * kLanes) - level * splat(s);
             squares[part] = d * d;
+        }
+        if (b.columns < kBlock) {
+            alignas(64) float all[kBlock];
+            memcpy(all, squares, sizeof all);
+            for (int i = b.columns; i < kBlock; ++i) {
+                all[i] = 0.0f;
+            }
+            memcpy(squares, all, sizeof all);
         }
         for (int half = kBlockVecs / 2; half > 0; half /= 2) {
             for (int part = 0; part < half; ++part) {

@@ -10,6 +10,11 @@ struct Job {
     i64 columns;
     u32 blocks, row_blocks;
     bool contiguous;
+
+    // Columns that a row has in a block; the rest is padding.
+    DEVICE int columns_of(u32 block) const {
+        return int(min(i64(kBlock), columns - i64(block % row_blocks) * kBlock));
+    }
 };
 
 // Where a lane puts 16-byte pieces of a warp's tile, and where it gets its own block's, in the staging area.

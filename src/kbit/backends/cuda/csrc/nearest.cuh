@@ -8,8 +8,9 @@
 //     fractions of w and all 16 of s. `high` is below 1 / s, so that a quotient of 2^-150 becomes 0 as well.
 //   * u = saturate(v / 2 + 1/2) picks one of kBuckets; its entry holds the one midpoint in the bucket and the
 //     number of those below. Every step is monotone, so this is exact. A table copy per bank: no conflicts.
-// Codebooks with two midpoints in a bucket or one below 2^-40, and factors outside 2^-30..2^10, take float64
-// quotients (no float32 one is a double rounding away, for the same reason) and binary search instead.
+// Codebooks with two midpoints in a bucket or one below 2^-40, factors outside 2^-30..2^10, and the scale
+// search of rows that end with padding take float64 quotients (no float32 one is a double rounding away, for
+// the same reason) and binary search instead.
 #pragma once
 
 #include "config.h"
@@ -101,7 +102,8 @@ template <bool FAST>
 struct Nearest {
     const Tables& tables;
     int lane;
-    u32 base;  // of this lane's copy, less the magic number's share
+    u32 base;              // of this lane's copy, less the magic number's share
+    int columns = kBlock;  // that the block has; behind them padding counts no error. Only the slow way asks
     float s = 0.0f, high = 0.0f, low = 0.0f;
     double inverse = 0.0;
 
@@ -187,7 +189,7 @@ struct Nearest {
         float t[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            t[j] = squared_error(staged_element(staged, i + 4 * j));
+            t[j] = i + 4 * j < columns ? squared_error(staged_element(staged, i + 4 * j)) : 0.0f;
         }
 #pragma unroll
         for (int half = 4; half > 0; half /= 2) {

@@ -4,8 +4,8 @@
 //   code = number of midpoints below w / s, or below 0 where s is 0
 //
 // Config::search takes, of the bytes in a window around that one, the one with the least squared error
-// (w - codebook[code] * s)^2 of the block, added by halves: i + 16, then 8, 4, 2, 1. The first of equals
-// wins, the plain byte before all.
+// (w - codebook[code] * s)^2 of the block, added by halves: i + 16, then 8, 4, 2, 1; padding counts 0. The
+// first of equals wins, the plain byte before all.
 //
 //   w          Config::dtype [matrices, rows, columns]; 16-byte aligned where `contiguous`
 //   codebook   float32 [2^bits]; midpoints float32 [2^bits - 1]
@@ -173,6 +173,9 @@ DEVICE Stats quantize_matrix(CODER coder, const Job& job, float factor, u32 area
         }
         u32 byte = encode_e4m4(__fmul_rn(__uint_as_float(amax), inverse_factor));
         u32 planes[F::kField];
+        if constexpr (Config::search) {
+            coder.columns = job.columns_of(tile * 32 + lane);
+        }
         encode(coder, raw, area + turn, amax, factor, byte, planes);
         if (tile * 32 + lane < job.blocks) {
             job.absmax[tile * 32 + lane] = u8(byte);
@@ -267,7 +270,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
         job.w = w + m * rows * columns * D::kBytes;
         job.packed = packed + m * i64(job.blocks) * kBits;
         job.absmax = absmax + m * i64(job.blocks);
-        const bool fast = tables.simple != 0 && factor >= 9.313226e-10f && factor <= kLargestFactor;  // 2^-30
+        const bool padded = Config::search && columns % kBlock != 0;
+        const bool in_range = factor >= 9.313226e-10f && factor <= kLargestFactor;  // 2^-30
+        const bool fast = tables.simple != 0 && in_range && !padded;
         const Stats own = fast ? quantize_matrix(FastCoder(tables, lane), job, factor, area)
                                : quantize_matrix(Nearest<false>(tables, lane), job, factor, area);
         if (pass == 0) {
