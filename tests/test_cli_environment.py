@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -241,3 +242,12 @@ def test_doctor_fails_where_a_setting_fails_every_command(name, code, monkeypatc
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == code
     assert f"{name} may be" in result.output
+
+
+def test_doctor_knows_every_variable_of_the_documentation(monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    for name in re.findall(r"KBIT_\w+", page[page.index("## Environment") :]):
+        monkeypatch.setenv(name, "")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "KBIT_ALL_REDUCE=" in result.output
+    assert "Nothing reads" not in result.output

@@ -21,6 +21,7 @@ from kbit.backends.cuda.compiler import (
     KernelSpec,
     UnsupportedArchError,
     arch_of,
+    as_on_chips,
     cache,
     canonical_arch,
     compile_kernel,
@@ -89,6 +90,13 @@ def test_a_spec_refuses_what_it_cannot_render(source, config):
 def test_architectures_have_one_name():
     assert {canonical_arch(name) for name in ("90a", "sm_90a", "9.0a", "SM_90A")} == {"90a"}
     assert [arch_of(8, 0), arch_of(8, 9), arch_of(9, 0), arch_of(12, 0)] == ["80", "89", "90a", "120a"]
+    assert [as_on_chips(arch) for arch in ("80", "90", "90a", "120", "120f")] == [
+        "80",
+        "90a",
+        "90a",
+        "120a",
+        "120f",
+    ]
 
 
 @pytest.mark.parametrize("arch", ["", "hopper", "75", "9", "sm_90x"])

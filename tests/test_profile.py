@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import kbit
+from kbit.backends.cuda.compiler import CSRC
 from kbit.bench import profile
 from kbit.bench.kernel_kinds import kind_of
 from kbit.bench.profile import Part, StepProfile
@@ -77,6 +78,11 @@ def test_ceilings_by_hand():
         ("kbit::linear", "kbit"),
         ("stream", "kbit"),
         ("moe_combine", "kbit routing"),
+        ("norm_logits", "kbit routing"),
+        ("gated_delta_rule", "linear attention"),
+        ("latent_combine", "attention"),
+        ("latent_heads", "rotary, cache, masks"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "sums over GPUs"),
         ("nvfp4_gemm", "nvfp4"),
         ("aten::addmm", "16-bit products"),
         ("nvjet_hsh_64x8_64x16", "16-bit products"),
@@ -91,6 +97,10 @@ def test_ceilings_by_hand():
 )
 def test_kernels_are_sorted_by_what_they_are_for(name, kind):
     assert kind_of(name) == kind
+
+
+def test_no_kernel_of_ours_is_something_else():
+    assert not [path.stem for path in CSRC.glob("*.cu") if kind_of(path.stem) == "other"]
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,14 @@ PYTHON = "between operators"  # what a profile of a CPU calls the rest of a step
 _KINDS = (
     ("kbit", r"^kbit::|^(stream|grouped|resident|wgmma|dequantize(_tiled)?|repack|quantize)$"),
     ("nvfp4", r"nvfp4"),
-    ("kbit routing", r"^moe_(align|combine)$"),
+    ("kbit routing", r"^moe_|^norm_logits$"),
+    ("linear attention", r"^gated_delta"),
+    ("rotary, cache, masks", r"^(rotary(_angles)?|append_heads|cache_append|causal_mask|latent_heads)$"),
+    ("sums over GPUs", r"^one_shot|nccl"),
     ("Python", rf"^{PYTHON}$"),
     (
         "attention",
-        r"scaled_dot_product|^aten::_?softmax|fmha|flash|attention|softmax_warp|softmax.*attn",
+        r"scaled_dot_product|^aten::_?softmax|fmha|flash|attention|^latent_|softmax_warp|softmax.*attn",
     ),
     (
         "16-bit products",

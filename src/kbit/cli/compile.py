@@ -77,9 +77,9 @@ def compile_kernels(
 
 
 def _canonical(archs: list[str]) -> list[str]:
-    from kbit.backends.cuda.compiler import canonical_arch
+    from kbit.backends.cuda.compiler import as_on_chips, canonical_arch
 
-    return list(dict.fromkeys(canonical_arch(arch) for arch in archs))
+    return list(dict.fromkeys(as_on_chips(canonical_arch(arch)) for arch in archs))
 
 
 def _archs_here() -> list[str]:

@@ -224,13 +224,14 @@ def _settings() -> Finding:
     from kbit.backends.cuda.compiler import COMPILERS
     from kbit.backends.cuda.preference import KERNELS
     from kbit.dispatch.backends import backends
+    from kbit.integrations.transformers.collectives import ALL_REDUCES
 
     # Environment variable -> the values that it may have; None: any, or another line says so.
     known: dict[str, Iterable[str] | None] = dict.fromkeys(
         ("KBIT_CPU_ISA", "KBIT_CACHE", "KBIT_NVCC", "KBIT_CUDA_FLAGS", "KBIT_DEBUG")
     )
     known |= {"KBIT_BACKEND": [backend.name for backend in backends], "KBIT_KERNEL": KERNELS}
-    known["KBIT_CUDA_COMPILER"] = COMPILERS
+    known |= {"KBIT_CUDA_COMPILER": COMPILERS, "KBIT_ALL_REDUCE": ALL_REDUCES}
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KBIT_")}
     found = {name: value for name, value in found.items() if not name.startswith("KBIT_TEST_")}
     wrong, fatal = [], False

@@ -19,7 +19,7 @@ Which exception means what (all but the last two are `KbitError`, so `ValueError
 Nothing about the cache raises: an unusable folder is one warning, a damaged file is compiled anew.
 """
 
-from kbit.backends.cuda.compiler.arch import arch_of, canonical_arch
+from kbit.backends.cuda.compiler.arch import arch_of, as_on_chips, canonical_arch
 from kbit.backends.cuda.compiler.build import (
     COMPILERS,
     CompiledKernel,
@@ -51,6 +51,7 @@ __all__ = [
     "Outcome",
     "UnsupportedArchError",
     "arch_of",
+    "as_on_chips",
     "canonical_arch",
     "chosen_compiler",
     "compile_kernel",

@@ -8,6 +8,7 @@ from kbit.backends.cuda.compiler.errors import UnsupportedArchError
 
 # cp.async and the bfloat16 tensor-core instructions, which every kernel uses, came with it.
 OLDEST_ARCH = 80
+FIRST_WITH_LETTER = 90
 
 
 def canonical_arch(arch: str) -> str:
@@ -40,7 +41,12 @@ def arch_of(major: int, minor: int) -> str:
     Raises:
         UnsupportedArchError: older than sm_80.
     """
-    return canonical_arch(f"{major}{minor}{'a' if major >= 9 else ''}")
+    return as_on_chips(canonical_arch(f"{major}{minor}"))
+
+
+def as_on_chips(arch: str) -> str:
+    """A canonical architecture as `arch_of` has it: "90", which no GPU loads kernels of, is "90a"."""
+    return f"{arch}a" if arch.isdecimal() and int(arch) >= FIRST_WITH_LETTER else arch
 
 
 def require_known(arch: str, known: tuple[str, ...], compiler: str, remedy: str) -> None:
