@@ -335,3 +335,10 @@ def test_an_index_of_the_wrong_form(tmp_path, content):
 def test_check_index_names_what_is_quantized(tmp_path):
     folder = write(tmp_path, good_tensors())
     assert sorted(check_index(read_index(folder), QuantizationPolicy(), CONFIG)) == [DOWN, EXPERT]
+
+
+def test_names_that_a_terminal_would_obey_are_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a\x1b[31mred\nline.weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"tensor name 'a\\x1b\[31mred\\nline.weight' has characters"):
+        read_header(path)

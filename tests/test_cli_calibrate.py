@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import kbit
-from kbit.cli import calibrate
+from kbit.cli import calibrate, texts
 from kbit.cli.texts import encode_windows
 from kbit.integrations.streaming import jobs
 from quantize_runs import SMALL_SHARD, content, fail_at, refuse, run
@@ -22,7 +23,7 @@ WORDS = " ".join(f"w{i * 7 % 72}" for i in range(300))
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(calibrate, "WINDOW", 60)
+    monkeypatch.setattr(texts, "WINDOW", 60)
     file = tmp_path / "text.txt"
     file.write_text(WORDS)
     return file
@@ -129,3 +130,12 @@ def test_a_short_text_is_warned_of(tmp_path, text, monkeypatch):
     assert "has 300 tokens only" in " ".join(warned.split())
     monkeypatch.setattr(calibrate, "FEW_TOKENS", 300)
     assert "tokens only" not in run(source, tmp_path / "again", "--calibrate", text).output
+
+
+def test_windows_are_as_long_as_a_model_knows_positions(tmp_path, text):
+    source = build_with_tokenizer("llama", tmp_path / "in")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    result = run(source, tmp_path / "out", "--calibrate", text)
+    assert result.exit_code == 0, result.output
+    assert texts.calibration_samples(source, text).shape[1] == 24

@@ -420,3 +420,21 @@ def test_levels_from_a_file(source, tmp_path, by_width):
     assert policy.codebook_for(4).tolist() == pytest.approx(levels)
     if by_width:
         assert policy.codebook_for(3).tolist() == pytest.approx(three)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links")
+def test_links_that_lead_out_of_the_folder_are_told(source, tmp_path):
+    model = shutil.copytree(source, tmp_path / "in")
+    (tmp_path / "private.txt").write_text("secret")
+    (model / "inside.txt").symlink_to("config.json")
+    assert "elsewhere" not in run(model, tmp_path / "first").output
+    (model / "notes.txt").symlink_to(tmp_path / "private.txt")
+    result = run(model, tmp_path / "second")
+    assert result.exit_code == 0, result.output
+    assert "links to files that are elsewhere, whose content is copied: notes.txt." in result.output
+    cached = shutil.copytree(source, tmp_path / "hub" / "models--a--b" / "snapshots" / "123")
+    (tmp_path / "hub" / "models--a--b" / "blobs").mkdir()
+    (tmp_path / "hub" / "models--a--b" / "blobs" / "1").write_text("{}")
+    (cached / "tokenizer.json").unlink()
+    (cached / "tokenizer.json").symlink_to("../../blobs/1")
+    assert "elsewhere" not in run(cached, tmp_path / "third").output

@@ -315,6 +315,16 @@ def test_tensors_that_are_not_those_of_the_config(source, tmp_path, change, mess
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("part", ["_scale", "_packed", "_absmax"])
+def test_what_a_reader_would_take_for_a_part_is_refused(part, source, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    changed = altered(source, tmp_path / "in", lambda c, t: t.update({name + part: torch.tensor(0.5)}))
+    message = refuse(changed, tmp_path / "out")
+    assert f"{name}{part} has the name of a part of {name}" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert run(changed, tmp_path / "out", "--skip", name.removesuffix(".weight")).exit_code == 0
+
+
 @pytest.mark.parametrize("by_its_other_name", [True, False])
 def test_parts_that_would_not_be_found_are_not_written(by_its_other_name, tmp_path, monkeypatch):
     """As in DeepSeek-V4: a pattern of transformers that is for the whole name of a tensor."""

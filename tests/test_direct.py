@@ -101,6 +101,32 @@ def test_strided_operands_on_a_cpu(monkeypatch):
     assert len(calls) == 2
 
 
+def test_parts_that_somebody_changed_go_to_the_op_on_a_cpu(monkeypatch):
+    x, other = torch.randn(2, 96), kbit.quantize(torch.randn(72, 96), 4)
+    calls = counting(monkeypatch, "cpu")
+    with torch.no_grad():
+        layer = on_cpu(bias=False)
+        layer.out_features = 8
+        assert layer(x).shape == (2, 40)
+        for shorter in (slice(0, 40), slice(0, 72)):
+            layer = on_cpu(bias=False)
+            layer.weight_packed = torch.nn.Parameter(other.packed[shorter], requires_grad=False)
+            layer.weight_absmax = torch.nn.Parameter(other.absmax[:72], requires_grad=False)
+            if shorter.stop == 72:
+                assert layer(x).shape == (2, 72)
+            else:
+                with pytest.raises(ValueError, match="do not belong to one weight"):
+                    layer(x)
+        layer = on_cpu(bias=False)
+        layer.codebook.data = layer.codebook.data.half()
+        with pytest.raises(TypeError, match="codebook must be float32"):
+            layer(x)
+        layer = on_cpu()
+        layer.bias.data = torch._neg_view(layer.bias.data)
+        assert torch.equal(layer(x), on_cpu(bias=False)(x) + layer.bias.resolve_neg())
+    assert calls == [1]
+
+
 def test_what_the_op_has_to_do_more_for_goes_to_it_on_a_cpu(monkeypatch):
     calls = counting(monkeypatch, "cpu")
     layer = on_cpu()

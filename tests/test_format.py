@@ -277,6 +277,7 @@ def test_a_codebook_that_is_no_numbers_is_refused(levels):
         ("overrides", {"(" * 5000 + ")" * 5000: 4}, "not a regular expression"),
         ("overrides", {"(?x) mlp": 4}, "has the flag x"),
         ("overrides", ["mlp"], "overrides must map"),
+        ("overrides", [["mlp", 3], ["mlp", 4]], "have an expression twice"),
         ("overrides", {"mlp": False}, r"overrides\['mlp'\] must be one of .* got False"),
         ("modules_to_not_convert", "lm_head", "must be a list of names, got 'lm_head'"),
         ("modules_to_not_convert", 5, "must be a list of names, got 5"),

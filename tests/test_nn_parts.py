@@ -127,6 +127,25 @@ def test_torch_export_finds_every_part(kind, inside):
     assert torch.equal(program.module()(x), layer(x))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_torch_export_of_experts_leaves_the_number_of_tokens_open(apart):
+    experts = Experts()
+    if apart:
+        experts.gate_up_proj.data[:, : experts.gate_up_proj.shape[1] // 2] *= 2.0**-14
+    layer = KbitExperts.from_experts(experts, 4, QuantizationPolicy())
+    assert (layer.gate_up_proj_scale.dim() == 2) == apart
+
+    def inputs(tokens):
+        ids = torch.arange(2 * tokens).view(tokens, 2) % layer.num_experts
+        return torch.randn(tokens, layer.hidden_dim), ids, torch.rand(tokens, 2)
+
+    tokens = torch.export.Dim("tokens", max=4096)
+    program = torch.export.export(layer, inputs(7), dynamic_shapes=({0: tokens},) * 3)
+    for count in (1, 2, 7, 9):
+        given = inputs(count)
+        assert torch.equal(program.module()(*given), layer(*given))
+
+
 def test_a_state_that_is_not_quantized_says_what_to_do_once():
     model = nn.Sequential(*(KbitLinear(64, 64) for _ in range(3)))
     with pytest.raises(RuntimeError, match="load it into the unquantized model") as caught:

@@ -246,14 +246,16 @@ def test_search_lowers_the_error() -> None:
 
 def test_default_dtype_does_not_matter() -> None:
     x = torch.randn(4, 64, dtype=F32)
-    expected = quantize_nvfp4(x, row_scale=True)
+    expected, wide = quantize_nvfp4(x, row_scale=True), torch.randn(256, 4096, dtype=F32)
     torch.set_default_dtype(torch.bfloat16)
     try:
         t = quantize_nvfp4(x, row_scale=True)
         assert torch.equal(t.codes, expected.codes)
         assert torch.equal(dequantize_nvfp4(t), dequantize_nvfp4(expected))
+        tiles = repack_nvfp4(quantize_nvfp4(wide), "tiled")
     finally:
         torch.set_default_dtype(F32)
+    assert torch.equal(tiles.codes, repack_nvfp4(quantize_nvfp4(wide), "tiled").codes)  # marks included
 
 
 ERRORS = {

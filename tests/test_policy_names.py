@@ -140,6 +140,23 @@ def test_the_first_override_wins_by_whichever_name(way, sources, tmp_path):
     AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_saving_again_keeps_the_order_of_overrides(way, sources, tmp_path):
+    """transformers writes an object's keys sorted."""
+    overrides = {r"layers\.0\.": 3, "down_proj": 5, "Z": 2}
+    folder = quantize(way, sources["llama"], tmp_path / "out", bits=4, overrides=overrides)
+    first = AutoModelForCausalLM.from_pretrained(folder)
+    first.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for model in (first, again):
+        bits = [layer.mlp.down_proj.bits for layer in model.model.layers]
+        assert bits == [3, 5]
+        assert list(model.config.quantization_config.overrides.items()) == list(overrides.items())
+    config = kbit.KbitConfig(overrides=overrides)
+    assert kbit.KbitConfig.from_dict(json.loads(config.to_json_string())).overrides == overrides
+    assert kbit.KbitConfig(overrides={"a": 3, "b": 2}).to_dict()["overrides"] == {"a": 3, "b": 2}
+
+
 @pytest.mark.parametrize("pattern", [r"^layers\.0\..*q_proj", r"^model\.layers\.0\..*q_proj"])
 def test_a_base_model_without_the_prefix_of_its_files(pattern, sources, tmp_path):
     config = kbit.KbitConfig(bits=4, overrides={pattern: 3})

@@ -122,6 +122,14 @@ USER = {"role": "user", "content": "w1"}
         ("completions", {}, "prompt must be a string"),
         ("completions", {"prompt": ["w1"]}, "prompt must be a string"),
         ("completions", {"prompt": "w1", "max_tokens": 0}, "max_tokens must be a whole number"),
+        ("completions", {"prompt": "\ud800"}, "prompt has half a surrogate pair"),
+        (
+            "chat/completions",
+            {"messages": [USER | {"tool_calls": [{}]}]},
+            "messages cannot be read: KeyError",
+        ),
+        ("responses", {"input": [{}]}, "input cannot be read: KeyError"),
+        ("responses", {"input": [USER | {"content": 5}]}, "input cannot be read: TypeError"),
         ("responses", {}, "input must be a string or a list"),
         ("responses", {"input": []}, "input must be a string, or a list of at least one object"),
         ("responses", {"input": ["w1"]}, "input must be a string, or a list of at least one object"),
@@ -157,6 +165,12 @@ def test_what_the_template_refuses_is_told(served, folders):
     status, answer = bench._request(served[0], "POST", "/v1/chat/completions", body, 60.0)
     assert status == 400, answer
     assert json.loads(answer)["error"]["message"] == "the model's chat template refuses this: no."
+
+
+def test_an_empty_list_of_stops_stops_nothing(served, folders):
+    body = {"model": str(folders["kbit"]), "prompt": "w1", "max_tokens": 2, "stop": []}
+    status, answer = bench._request(served[0], "POST", "/v1/completions", body, 60.0)
+    assert status == 200, answer
 
 
 @pytest.mark.parametrize("stream", [False, True])

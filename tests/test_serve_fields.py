@@ -20,6 +20,7 @@ USER = {"role": "user", "content": "w1"}
         ({"logit_bias": {"w1": 1}}, "logit_bias must be an object"),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias must be an object"),
         ({"suffix": 5}, "suffix must be a string"),
+        ({"stop": "w1\ud800"}, "stop has half a surrogate pair"),
         ({"instructions": 5}, "instructions must be a string"),
         ({"tools": [5]}, "tools must be a list of objects"),
         ({"generation_config": json.dumps({"eos_token_id": "x"})}, "eos_token_id must be a whole number"),

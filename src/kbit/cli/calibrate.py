@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_model
-from kbit.cli.texts import WINDOW, calibration_samples, check_ids
+from kbit.cli.texts import calibration_samples, check_ids
 from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
     from kbit.integrations.streaming import Codes
 
     place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
-    samples = calibration_samples(source, text, WINDOW)
+    samples = calibration_samples(source, text)
     if samples.numel() < FEW_TOKENS:
         Console(stderr=True).print(
             f"[yellow]warning:[/yellow] {escape(str(text))} has {samples.numel()} tokens only, and codes "

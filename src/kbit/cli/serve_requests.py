@@ -27,6 +27,8 @@ from kbit.cli.texts import known_positions, wrong_ids
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
 
+# Handlers' functions that make messages of a request, in the order in which they are called.
+_READERS = ("_normalize_input", "get_processor_inputs_from_messages")
 # Settings that batched requests share: the first one's, see docs/serving.md.
 _SHARED = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "use_cache")
 NO_TEMPLATE = (
@@ -47,6 +49,10 @@ def refuse_malformed() -> None:
     ResponseHandler.handle_request = _whole(_checked(ResponseHandler, "input", wrong_input))
     for handler in (ChatCompletionHandler, CompletionHandler, ResponseHandler):
         handler._build_generation_config = _settled(handler._build_generation_config)
+    for handler, field in ((ChatCompletionHandler, "messages"), (ResponseHandler, "input")):
+        for name in _READERS:
+            if hasattr(handler, name):
+                setattr(handler, name, staticmethod(_read(getattr(handler, name), field)))
     for manager in (GenerateManager, CBGenerateManager):
         for method in ("generate_streaming", "generate_non_streaming"):
             setattr(manager, method, _fitted(getattr(manager, method)))
@@ -157,6 +163,20 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
     return settled
 
 
+def _read(reader: Callable[..., Any], field: str) -> Callable[..., Any]:
+    """A handler's function that reads messages, with RequestError for those that lack what it looks for."""
+
+    @functools.wraps(reader)
+    def read(*args: Any, **kw: Any) -> Any:
+        try:
+            return reader(*args, **kw)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            wrong = f"{field} cannot be read: {type(error).__name__}: {error}."
+            raise RequestError(wrong, field) from None
+
+    return read
+
+
 def _whole(handle: Callable[..., Any]) -> Callable[..., Any]:
     """A handler of requests whose answers are streamed only where they ask for it, as OpenAI's are."""
 
@@ -179,14 +199,12 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
             if wrong := check(body.get(field)):
                 raise RequestError(wrong, field)
             check_settings(body)
+            if body.get("stop") == []:
+                body = {name: value for name, value in body.items() if name != "stop"}
             try:
                 return await handle(self, body, request_id)
             except TemplateError as error:
                 raise RequestError(f"the model's chat template refuses this: {error}.", field) from None
-            except UnicodeEncodeError:
-                raise RequestError(
-                    "the text has half a surrogate pair, which is no character.", field
-                ) from None
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 if "chat_template is not set" in str(error):
                     raise RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field) from None

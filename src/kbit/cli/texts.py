@@ -45,14 +45,19 @@ def encode_windows(
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     found = windows(ids, size, max_tokens, what)
-    config = read_config(folder)
-    most = config.get("text_config", config).get("max_position_embeddings")
-    if isinstance(most, int) and found.shape[1] > most:
+    most = _stated_positions(folder)
+    if most is not None and found.shape[1] > most:
         raise ValueError(
             f"windows of {found.shape[1]} tokens are longer than the {most} that the model knows positions "
             f"for (max_position_embeddings). Give --window {most} or less."
         )
     return found
+
+
+def _stated_positions(folder: Path) -> int | None:
+    config = read_config(folder)
+    most = config.get("text_config", config).get("max_position_embeddings")
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def known_positions(model: Any) -> int | None:
@@ -76,6 +81,13 @@ def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
         raise ValueError(f"{folder}: its {wrong}. Fetch the tokenizer of this model.")
 
 
-def calibration_samples(folder: Path, file: Path, size: int) -> torch.Tensor:
-    """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does."""
+def calibration_samples(folder: Path, file: Path, size: int | None = None) -> torch.Tensor:
+    """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does.
+
+    Args:
+        folder: of the model.
+        file: the text.
+        size: of a window; None: `WINDOW`, or as many positions as the model knows, if these are fewer.
+    """
+    size = size or min(WINDOW, _stated_positions(folder) or WINDOW)
     return encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED, f"--calibrate {file}")

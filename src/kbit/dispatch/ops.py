@@ -107,7 +107,13 @@ def _linear_directly(x, packed, absmax, codebook, scale, bias, out_features, in_
     return _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
 
 
-direct.set_multiply("cpu", 4, checks.FLOAT_DTYPES, _linear_directly)
+def _holds(parts, out_features, in_features):
+    """Whether canonical parts have so many rows; the kernels' bindings check what else there is."""
+    packed, absmax, *_ = parts
+    return packed.shape[:-1] == absmax.shape[:-1] == (out_features,)
+
+
+direct.set_multiply("cpu", 4, checks.FLOAT_DTYPES, _holds, _linear_directly)
 
 
 @implement("grouped_linear")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +17,7 @@ from kbit.dispatch.backends import backend_for, cuda_answers
 from kbit.dispatch.ops import check_offsets, contiguous, implement
 from kbit.format.adjacent import as_one
 from kbit.format.codebook import bits_of
-from kbit.format.layout import TILE_ROWS
+from kbit.format.layout import TILE_ROWS, tile_shape
 from kbit.ops import checks, direct, grad_checks, tiled_checks, tiled_schemas
 
 
@@ -98,7 +100,17 @@ def _linear_directly(x, tiled, codebook, scale, bias, out_features, in_features,
     return _run_linear(x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
 
-direct.set_multiply("cuda", 3, operands.DTYPES, _linear_directly)
+def _holds(parts, out_features, in_features):
+    tiled, codebook, _ = parts
+    return tiled.shape == _tile_shape(out_features, in_features, codebook.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile_shape(out_features, in_features, codebook):
+    return tile_shape(out_features, in_features, codebook.numel().bit_length() - 1)
+
+
+direct.set_multiply("cuda", 3, operands.DTYPES, _holds, _linear_directly)
 
 
 @implement("merged_linear_tiled")

@@ -21,16 +21,14 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         int32 [..., blocks * bits].
     """
-    blocks = codes.unflatten(-1, (-1, 1, BLOCK_SIZE)).to(torch.int64)
-    planes = torch.arange(bits, device=codes.device).unsqueeze(-1)
-    positions = torch.arange(BLOCK_SIZE, device=codes.device)
-    words = (((blocks >> planes) & 1) << positions).sum(-1)
-    return _low_word(words).flatten(-2)
-
-
-def _low_word(words: torch.Tensor) -> torch.Tensor:
-    """The low 32 bits of int64 `words` as int32, bit 31 becoming the sign."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    blocks = codes.unflatten(-1, (-1, BLOCK_SIZE))
+    positions = torch.arange(BLOCK_SIZE, device=codes.device, dtype=torch.int32)
+    # Plane by plane, for int32 takes four times the codes' memory. Bit 31 becomes the sign.
+    planes = [
+        (((blocks >> plane) & 1).to(torch.int32) << positions).sum(-1, dtype=torch.int32)
+        for plane in range(bits)
+    ]
+    return torch.stack(planes, dim=-1).flatten(-2)
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

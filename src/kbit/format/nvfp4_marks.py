@@ -56,7 +56,8 @@ def of_matrices(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _of_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """uint8 [64 rows each, column tiles, 16]."""
-    squares = torch.tensor(_SQUARES, device=codes.device).index_select(0, codes.flatten().int())
+    squares = torch.tensor(_SQUARES, dtype=torch.float32, device=codes.device)
+    squares = squares.index_select(0, codes.flatten().int())
     field = (scales >> 3).clamp_(min=1).float()
     mantissa = torch.where(scales < 8, scales, scales & 7 | 8).float()
     blocks = squares.view(*scales.shape, -1).sum(-1) * mantissa * mantissa

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 # Ways to match that are worth trying, at about 10 ns each: those of a pattern, and of all together.
 MOST_WAYS, MOST_WAYS_OF_ALL = 20_000_000, 100_000_000
@@ -128,3 +129,29 @@ def _choices(pattern: str) -> tuple[int, int]:
             chooses[-1] = True
             repeats, ways = (repeats, 2 * ways) if text[0] == "?" else (repeats + 1, ways)
     return min(repeats, 64), ways * alternatives[0]
+
+
+def in_order(overrides: Any) -> dict[str, int]:
+    """Overrides as a dictionary, from one or from what `for_json` gives.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a pair's expression was there before.
+    """
+    if overrides is None or isinstance(overrides, Mapping):
+        return dict(overrides or {})
+    if not isinstance(overrides, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in overrides
+    ):
+        raise TypeError(f"overrides must map regular expressions to bits, got {overrides!r}.")
+    found: dict[str, int] = dict(overrides)
+    if len(found) < len(overrides):
+        raise ValueError(f"overrides have an expression twice: {overrides!r}.")
+    return found
+
+
+def for_json(overrides: Mapping[str, int]) -> dict[str, int] | list[list[str | int]]:
+    """Overrides as a config has them; pairs where transformers, which sorts keys, would lose the order."""
+    if list(overrides) == sorted(overrides):
+        return dict(overrides)
+    return [[pattern, bits] for pattern, bits in overrides.items()]

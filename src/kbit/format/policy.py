@@ -62,9 +62,7 @@ class QuantizationPolicy:
         Raises:
             TypeError, ValueError: see the class.
         """
-        if not isinstance(self.overrides, Mapping | None):
-            raise TypeError(f"overrides must map regular expressions to bits, got {self.overrides!r}.")
-        self.overrides = dict(self.overrides or {})
+        self.overrides = patterns.in_order(self.overrides)
         stated = self.codebook if isinstance(self.codebook, Mapping) else ()
         for width in (*self.widths(), *map(_integer, stated)):
             get_codebook(self._codebook_entry(check_bits(width, "a width of codebook")), width)
@@ -220,7 +218,7 @@ class QuantizationPolicy:
             "codebook": codebook,
             "absmax_format": self.absmax_format,
             "search": self.search,
-            "overrides": dict(self.overrides),
+            "overrides": patterns.for_json(self.overrides),
             "modules_to_not_convert": self.modules_to_not_convert and list(self.modules_to_not_convert),
             "embedding_bits": self.embedding_bits,
         }

@@ -91,6 +91,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if name == "__metadata__":
             _check_metadata(path, entry)
             continue
+        if not name.isprintable():  # which a terminal would obey
+            raise ValueError(f"{path}: the tensor name {name!r:.80} has characters that cannot be printed.")
         info, begin, end = _parse_entry(path, name, entry, 8 + length)
         ranges.append((begin, end, name))
         tensors[name] = info

@@ -196,11 +196,12 @@ class KbitExperts(QuantizedModule):
         # Gate and up have factors of their own: 2E matrices, in the order gate 0, up 0, gate 1, up 1, and
         # every expert's rows twice in a row. Row r of expert e is at r + begin[e] for gate and r + end[e] for
         # up; rows of no expert, E here, end at the last row.
-        position = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
+        count = rows.shape[0]  # len(rows) would be fixed by torch.export
+        position = torch.arange(count, device=rows.device, dtype=torch.int32)
         ids = torch.searchsorted(bounds[1:], position, right=True)
-        ends = torch.cat([bounds, bounds.new_full((1,), len(rows))])
+        ends = torch.cat([bounds, bounds.new_full((1,), count)])
         at_gate, at_up = position + ends[ids], position + ends[ids + 1]
-        twice = rows.new_empty(2 * len(rows), rows.shape[-1])
+        twice = rows.new_empty(2 * count, rows.shape[-1])
         twice = twice.index_copy(0, at_gate.long(), rows).index_copy(0, at_up.long(), rows)
         starts = torch.stack([2 * bounds[:-1], bounds[:-1] + bounds[1:]], dim=-1).flatten()
         results = self.grouped(twice, "gate_up_proj", torch.cat([starts, 2 * bounds[-1:]]))

@@ -19,10 +19,13 @@ _OWN = (torch.Tensor, torch.nn.Parameter)  # these types exactly; no subclass su
 
 # multiply(x [..., K], *parts, bias, N, K) -> [..., N]; of tiles it may be asked for silu_and_mul, at the end.
 Multiply = Callable[..., torch.Tensor]
+# Whether parts are of a weight [N, K]: (parts, N, K).
+Holds = Callable[[tuple[torch.Tensor, ...], int, int], bool]
 
 
 class _Way(NamedTuple):
     multiply: Multiply
+    holds: Holds
     parts: int
     dtypes: tuple[torch.dtype, ...]
 
@@ -38,16 +41,19 @@ _ways: dict[str, _Way] = {}
 _norms: dict[str, _Norm] = {}
 
 
-def set_multiply(device: str, parts: int, dtypes: tuple[torch.dtype, ...], multiply: Multiply) -> None:
+def set_multiply(
+    device: str, parts: int, dtypes: tuple[torch.dtype, ...], holds: Holds, multiply: Multiply
+) -> None:
     """Set who multiplies on devices of a type.
 
     Args:
         device: "cpu" or "cuda".
         parts: tensors of the weight: 3 in tiles, as `kbit::linear_tiled` takes it, or 4, as `kbit::linear`.
         dtypes: activations that it takes.
+        holds: whether the parts have the shapes of a weight.
         multiply: (x, *parts, bias, out_features, in_features) to the product.
     """
-    _ways[device] = _Way(multiply, parts, dtypes)
+    _ways[device] = _Way(multiply, holds, parts, dtypes)
 
 
 def set_rms_norm(
@@ -115,11 +121,16 @@ def linear(
     for part in parts:
         if part.device != device or type(part) not in _OWN:
             return None
-    # Parts are as long as the layer made them, but who loads or sets them may change what an element is.
-    if parts[0].dtype != torch.int32 or parts[-1].dtype != torch.float32:
+    # As a layer makes them parts fit, but whoever loads or sets them may change that.
+    of_numbers = parts[-2].dtype == parts[-1].dtype == torch.float32
+    if parts[0].dtype != torch.int32 or not of_numbers or not way.holds(parts, out_features, in_features):
         return None
     if bias is not None and not (
-        type(bias) in _OWN and bias.shape == (out_features,) and bias.dtype == dtype and bias.device == device
+        type(bias) in _OWN
+        and bias.shape == (out_features,)
+        and bias.dtype == dtype
+        and bias.device == device
+        and not bias.is_neg()
     ):
         return None
     gated = (True,) if silu_and_mul else ()

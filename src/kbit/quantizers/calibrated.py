@@ -57,11 +57,10 @@ def quantize(
     """
     fmt = absmax_format(absmax_format_name)
     method = scale_search if search else absmax
-    blocks = reference.split_blocks(w)
-    factor = fmt.tensor_factor(blocks.abs().amax(-1))
-    rest = blocks.flatten(-2).clone()  # which may be w's own memory
-    codes = torch.empty_like(rest, dtype=torch.uint8)
-    stored = []
+    rest = reference.split_blocks(w).clone()  # which may be w's own memory
+    factor = fmt.tensor_factor(rest.abs().amax(-1))
+    rest = rest.flatten(-2)
+    packed, stored = [], []
     for start in range(0, rest.shape[-1], BLOCK_SIZE):
         end = start + BLOCK_SIZE
         block = rest[..., start:end]
@@ -69,12 +68,13 @@ def quantize(
         _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor, left)
         stored.append(chosen)
         scale = fmt.decode(chosen) * factor[..., None, None]
-        errors = torch.empty_like(block)
+        errors, codes = torch.empty_like(block), torch.empty_like(block, dtype=torch.uint8)
         for i in range(BLOCK_SIZE):
             column, weights = block[..., i : i + 1], spread[..., start + i, None, start + i : end]
             code = reference.codes_for_scale(column, scale.squeeze(-1), codebook)
             errors[..., i : i + 1] = (column - codebook[code.int()] * scale) / weights[..., :1]
-            codes[..., start + i : start + i + 1] = code
+            codes[..., i : i + 1] = code
             block[..., i:] -= errors[..., i : i + 1] * weights
+        packed.append(bitplanes.pack(codes, bits_of(codebook)))
         rest[..., end:] -= errors @ spread[..., start:end, end:]
-    return bitplanes.pack(codes, bits_of(codebook)), torch.cat(stored, dim=-1), factor
+    return torch.cat(packed, dim=-1), torch.cat(stored, dim=-1), factor

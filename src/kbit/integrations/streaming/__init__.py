@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as partial_of
 from pathlib import Path
@@ -26,21 +26,17 @@ from kbit import ops
 from kbit.format import QuantizationPolicy, QuantizedTensor
 from kbit.format.checkpoint import parts_to_save
 from kbit.format.errors import NonFiniteWeightError
-from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
+from kbit.format.model_files import CONFIG_NAME, INDEX_NAME
 from kbit.format.names import SCALE, module_of
 from kbit.format.safetensors_header import read_header
-from kbit.format.strict_json import parse_json
 from kbit.integrations.streaming import folder
 from kbit.integrations.streaming.jobs import Job, plan_jobs
+from kbit.integrations.streaming.other_files import other_files
 from kbit.integrations.streaming.reader import read_tensor
 from kbit.integrations.streaming.workers import run_all, worker_devices
 
 __all__ = ["Codes", "Report", "quantize_checkpoint"]
 
-# Where transformers keeps named chat templates; the only folder inside a model folder that it reads.
-CHAT_TEMPLATES = "additional_chat_templates"
-# Where sentence-transformers lists what follows the model, each in a folder of its own: pooling, say.
-MODULES_NAME = "modules.json"
 CPU = torch.device("cpu")
 
 
@@ -248,29 +244,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())  # NaN, if there is any
 
 
-def _other_files(source: Path) -> Iterator[Path]:
-    """A model's files but its config and weights, and those of folders that are read beside it, whole."""
-    for path in source.iterdir():
-        weights = path.suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES) or path.name.endswith(".index.json")
-        weights = weights and not path.name.startswith("adapter_model.")  # as the model is loaded with it
-        if path.is_file() and not weights and path.name != CONFIG_NAME:
-            yield path
-    for name in (CHAT_TEMPLATES, *_modules(source)):
-        yield from (path for path in (source / name).rglob("*") if path.is_file())
-
-
-def _modules(source: Path) -> list[str]:
-    """The folders that sentence-transformers reads, as far as they are in this one."""
-    try:
-        listed = parse_json((source / MODULES_NAME).read_bytes())
-    except (OSError, ValueError):
-        return []
-    entries = listed if isinstance(listed, list) else []
-    names = [entry.get("path") for entry in entries if isinstance(entry, dict)]
-    inside = {path.name for path in source.iterdir() if path.is_dir() and not path.is_symlink()}
-    return [name for name in dict.fromkeys(names) if isinstance(name, str) and name in inside]
-
-
 def _write_rest(
     source: Path,
     partial: Path,
@@ -279,7 +252,7 @@ def _write_rest(
     shards: dict[str, list[Job]],
 ) -> None:
     """Config, index, and every other file of the model: tokenizer, chat template, generation config."""
-    for path in _other_files(source):
+    for path in other_files(source):
         copy = partial / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)

@@ -16,7 +16,7 @@ import torch
 
 from kbit.format import QuantizationPolicy
 from kbit.format.model_files import CONFIG_NAME, OWN_CODE, SINGLE_NAME, read_config, read_index
-from kbit.format.names import ABSMAX, PACKED
+from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.reference import blocks_of
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
@@ -77,6 +77,7 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
             )
         parts_name = stored.get(name, name)
         jobs.append(Job(name, info, bits, _parts(parts_name, info, bits, policy), parts_name))
+    _refuse_parts_of_others(source, jobs)
     if not widths:
         raise ValueError(
             f"{source}: every linear layer, embedding and experts module of this model stays unquantized. "
@@ -84,6 +85,20 @@ def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any],
             f"Conv1D, are never quantized."
         )
     return config, jobs
+
+
+def _refuse_parts_of_others(source: Path, jobs: list[Job]) -> None:
+    """Raises ValueError where a tensor of the source has the name of what a quantized one becomes."""
+    quantized = {job.parts_name: job.name for job in jobs if job.bits is not None}
+    for job in jobs:
+        for suffix in (PACKED, ABSMAX, SCALE):
+            whose = quantized.get(job.name.removesuffix(suffix))
+            if job.bits is None and job.name.endswith(suffix) and whose is not None:
+                raise ValueError(
+                    f"{source}: {job.name} has the name of a part of {whose}, once that is quantized. Did "
+                    f"another tool quantize this model? Start from the unquantized model, or leave out the "
+                    f"weight with --skip."
+                )
 
 
 def _widths(
