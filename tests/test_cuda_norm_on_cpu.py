@@ -160,7 +160,7 @@ def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 16384)])
+@pytest.mark.parametrize(("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 9728)])
 def test_logits_with_the_norm_in_front(experts, columns, dtype):
     for tokens, wide, more in itertools.product((1, 3), (False, True), (False, True)):
         x, added = (guarded(torch.randn(tokens, columns).to(dtype)) for _ in range(2))
@@ -170,7 +170,7 @@ def test_logits_with_the_norm_in_front(experts, columns, dtype):
         how, out = (1e-6, more, wide), torch.float32 if wide else dtype
         made = [guarded(torch.full((tokens, columns), float("nan"), dtype=dtype)) for _ in range(2)]
         made.append(guarded(torch.full((tokens, experts + more), float("nan"), dtype=out)))
-        assert norm_logits.takes(x, added, weight, router)
+        assert norm_logits.takes(x, added, weight, router, last)
         norm_logits.add_rms_norm_logits(x, added, weight, *how, router, last, *made)
         total, normed = torch.empty_like(x), torch.empty_like(x)
         norm.rms_norm(x, weight, *how, normed, added, total)
@@ -181,16 +181,22 @@ def test_logits_with_the_norm_in_front(experts, columns, dtype):
 
 def test_rows_that_logits_with_the_norm_in_front_do_not_take():
     x, weight, router = torch.ones(3, 1024).half(), torch.ones(1024).half(), torch.ones(4, 1024).half()
-    takes = norm_logits.takes
-    assert takes(x, x, weight, router)
-    assert takes(x[None], x[None], weight, router)
-    assert not takes(torch.ones(4, 1024).half(), torch.ones(4, 1024).half(), weight, router)
-    assert not takes(x[:0], x[:0], weight, router)
-    assert not takes(*(one[..., :512].contiguous() for one in (x, x, weight, router)))
-    assert not takes(*(one[..., :1020].contiguous() for one in (x, x, weight, router)))
-    assert not takes(*(one[..., :1016] for one in (x, x, weight, router)))
-    assert not takes(x, x, weight, router.float())
-    assert not takes(x.float(), x.float(), weight.float(), router.float())
-    assert not takes(x, x, weight, torch.ones(4 * 1024 + 1).half()[1:].view(4, 1024))
-    wide = torch.ones(1, 16392).half()
-    assert not takes(wide, wide, wide[0], wide)
+
+    def takes(x, weight, router, last=None):
+        return norm_logits.takes(x, x, weight, router, last)
+
+    assert takes(x, weight, router)
+    assert takes(x[None], weight, router, router[:1])
+    assert not takes(torch.ones(4, 1024).half(), weight, router)
+    assert not takes(x[:0], weight, router)
+    assert not takes(x, weight, router[:0])
+    assert not takes(x, weight, torch.ones(1, 1024).half().expand(11094, 1024))
+    for columns in (512, 1020):
+        assert not takes(*(one[..., :columns].contiguous() for one in (x, weight, router)))
+    assert not takes(*(one[..., :1016] for one in (x, weight, router)))
+    assert not takes(x, weight, router.float())
+    assert not takes(x.float(), weight.float(), router.float())
+    assert not takes(x, weight, torch.ones(4 * 1024 + 1).half()[1:].view(4, 1024))
+    assert not takes(x, weight, router, torch.ones(1025).half()[None, 1:])
+    wide = torch.ones(1, 9736).half()
+    assert not takes(wide, wide[0], wide)

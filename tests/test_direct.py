@@ -121,6 +121,19 @@ def test_parts_that_somebody_changed_go_to_the_op_on_a_cpu(monkeypatch):
         layer.codebook.data = layer.codebook.data.half()
         with pytest.raises(TypeError, match="codebook must be float32"):
             layer(x)
+        for wrong in (torch.ones(24), torch.ones(4, 4)):
+            layer = on_cpu(bias=False)
+            layer.codebook = wrong
+            with pytest.raises(ValueError, match="levels"):
+                layer(x)
+        layer = on_cpu(bias=False)
+        layer.weight_scale = torch.ones(5)
+        with pytest.raises(ValueError, match="do not belong to one weight"):
+            layer(x)
+        layer = on_cpu(bias=False)
+        layer.codebook = torch._neg_view(layer.codebook)
+        assert torch.equal(layer(x), -on_cpu(bias=False)(x))
+        calls.clear()
         layer = on_cpu()
         layer.bias.data = torch._neg_view(layer.bias.data)
         assert torch.equal(layer(x), on_cpu(bias=False)(x) + layer.bias.resolve_neg())

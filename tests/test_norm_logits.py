@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,21 +111,29 @@ def replace(module, args):
     return args[0] * 2
 
 
-@pytest.mark.parametrize("hook", [write, replace])
+def weigh(module, args):
+    for name, weight in module.named_parameters():
+        if name in ("gate.weight", "shared_expert_gate.weight", "weight"):
+            weight.data.neg_()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("hook", [write, replace, weigh])
 @pytest.mark.parametrize("where", ["norm", "block", "router"])
-def test_what_hooks_change_has_other_logits(hook, where, kernels, monkeypatch):
-    model = build("qwen3_moe")
+def test_what_hooks_change_has_other_logits(family, hook, where, kernels, monkeypatch):
+    model = build(family)
     for layer in model.modules():
         if isinstance(layer, FusedResiduals) and where == "norm":
             layer.post_attention_layernorm.register_forward_hook(lambda _, args, y: hook(_, (y,)))
         elif isinstance(layer, FusedResiduals):
             (layer.mlp if where == "block" else layer.mlp.gate).register_forward_pre_hook(hook)
+    again = copy.deepcopy(model)  # as it is before a hook has run
     with torch.no_grad():
         have = model(IDS).logits
-    assert torch.equal(have, apart(model, monkeypatch))
+    assert torch.equal(have, apart(again, monkeypatch))
 
 
-def test_gradients_and_routers_that_changed_go_the_model_s_way(kernels, monkeypatch):
+def test_gradients_and_routers_that_changed_go_the_model_s_way(kernels):
     model = build("qwen3_moe")
     model(IDS)
     assert not kernels
@@ -144,17 +154,20 @@ def test_logits_that_nobody_asked_for_are_forgotten(kernels, monkeypatch):
     with torch.no_grad():
         _, normed = one.add_rms_norm(None, x, x, weight, 1e-6, False, True)
         assert router._MADE in vars(one)
-        made = vars(one)[router._MADE]
-        assert made.are_of(normed, None)
-        assert made.are_of(normed.view(2, 64), None)
-        assert not made.are_of(normed.clone(), None)
-        assert not made.are_of(normed[:, :1], None)
-        assert not made.are_of(normed.view(4, 32), None)
-        assert not made.are_of(normed.transpose(0, 1).reshape(1, 2, 64).clone(), None)
-        assert not made.are_of(normed, x[0, :1])
+        made, gate = vars(one)[router._MADE], one.weight
+        assert made.are_of(normed, gate, None)
+        assert made.are_of(normed.view(2, 64), gate, None)
+        for other in (normed.clone(), normed[:, :1], normed.view(4, 32), normed.view(2, 64).t()):
+            assert not made.are_of(other, gate, None)
+        assert not made.are_of(normed, gate, x[0, :1])
+        assert not made.are_of(normed, gate.clone(), None)
         assert one.logits(normed) is made.logits
         assert router._MADE not in vars(one)
-        one.add_rms_norm(None, x, x, weight, 1e-6, False, True)
+        for written in (gate, x[0, :1].clone()):
+            last = None if written is gate else written
+            _, normed = one.add_rms_norm(last, x, x, weight, 1e-6, False, True)
+            written.neg_()
+            assert not vars(one)[router._MADE].are_of(normed, gate, last)
         monkeypatch.setattr(router.FusedRouter, "takes", lambda self, x: False)
         one(normed.view(2, 64))
     assert router._MADE not in vars(one)
@@ -165,7 +178,9 @@ def test_logits_that_nobody_asked_for_are_forgotten(kernels, monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "columns"), [(512, 2048), (128, 2048), (64, 2048), (8, 4096), (7, 2056)])
+@pytest.mark.parametrize(
+    ("experts", "columns"), [(512, 2048), (128, 2048), (64, 2048), (8, 4096), (7, 2056), (3, 9728)]
+)
 def test_the_kernel_equals_norm_and_logits_bit_for_bit(experts, columns, dtype):
     def random(*shape):
         return torch.randn(*shape, device="cuda").to(dtype)

@@ -43,8 +43,7 @@ def _run_sum(x, added, weight, eps, plus_one, round_first):
 
 
 def _run_logits(x, added, weight, eps, plus_one, round_first, router, last, dtype):
-    operands = (x, added, weight, router) if last is None else (x, added, weight, router, last)
-    if not norm_logits.takes(*operands):
+    if not norm_logits.takes(x, added, weight, router, last):
         return None
     total, out = torch.empty_like(x), torch.empty_like(x)
     experts = router.shape[0] + (last is not None)

@@ -108,7 +108,7 @@ def _linear_directly(x, packed, absmax, codebook, scale, bias, out_features, in_
 
 
 def _holds(parts, out_features, in_features):
-    """Whether canonical parts have so many rows; the kernels' bindings check what else there is."""
+    """Whether canonical parts have so many rows; the kernels' bindings check their columns."""
     packed, absmax, *_ = parts
     return packed.shape[:-1] == absmax.shape[:-1] == (out_features,)
 

@@ -128,7 +128,8 @@ def _is_like(added: Any, x: torch.Tensor) -> bool:
     """Whether the sum of both has the shape of each, and no gradient is wanted."""
     if type(added) is not torch.Tensor or (torch.is_grad_enabled() and added.requires_grad):
         return False
-    return added.dtype == x.dtype and added.shape == x.shape and added.device == x.device
+    like = added.dtype == x.dtype and added.shape == x.shape and added.device == x.device
+    return like and not added.is_neg()
 
 
 def fuse_norms(model: nn.Module) -> None:

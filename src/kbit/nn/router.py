@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from kbit.format.versions import version_of
 from kbit.nn.experts import KbitExperts
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.standing_in import tried_in_vain
@@ -35,18 +36,29 @@ _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Made(NamedTuple):
-    """Logits of a norm, at its version, with one more row of the router's weight or none."""
+    """Logits of a norm by a router's weight and one more row of it or none, and the versions of all three."""
 
-    normed: torch.Tensor
-    version: int
-    last: torch.Tensor | None
     logits: torch.Tensor
+    normed: torch.Tensor
+    weights: tuple[torch.Tensor | None, ...]
+    versions: tuple[int | None, ...]
 
-    def are_of(self, x: torch.Tensor, last: torch.Tensor | None) -> bool:
-        """Whether x is that very norm, or all of it in another shape, unchanged since."""
+    @classmethod
+    def of(cls, logits: torch.Tensor, normed: torch.Tensor, *weights: torch.Tensor | None) -> _Made:
+        """Those that were made just now."""
+        return cls(logits, normed, weights, _versions(normed, *weights))
+
+    def are_of(self, x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+        """Whether x is that very norm, or all of it in another shape, and nothing has changed since."""
         same = x is self.normed or (x._base is self.normed and x.numel() == self.normed.numel())
-        whole = same and x.is_contiguous() and x.shape[-1] == self.normed.shape[-1]
-        return whole and x._version == self.version and last is self.last
+        if not same or not x.is_contiguous() or x.shape[-1] != self.normed.shape[-1]:
+            return False
+        same_weights = all(mine is other for mine, other in zip(self.weights, weights, strict=True))
+        return same_weights and _versions(x, *weights) == self.versions
+
+
+def _versions(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:
+    return tuple([None if tensor is None else version_of(tensor) for tensor in tensors])
 
 
 class FusedRouter(MixedIn):
@@ -75,7 +87,7 @@ class FusedRouter(MixedIn):
     def logits(self, x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] of `kbit::moe_logits`, or those that are made; [T, E + 1] with `last`."""
         made = None if torch.compiler.is_compiling() else vars(self).pop(_MADE, None)
-        if made is not None and made.are_of(x, last):
+        if made is not None and made.are_of(x, self.weight, last):
             return made.logits
         return torch.ops.kbit.moe_logits(x.reshape(-1, x.shape[-1]), self.weight, self.logits_dtype, last)
 
@@ -96,7 +108,7 @@ class FusedRouter(MixedIn):
         if made is None:
             return direct.add_rms_norm(x, added, weight, *how)
         total, normed, logits = made
-        vars(self)[_MADE] = _Made(normed, normed._version, last, logits)
+        vars(self)[_MADE] = _Made.of(logits, normed, self.weight, last)
         return total, normed
 
     def takes(self, x: torch.Tensor) -> bool:

@@ -70,7 +70,12 @@ def _parts(block: nn.Module) -> _Parts | None:
 
 
 def router_of(block: nn.Module) -> tuple[FusedRouter, torch.Tensor | None] | None:
-    """The router that a block calls, and the row that `MergedExperts` adds to its weight, or None."""
+    """The router that a block calls, and the row that `MergedExperts` adds to its weight, or None.
+
+    None also where somebody listens to the block, who may change weights before they are used.
+    """
+    if is_apart(block):
+        return None
     parts = _parts(block) if isinstance(block, MergedExperts) and block.factors is not None else None
     if parts is not None:
         return parts.router, None if parts.shared_gate is None else parts.shared_gate.weight

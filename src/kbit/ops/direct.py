@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from kbit.format.codebook import SUPPORTED_BITS
+
 _OWN = (torch.Tensor, torch.nn.Parameter)  # these types exactly; no subclass such as DTensor
+_CODEBOOKS = {(2**bits,) for bits in SUPPORTED_BITS}  # their shapes
 
 # multiply(x [..., K], *parts, bias, N, K) -> [..., N]; of tiles it may be asked for silu_and_mul, at the end.
 Multiply = Callable[..., torch.Tensor]
@@ -122,8 +125,12 @@ def linear(
         if part.device != device or type(part) not in _OWN:
             return None
     # As a layer makes them parts fit, but whoever loads or sets them may change that.
-    of_numbers = parts[-2].dtype == parts[-1].dtype == torch.float32
-    if parts[0].dtype != torch.int32 or not of_numbers or not way.holds(parts, out_features, in_features):
+    codebook, scale = parts[-2:]
+    if parts[0].dtype != torch.int32 or not codebook.dtype == scale.dtype == torch.float32:
+        return None
+    if codebook.shape not in _CODEBOOKS or scale.dim() or codebook.is_neg() or scale.is_neg():
+        return None
+    if not way.holds(parts, out_features, in_features):
         return None
     if bias is not None and not (
         type(bias) in _OWN
@@ -182,6 +189,6 @@ def add_rms_norm_logits(
         router, last, dtype: weight, last and dtype of `kbit::moe_logits`, of x's device; no gradient.
     """
     norm, others = _norm_of(x), (router,) if last is None else (router, last)
-    if norm is None or any(type(other) not in _OWN for other in others):
+    if norm is None or any(type(other) not in _OWN or other.is_neg() for other in others):
         return None
     return norm.add_rms_norm_logits(x, added, weight, eps, plus_one, round_first, router, last, dtype)

@@ -6,13 +6,13 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import driver, launcher, operands, routing
 from kbit.backends.cuda.compiler import KernelSpec
 
 _FORMAT = "QQQQQQQQiifii"
-# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, here kPieces, to all
-# that its threads can keep.
-_KEPT, _LEAST_PIECES, _MOST_PIECES = 2, 65, 2048
+# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, here kPieces, to those
+# that go into the shared memory that every GPU has.
+_KEPT, _LEAST_PIECES, _MOST_PIECES = 2, 65, 1216
 _AT_ONCE = 8  # kAtOnce
 # As moe_logits.cu; with more tokens moe_logits_mma.cu computes them.
 _MOST_TOKENS = 3
@@ -28,13 +28,22 @@ def specs() -> list[KernelSpec]:
     return [_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
 
 
-def takes(*tensors: torch.Tensor) -> bool:
-    """Whether the kernel takes x [..., D], added like it, a norm's weight [D], a router's rows [..., D]."""
-    x = tensors[0]
-    columns = x.shape[-1]
+def takes(
+    x: torch.Tensor,
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    router: torch.Tensor,
+    last: torch.Tensor | None,
+) -> bool:
+    """Whether the kernel takes x and added [..., D], a norm's weight [D], router [E, D] and last [1, D]."""
+    columns, experts = x.shape[-1], router.shape[0] + (last is not None)
     fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= _MOST_PIECES
-    if x.dtype not in operands.DTYPES or not fits or not 0 < x.numel() <= _MOST_TOKENS * columns:
+    if x.dtype not in operands.DTYPES or not fits:
         return False
+    tokens = x.numel() // columns
+    if not 1 <= tokens <= _MOST_TOKENS or not 1 <= tokens * experts <= routing.MOST_LOGITS:
+        return False
+    tensors = (x, added, weight, router) if last is None else (x, added, weight, router, last)
     return all(
         one.dtype == x.dtype
         and one.device == x.device

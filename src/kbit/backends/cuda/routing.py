@@ -33,7 +33,7 @@ _COMBINE_THREADS = 128
 _ROUTER_WARPS = 4
 # Tokens up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
 # faster than cuBLAS; experts and tokens of a block of it, and its warps.
-_FEW_TOKENS, _MOST_TOKENS, _MOST_LOGITS = 3, 256, 64 * 520
+_FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
 _MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
 _MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
 _MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
@@ -101,7 +101,7 @@ def moe_logits(
     (tokens, columns), experts = x.shape, weight.shape[0] + (last is not None)
     operands = (x, weight) if last is None else (x, weight, last)
     whole = columns % 8 == 0 and all(each.data_ptr() % 16 == 0 for each in operands)
-    taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= _MOST_LOGITS
+    taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= MOST_LOGITS
     if x.dtype not in _HALVES or not taken or not columns or not whole:
         return reference.moe_logits(x, weight, dtype, last)
     logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32

@@ -38,9 +38,8 @@ def _say_what_is_elsewhere(source: Path, files: list[Path]) -> None:
 
     Of a folder that a stranger made they may lead to what is the user's alone, and is copied.
     """
-    roots = [source.resolve()]
-    if source.resolve().parent.name == "snapshots":
-        roots.append(source.resolve().parents[1])
+    whole = source.resolve()
+    roots = [whole, *(parent.parent for parent in whole.parents if parent.name == "snapshots")]
     outside = [path for path in files if not any(path.resolve().is_relative_to(root) for root in roots)]
     if outside:
         names = first_of(str(path.relative_to(source)) for path in outside)

@@ -45,7 +45,7 @@ def arch_of(major: int, minor: int) -> str:
 
 
 def as_on_chips(arch: str) -> str:
-    """A canonical architecture as `arch_of` has it: "90", which no GPU loads kernels of, is "90a"."""
+    """A canonical architecture as `arch_of` has it: "90", of which kbit would load nothing, is "90a"."""
     return f"{arch}a" if arch.isdecimal() and int(arch) >= FIRST_WITH_LETTER else arch
 
 

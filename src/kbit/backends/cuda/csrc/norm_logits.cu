@@ -96,6 +96,8 @@ extern "C" __global__ void __launch_bounds__(1024)
             if (piece < pieces) {
                 sum =
                     add_products(sum, load_shared4(row + piece * 16), load_shared4(mine + i * threads * 16));
+            } else {
+                sum = __fadd_rn(sum, 0.0f);  // as products of zeros do to -0
             }
         }
     }
