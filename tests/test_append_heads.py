@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from transformers import StaticCache
+from transformers import OlmoConfig, OlmoForCausalLM, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -201,6 +201,20 @@ def test_classes_that_do_something_else_keep_their_forward(on_cpu):
     own = steps(model, heads_alone)
     fused = steps(model, step_kernels)
     assert torch.equal(fused[0], own[0])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 8.0])
+def test_olmo_clips_in_place(clip, on_cpu):
+    sizes = {"vocab_size": 72, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = OlmoConfig(**sizes, num_attention_heads=4, clip_qkv=clip, pad_token_id=0)
+    model = OlmoForCausalLM(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 100
+    own, _ = steps(model, heads_alone), steps(model, step_kernels)  # which tries what the class does
+    on_cpu.clear()
+    fused = steps(model, step_kernels)
+    assert torch.equal(fused[0], own[0])
+    assert ("append_heads" in on_cpu) == (clip is None)
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------

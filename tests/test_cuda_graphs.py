@@ -12,6 +12,7 @@ import weakref
 import peft
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
 import kbit
@@ -508,3 +509,14 @@ def test_graphs_of_compiled_layers(architecture, own_compilations):
     assert compared > cuda_graphs.WARM_STEPS + 2
     for one, other in zip(have.logits[:compared], expected.logits[:compared], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-3)
+
+
+def test_models_with_an_encoder_are_told_that_they_have_no_graphs():
+    sizes = {"vocab_size": 72, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)
+    )
+    with pytest.warns(kbit.CUDAGraphWarning, match="T5ForConditionalGeneration runs without CUDA graphs"):
+        kbit.enable_cuda_graphs(model)
+    more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    assert model.generate(IDS, **more).shape == (len(IDS), 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -24,6 +25,7 @@ from kbit.backends.cuda import latent as kernels
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import cuda_graphs, latent_attention
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn import KbitLinear
 from kbit.nn.norm import fuse_norms
@@ -187,6 +189,25 @@ def test_layers_of_transformers_compute_the_same(bits, interleaved, on_cpu):
     assert len(on_cpu) == 3 * 2
     torch.testing.assert_close(fused[0], own[0], rtol=1e-4, atol=1e-4)
     assert fused[1] == own[1] == 8
+
+
+def test_a_prompt_in_another_thread_leaves_steps_their_kernel(on_cpu):
+    model, inside, leave = model_of(bits=4), threading.Event(), threading.Event()
+
+    def prompt():
+        with fused_latent_prompts(model):
+            inside.set()
+            leave.wait()
+
+    other = threading.Thread(target=prompt)
+    other.start()
+    inside.wait()
+    try:
+        steps(model, step_kernels)
+    finally:
+        leave.set()
+        other.join()
+    assert len(on_cpu) >= 3 * 2
 
 
 def test_deepseek_attends_so(on_cpu):

@@ -337,7 +337,13 @@ def test_mlps_that_compute_something_else_stay(tiles_pay):
         def forward(self, x):
             raise AssertionError
 
-    for kind in (Residual, Dropping, Refusing):
+    class Clamping(MLP):
+        def forward(self, x):
+            return self.down_proj(
+                self.act_fn(self.gate_proj(x)).clamp(max=10) * self.up_proj(x).clamp(-10, 10)
+            )
+
+    for kind in (Residual, Dropping, Refusing, Clamping):
         assert type(quantized(kind())) is kind
 
 

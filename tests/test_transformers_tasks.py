@@ -294,3 +294,29 @@ def test_codes_are_not_saved_under_names_that_only_weights_have(tmp_path):
     again = kind.from_pretrained(tmp_path / "saved")
     ids = {"input_ids": IDS, "use_cache": False}
     assert torch.equal(again(**ids).logits, model(**ids).logits)
+
+
+class Wrapped(transformers.LlamaPreTrainedModel):
+    """Has a model as a part, and draws what is not there yet."""
+
+    def __init__(self, part):
+        super().__init__(part.config)
+        self.part = part
+        self.post_init()
+
+
+@pytest.mark.parametrize("way", ["quantized", "dequantized"])
+def test_a_model_that_becomes_a_part_keeps_its_weights(way, tmp_path):
+    build("llama", torch.float32).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+    if way == "dequantized":
+        kbit.dequantize_model(model)
+    before = model(IDS).logits
+    assert torch.equal(Wrapped(model).part(IDS).logits, before)
+
+
+def test_a_quantized_model_on_the_meta_device():
+    model = kbit.quantize_model(build("qwen3_moe", torch.bfloat16), kbit.KbitConfig(bits=4)).to("meta")
+    with torch.no_grad():
+        assert model(IDS.to("meta")).logits.shape == (*IDS.shape, 72)

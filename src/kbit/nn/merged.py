@@ -217,6 +217,7 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     made = stand_in(module)
     made._modules = {**module._modules, **layers}
     x = torch.randn(4, 8, generator=generator, device="cpu", dtype=torch.float32)
+    x = torch.cat([x, 100 * x])  # some classes clamp what is large
     gate, up, down = (layers[name] for name in _MLP)
     try:
         y = type(module).forward(made, x)
@@ -268,6 +269,8 @@ def takes(
 ) -> bool:
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
     if type(x) is not torch.Tensor or x.dtype not in checks.HALF_DTYPES or x.shape[-1:] != (in_features,):
+        return False
+    if x.is_meta:
         return False
     needs_grad = x.requires_grad
     for bias in biases:

@@ -83,6 +83,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     """
     return not (
         type(tensor) is not torch.Tensor
+        or tensor.is_meta
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

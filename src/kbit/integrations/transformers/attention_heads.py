@@ -23,7 +23,7 @@ from kbit.integrations.transformers.attention_steps import (
     TRIED_BATCH,
     TRIED_LENGTH,
     TRIED_ROOM,
-    Given,
+    GivenAnew,
     Kinds,
     cached_layer,
     is_plain_norm,
@@ -37,6 +37,7 @@ from kbit.nn.standing_in import tried_in_vain
 from kbit.ops.attention_schemas import LAYERS, OUT, PROJECTIONS
 
 _NORMS = "q_norm", "k_norm"
+_LARGE = 30  # what a layer is tried on, so that one which clips its queries is seen to
 _ATTRIBUTES = ("config", "head_dim", "layer_idx", "scaling")
 _kinds = Kinds(LAYERS, _ATTRIBUTES)
 
@@ -180,7 +181,8 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, form: Form) -> bool:
         mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
         mask[..., TRIED_LENGTH + 1 :] = -torch.inf
         projections = {
-            name: Given(x, normal(TRIED_BATCH, 1, layer._modules[name].out_features)) for name in PROJECTIONS
+            name: GivenAnew(x, _LARGE * normal(TRIED_BATCH, 1, layer._modules[name].out_features))
+            for name in PROJECTIONS
         }
         made._modules = {**layer._modules, **projections, OUT: nn.Identity()}
         for name in _NORMS:

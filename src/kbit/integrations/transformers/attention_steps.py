@@ -86,12 +86,14 @@ def cached_layer(
         named: its further arguments; among them cos and sin are of x's dtype and device.
         others: further tensors that must be.
     """
-    from transformers.cache_utils import Cache, StaticLayer
+    from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 
     if not is_plain_call():
         return None
     cache, position = named.get("past_key_values"), named.get("position_embeddings")
-    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or cache.offloading:
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        return None
+    if type(cache).update is not Cache.update or cache.offloading:
         return None
     if layer.training or not runs_by(layer.config, STEPS) or layer.layer_idx >= len(cache.layers):
         return None
@@ -134,6 +136,14 @@ class Given(nn.Module):
         if x is not self.given[0]:
             raise ValueError("a projection of something else")
         return self.given[1]
+
+
+class GivenAnew(Given):
+    """The same to who may write to it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of the result."""
+        return super().forward(x).clone()
 
 
 def of_cache(

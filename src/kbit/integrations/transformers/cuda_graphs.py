@@ -77,6 +77,12 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
             f"enable_cuda_graphs: {type(tuned).__name__} puts tokens in front of a prompt, for which a cache "
             "of fixed size has no room. Use an adapter of another kind, such as LoRA."
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        told = (
+            f"{type(model).__name__} runs without CUDA graphs: it has an encoder, and steps of another form."
+        )
+        warnings.warn(told, CUDAGraphWarning, stacklevel=2)
+        return
     if compile_layers:
         decoder_layers(model)
     steps = _StepsOfModels(compile_layers)

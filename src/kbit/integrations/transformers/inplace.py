@@ -77,6 +77,7 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
 
     Other models are left alone.
     """
+    _mark_as_initialized(model)
     if not is_of_transformers(model):
         return
     _tell(model, policy)
@@ -154,6 +155,7 @@ def _refuse_fused_experts(model: Any) -> None:
 
 def forget(model: Any) -> None:
     """Have a model of transformers that was dequantized save as any other; other models are left alone."""
+    _mark_as_initialized(model)
     if not is_of_transformers(model):
         return
     from kbit.integrations.transformers import placement, saving
@@ -163,6 +165,16 @@ def forget(model: Any) -> None:
     if conversions is not None:
         model._weight_conversions = saving.without_experts(model, conversions)
     forget_if_plain(model)
+
+
+def _mark_as_initialized(model: nn.Module) -> None:
+    """Have transformers not draw weights of modules anew that took others' places.
+
+    It does where a model becomes a part of another, whose `post_init` looks for modules that were not marked
+    while loading.
+    """
+    for module in model.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def forget_if_plain(model: Any) -> bool:

@@ -55,6 +55,13 @@ _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.Wea
 @contextlib.contextmanager
 def fused_latents(model: Any) -> Iterator[None]:
     """A model's layers of latent attention run as here where that gives what they give."""
+    with fused(model):
+        yield
+
+
+@contextlib.contextmanager
+def fused(model: Any) -> Iterator[None]:
+    """A model's layers run in the first of `WAYS` that takes a call; which it is depends on the thread."""
     with KINDS.run(model, _fused):
         yield
 
@@ -78,18 +85,32 @@ def forget_decoded(model: Any) -> None:
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
-        interleaved = None if more else _form(layer, own, hidden_states, named)
-        weight = None if interleaved is None else _weight(layer._modules[EXPAND], hidden_states)
-        if interleaved is None or weight is None:
-            return own(layer, hidden_states, *more, **named)
-        cached = named["past_key_values"].layers[layer.layer_idx]
-        settle(cached)
-        given = named["position_embeddings"], named["attention_mask"]
-        made = attend(layer, hidden_states, *given, cached, weight, interleaved)
-        grow(cached, 1)
-        return made, None
+        for way in () if more else WAYS:
+            made = way(layer, own, hidden_states, named)
+            if made is not None:
+                return made, None
+        return own(layer, hidden_states, *more, **named)
 
     return forward
+
+
+def _step(layer: Any, own: Callable[..., Any], x: torch.Tensor, named: dict[str, Any]) -> torch.Tensor | None:
+    interleaved = _form(layer, own, x, named)
+    weight = None if interleaved is None else _weight(layer._modules[EXPAND], x)
+    if interleaved is None or weight is None:
+        return None
+    cached = named["past_key_values"].layers[layer.layer_idx]
+    settle(cached)
+    given = named["position_embeddings"], named["attention_mask"]
+    made = attend(layer, x, *given, cached, weight, interleaved)
+    grow(cached, 1)
+    return made
+
+
+# What may take the place of a layer's forward: (layer, that forward, x, further arguments) to its result, or
+# None where the call is no such one.
+Way = Callable[[Any, Callable[..., Any], torch.Tensor, dict[str, Any]], torch.Tensor | None]
+WAYS: list[Way] = [_step]
 
 
 def attend(

@@ -10,7 +10,6 @@ It serves layers whose class does just that, which is tried first, as in `latent
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from kbit.integrations.transformers.attention import (
     runs_by,
 )
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals, tried
-from kbit.integrations.transformers.latent_attention import KINDS, TOLERANCE, on_other_parts, query_of
+from kbit.integrations.transformers.latent_attention import TOLERANCE, WAYS, fused, on_other_parts, query_of
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.nn.support import is_apart
 from kbit.ops import checks
@@ -43,19 +42,18 @@ def fused_latent_prompts(model: Any) -> Iterator[None]:
 
     For whole prompts: within `causal_without_masks`, with caches that hold nothing yet, or without.
     """
-    with KINDS.run(model, _fused):
+    with fused(model):
         yield
 
 
-def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def forward(layer: Any, hidden_states: Any, *more: Any, **named: Any) -> Any:
-        interleaved = None if more else _form(layer, own, hidden_states, named)
-        if interleaved is None:
-            return own(layer, hidden_states, *more, **named)
-        return attend(layer, hidden_states, interleaved=interleaved, **named), None
+def _prompt(
+    layer: Any, own: Callable[..., Any], x: torch.Tensor, named: dict[str, Any]
+) -> torch.Tensor | None:
+    interleaved = _form(layer, own, x, named)
+    return None if interleaved is None else attend(layer, x, interleaved=interleaved, **named)
 
-    return forward
+
+WAYS.append(_prompt)
 
 
 def attend(
