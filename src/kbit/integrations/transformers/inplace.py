@@ -75,7 +75,7 @@ def refuse_other_methods(model: nn.Module) -> None:
 def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     """Give a model of transformers the config and conversions with which it saves as a kbit checkpoint.
 
-    Other models are left alone.
+    Other models are only marked: they may become parts of such a model.
     """
     _mark_as_initialized(model)
     if not is_of_transformers(model):
@@ -154,7 +154,7 @@ def _refuse_fused_experts(model: Any) -> None:
 
 
 def forget(model: Any) -> None:
-    """Have a model of transformers that was dequantized save as any other; other models are left alone."""
+    """Have a model of transformers that was dequantized save as any other; other models are only marked."""
     _mark_as_initialized(model)
     if not is_of_transformers(model):
         return

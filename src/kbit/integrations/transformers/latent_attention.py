@@ -54,14 +54,10 @@ _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.Wea
 
 @contextlib.contextmanager
 def fused_latents(model: Any) -> Iterator[None]:
-    """A model's layers of latent attention run as here where that gives what they give."""
-    with fused(model):
-        yield
+    """A model's layers of latent attention run in the first of `WAYS` that takes a call.
 
-
-@contextlib.contextmanager
-def fused(model: Any) -> Iterator[None]:
-    """A model's layers run in the first of `WAYS` that takes a call; which it is depends on the thread."""
+    Which it is depends on what attention is for in the thread, since all threads share the layers' classes.
+    """
     with KINDS.run(model, _fused):
         yield
 

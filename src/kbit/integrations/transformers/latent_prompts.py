@@ -24,7 +24,13 @@ from kbit.integrations.transformers.attention import (
     runs_by,
 )
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals, tried
-from kbit.integrations.transformers.latent_attention import TOLERANCE, WAYS, fused, on_other_parts, query_of
+from kbit.integrations.transformers.latent_attention import (
+    TOLERANCE,
+    WAYS,
+    fused_latents,
+    on_other_parts,
+    query_of,
+)
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.nn.support import is_apart
 from kbit.ops import checks
@@ -42,7 +48,7 @@ def fused_latent_prompts(model: Any) -> Iterator[None]:
 
     For whole prompts: within `causal_without_masks`, with caches that hold nothing yet, or without.
     """
-    with fused(model):
+    with fused_latents(model):
         yield
 
 
