@@ -254,3 +254,15 @@ def test_what_the_op_has_to_do_more_for_goes_to_it(monkeypatch):
         with pytest.raises(ValueError, match="bias"):
             layer(x)
     assert calls == []
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_tiles_have_the_shape_of_their_weight(bits):
+    q = kbit.quantize(torch.randn(40, 100), bits)
+    q.tile()
+    parts, holds = (q.tiled, q.codebook, q.scale), direct._ways["cuda"].holds
+    assert holds(parts, 40, 100)
+    assert not holds(parts, 49, 100)
+    assert not holds(parts, 40, 129)
+    assert not holds((q.tiled[1:], *parts[1:]), 40, 100)
+    assert not holds((q.tiled, torch.ones(8 if bits == 4 else 16), q.scale), 40, 100)
