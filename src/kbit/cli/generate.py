@@ -18,6 +18,7 @@ from kbit.integrations.transformers.token_times import TokenTimes
 
 console = Console(stderr=True)
 LEAST_TEMPERATURE = 1e-3
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # a surrogate alone, which is no character
 
 
 def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: bool = True) -> Any:
@@ -28,7 +29,7 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
             system message and no template to put it into.
     """
     for name, text in (("prompt", prompt), ("--system", system or "")):
-        if re.search("[\ud800-\udfff]", text):  # what Python makes of a terminal's bytes that are no UTF-8
+        if HALF_A_PAIR.search(text):  # what Python makes of a terminal's bytes that are no UTF-8
             raise ValueError(
                 f"{name} {text[:80]!a} is not UTF-8 text. Convert it, or set the terminal to UTF-8."
             )

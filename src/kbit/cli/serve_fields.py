@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kbit.cli.generate import LEAST_TEMPERATURE
+from kbit.cli.generate import HALF_A_PAIR, LEAST_TEMPERATURE
 
 _MOST = 1e6
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
@@ -23,7 +22,6 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value <= _MOST, f"above 0 and at most {_MOST:g}"),
 }
 _TEXTS = ("suffix", "instructions")
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _SEEDS = range(-(2**63), 2**64)  # that torch takes
 
 
@@ -81,7 +79,7 @@ def wrong_input(value: Any) -> str | None:
 def check_settings(body: Mapping[str, Any]) -> None:
     """Raises RequestError where a field of a request is of the wrong kind, no text, or out of range."""
     for field, value in body.items():
-        if _HALF_A_PAIR.search(json.dumps(value, ensure_ascii=False)):
+        if HALF_A_PAIR.search(json.dumps(value, ensure_ascii=False)):
             raise RequestError(f"{field} has half a surrogate pair, which is no character.", field)
     check_numbers(body)
     if (text := body.get("generation_config")) is not None:

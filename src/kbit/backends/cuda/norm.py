@@ -14,7 +14,7 @@ from kbit.backends.reference import norm as reference
 
 _FORMAT = "QQQQQQQQiiifii"
 # Pieces that a thread keeps, and up to how many of a row it is so many.
-_PIECES = {1: 64, 2: 2048}
+PIECES = {1: 64, 2: 2048}
 _FEW_LANES = 16  # of short rows
 # Threads of a block of rows that take less, and of many such.
 _THREADS, _MANY_THREADS, _MANY = 128, 512, 4096
@@ -41,7 +41,7 @@ def _spec(dtype: torch.dtype, pieces: int, rows: int) -> KernelSpec:
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    kinds = [*((pieces, 1) for pieces in _PIECES), (1, _ROWS)]
+    kinds = [*((pieces, 1) for pieces in PIECES), (1, _ROWS)]
     return [_spec(dtype, *kind) for dtype in operands.DTYPES for kind in kinds]
 
 
@@ -71,7 +71,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _taken(x: torch.Tensor, weight: torch.Tensor) -> _Rows | None:
     """Where the rows lie that the kernel takes; None if it does not."""
     columns = x.shape[-1]
-    fits = not columns % operands.PIECE and 0 < columns <= operands.PIECE * max(_PIECES.values())
+    fits = not columns % operands.PIECE and 0 < columns <= operands.PIECE * max(PIECES.values())
     if x.dtype not in operands.DTYPES or not fits or not weight.is_contiguous():
         return None
     return None if (x.data_ptr() | weight.data_ptr()) % 16 else _rows(x.shape, x.stride())
@@ -122,7 +122,7 @@ def _prepared(
 ) -> tuple[launcher.Prepared, tuple[int, ...]]:
     """The launch, and the arguments from strides to lanes of a row."""
     pieces = columns // operands.PIECE
-    each = next(count for count, most in _PIECES.items() if pieces <= most)
+    each = next(count for count, most in PIECES.items() if pieces <= most)
     lanes = _FEW_LANES if pieces <= _FEW_LANES else -(-pieces // (each * driver.WARP)) * driver.WARP
     short = lanes <= driver.WARP
     at_once = _ROWS if short and not of_sums and rows.number * lanes >= _MANY_LANES else 1

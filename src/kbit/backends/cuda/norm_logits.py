@@ -6,16 +6,14 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands, routing
+from kbit.backends.cuda import driver, launcher, norm, operands, routing
 from kbit.backends.cuda.compiler import KernelSpec
 
 _FORMAT = "QQQQQQQQiifii"
-# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, here kPieces, to those
-# that go into the shared memory that every GPU has.
-_KEPT, _LEAST_PIECES, _MOST_PIECES = 2, 65, 1216
-_AT_ONCE = 8  # kAtOnce
-# As moe_logits.cu; with more tokens moe_logits_mma.cu computes them.
-_MOST_TOKENS = 3
+_KEPT, _AT_ONCE = 2, 8  # kPieces, kAtOnce
+# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to those that go
+# into the shared memory that every GPU has.
+_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1216
 
 
 @functools.cache
@@ -41,7 +39,7 @@ def takes(
     if x.dtype not in operands.DTYPES or not fits:
         return False
     tokens = x.numel() // columns
-    if not 1 <= tokens <= _MOST_TOKENS or not 1 <= tokens * experts <= routing.MOST_LOGITS:
+    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= routing.MOST_LOGITS:
         return False
     tensors = (x, added, weight, router) if last is None else (x, added, weight, router, last)
     return all(

@@ -33,7 +33,7 @@ _COMBINE_THREADS = 128
 _ROUTER_WARPS = 4
 # Tokens up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
 # faster than cuBLAS; experts and tokens of a block of it, and its warps.
-_FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
+FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
 _MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
 _MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
 _MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
@@ -107,7 +107,7 @@ def moe_logits(
     logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32
     rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())
     args: tuple[int, ...] = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
-    if tokens <= _FEW_TOKENS:
+    if tokens <= FEW_TOKENS:
         kernel = launcher.load(logits_spec(x.dtype, wide), index, _LOGITS_FORMAT)
         grid, warps, smem = (-(-experts // _ROUTER_WARPS), tokens, 1), _ROUTER_WARPS, 0
     else:

@@ -130,8 +130,11 @@ def _agree_on_factors(experts: ParallelExperts) -> None:
         if experts.split.axis(weight + PACKED) != 0:
             continue  # every rank has the factors of all experts
         stored = experts._parameters.get(key)
-        ones = torch.ones(experts.num_experts, dtype=torch.float32, device=experts._device_of(weight))
-        scale = ones if stored is None else stored
+        scale = (
+            torch.ones(experts.num_experts, dtype=torch.float32, device=experts._device_of(weight))
+            if stored is None
+            else stored
+        )
         form = torch.tensor([scale.dim(), int(stored is not None)], device=scale.device)
         dist.all_reduce(form, dist.ReduceOp.MAX, group=experts.split.group)
         dimensions, stored_anywhere = form.tolist()
