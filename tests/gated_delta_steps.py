@@ -67,7 +67,7 @@ def prompt(batch, tokens, k_heads, ratio, dtype, wide=False, dim=128, taps=4, wi
         "gates": both[..., -more:],
         "window": given["window"] if window else None,
         **{name: given[name] for name in ("taps", "log_decay", "bias")},
-        "count": None if count is None else torch.tensor([count]),
+        "count": None if count is None else torch.as_tensor(count).expand(batch).clone(),
     }
 
 

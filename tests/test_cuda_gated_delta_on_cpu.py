@@ -133,6 +133,18 @@ def test_prompts_of_which_some_tokens_are_there(window):
                 )
 
 
+def test_prompts_of_which_other_tokens_are_there():
+    counts = (1, 20, 0, 7)
+    given = prompt(len(counts), 20, 1, 2, torch.bfloat16, count=counts)
+    have = run_inputs(given, gated_delta, guarded)
+    assert all(map(untouched, have))
+    for at in range(len(counts)):
+        alone = {name: given[name][at : at + 1] for name in ("projected", "gates", "window", "count")}
+        for mine, other in zip(run_inputs(given | alone, gated_delta), have, strict=True):
+            assert torch.equal(mine[0], other[at])
+    compare_inputs(have, run_inputs(given, reference))
+
+
 def test_a_prompt_in_parts_is_that_prompt():
     given = prompt(1, 50, 1, 2, torch.bfloat16)
     whole, parts, window = run_inputs(given, gated_delta), [], given["window"]

@@ -67,7 +67,7 @@ def test_on_a_cpu_it_is_the_reference(dtype):
 
 def test_opcheck():
     torch.library.opcheck(op.default, (*GIVEN.values(), 1e-6))
-    for more in ({}, {"count": torch.tensor([3])}):
+    for more in ({}, {"count": torch.tensor([3, 5])}):
         given = tuple((OF_PROMPT | more).values())
         torch.library.opcheck(torch.ops.kbit.gated_delta_inputs.default, given)
     for before in (None, OF_RULE["before"]):
@@ -348,9 +348,13 @@ def unlike(layer, how):
         layer.conv1d.to("meta")
     elif how == "hook":
         layer.norm.register_forward_hook(lambda *given: None)
+    elif how == "class":
+        layer.norm.__class__ = type("HalfRMSNormGated", (type(layer.norm),), {})
 
 
-@pytest.mark.parametrize("how", ["", "activation", "bias", "weight", "gates", "offloaded", "hook", "width"])
+@pytest.mark.parametrize(
+    "how", ["", "activation", "bias", "weight", "gates", "offloaded", "hook", "class", "width"]
+)
 def test_layers_that_the_kernel_does_not_take(how, by_ops, monkeypatch):
     model = tiny()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))

@@ -14,7 +14,7 @@ import kbit
 from graph_tape import REFUSED, Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import cuda_graphs, prompts, static_caches
+from kbit.integrations.transformers import cuda_graphs, left_padding, prompts, static_caches
 from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
@@ -146,16 +146,79 @@ def test_latents_behind_a_prompt_are_not_expanded():
     assert rows == [32]
 
 
-def test_padding_on_the_left_is_transformers_own_affair():
-    model = quantized()
-    mask = torch.ones(2, 20, dtype=torch.int64)
-    mask[0, :3] = 0
-    own = answer(model, prompt(20, 2), mask)
+def masks(*padding, tokens=20):
+    """For sequences with so many tokens of padding in front."""
+    return (torch.arange(tokens) >= torch.tensor(padding)[:, None]).long()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_of_several_lengths(architecture):
+    model = quantized(architecture)
+    # Of other lengths, and other widths that are padded to the same one; fewer tokens than a convolution's.
+    given = [masks(3, 0, 18), masks(0, 19, 5), masks(1, 2, 3, tokens=23), masks(7, 7, 7, tokens=31)]
+    own = [logits(model, prompt(mask.shape[1], 3), mask=mask) for mask in given]
     enabled = Enabled(model)
-    for _ in range(3):
-        enabled.cache.reset()
-        assert torch.equal(answer(model, prompt(20, 2), mask, past_key_values=enabled.cache), own)
+    for _ in range(2):
+        for mask, want in zip(given, own, strict=True):
+            found = enabled.logits(prompt(mask.shape[1], 3), mask=mask)
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert enabled.counts == (1, 7)
+
+
+def test_prompts_of_several_lengths_that_are_too_long_to_record(monkeypatch):
+    monkeypatch.setattr(static_caches, "MOST_TOKENS", 31)
+    model, mask = quantized("qwen3_next"), masks(3, 0)
+    own = logits(model, prompt(20, 2), mask=mask)
+    enabled = Enabled(model)
+    torch.testing.assert_close(enabled.logits(prompt(20, 2), mask=mask), own, rtol=1e-4, atol=1e-5)
     assert enabled.counts == (0, 0)
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_logits_of_prompts_of_several_lengths(kept):
+    model, mask = quantized(), masks(3, 0)
+    there = mask.bool()[:, -kept:]
+    named = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        own = model(prompt(20, 2), logits_to_keep=kept, **named).logits
+    enabled = Enabled(model)
+    enabled.cache.early_initialization(2, 1, 16, torch.float32, "cpu")
+    steps = vars(model)[cuda_graphs._PromptsOfModels.name].__func__._steps.of(model)
+    named |= {"past_key_values": enabled.cache, "logits_to_keep": kept}
+    with torch.no_grad():
+        for _ in range(3):
+            enabled.cache.reset()
+            found = steps.prompts(prompt(20, 2), named).logits
+            assert found.shape == own.shape
+            torch.testing.assert_close(found[there], own[there], rtol=1e-4, atol=1e-5)
+    assert enabled.counts == (1, 2)
+
+
+def test_other_padding_is_transformers_own_affair():
+    model = quantized()
+    hole, behind = masks(0, 0), masks(2, 0).flip(1)
+    hole[0, 3:5] = 0
+    for mask in (hole, behind):
+        own = answer(model, prompt(20, 2), mask)
+        enabled = Enabled(model)
+        for _ in range(3):
+            enabled.cache.reset()
+            assert torch.equal(answer(model, prompt(20, 2), mask, past_key_values=enabled.cache), own)
+        assert enabled.counts == (0, 0)
+
+
+def test_hidden_states_of_other_threads_stay_where_they_are():
+    model, ids = quantized(), prompt(12)
+
+    def read():
+        with torch.no_grad():
+            return model(ids).logits
+
+    own = read()
+    with left_padding.states_moved_right(model, torch.tensor([3])), ThreadPoolExecutor() as pool:
+        assert torch.equal(pool.submit(read).result(), own)
+        assert torch.equal(read()[:, 3:], own[:, :-3])
+        assert not cuda_graphs._hooks(model.base_model)
 
 
 def test_a_conversation_goes_on_behind_its_first_prompt():
@@ -285,6 +348,27 @@ def test_graphs_of_prompts(architecture, monkeypatch):
         for at, tokens in enumerate(lengths):
             config["past_key_values"].reset()
             found = logits(model, prompt(tokens), **config)
+            if not times:
+                first.append(found)
+                torch.testing.assert_close(found, own[at], rtol=3e-2, atol=2e-2)
+            assert torch.equal(found, first[at])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_graphs_of_prompts_of_several_lengths(architecture, monkeypatch):
+    monkeypatch.undo()
+    model, ids = quantized(architecture, torch.bfloat16).cuda(), prompt(20, 3)
+    config = {"past_key_values": StaticCache(config=model.config, max_cache_len=ROOM)}
+    given = [masks(3, 0, 18), masks(0, 19, 5)]
+    eager = {"cache_implementation": "static", "disable_compile": True}
+    own = [logits(model, ids, mask=mask, **eager) for mask in given]
+    kbit.enable_cuda_graphs(model)
+    first = []
+    for times in range(20):
+        for at, mask in enumerate(given):
+            config["past_key_values"].reset()
+            found = logits(model, ids, mask=mask, **config)
             if not times:
                 first.append(found)
                 torch.testing.assert_close(found, own[at], rtol=3e-2, atol=2e-2)

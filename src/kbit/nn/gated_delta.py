@@ -20,7 +20,7 @@ from torch import nn
 
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.gated_delta import takes, takes_steps
-from kbit.nn.delta_families import FAMILIES, Family, family_of, ratio_of
+from kbit.nn.delta_families import FAMILIES, Family, family_of, has_own_norm, ratio_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
 from kbit.nn.mixins import MixedIn, mix_in
@@ -35,7 +35,7 @@ _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences 
 
 
 class _There(threading.local):
-    """How many of the tokens of this thread's prompts are there, and in how many layers that was heeded."""
+    """How many tokens of each of this thread's prompts are there, and in how many layers that was heeded."""
 
     count: torch.Tensor | None = None
     layers = 0
@@ -49,7 +49,7 @@ def padded_prompts(count: torch.Tensor) -> Iterator[Callable[[], int]]:
     """Of prompts only the first tokens are there meanwhile; states are as if there were no others.
 
     Args:
-        count: int64 [1], how many; on the layers' device.
+        count: int64 [batch], how many of each; on the layers' device.
 
     Yields:
         In how many layers' calls that was so: those that `by_kernels` left to their classes do not know.
@@ -152,7 +152,7 @@ def _may_take(layer: Any, x: Any, family: Family) -> bool:
         return False
     if torch.is_grad_enabled() or grad_checks.in_transform():
         return False
-    if is_apart(layer.norm):
+    if is_apart(layer.norm) or not has_own_norm(layer, family):
         return False
     weights, of_heads = (layer.conv1d.weight, layer.norm.weight), (layer.A_log, layer.dt_bias)
     if any(tensor.device != x.device for tensor in (*weights, *of_heads)):  # offloaded

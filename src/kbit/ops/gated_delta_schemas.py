@@ -34,8 +34,9 @@ Of T tokens at once it is three: what the recurrence takes, the recurrence, and 
     beta              [B, T, H R], its sigmoid
     decay             float32 [B, T, H R], the logarithm of what a state is multiplied by
     last              [B, C, min(T, taps)], of `projected`, what a window is made of
-    count             None, or int64 [1], how many of the T tokens, from the first, are there: those behind
-                      have a beta and a decay of 0, which leave a state as it is, and last is of those before
+    count             None, or int64 [B], how many of a sequence's T tokens, from the first, are there: those
+                      behind have a beta and a decay of 0, which leave a state as it is, and last is of those
+                      before
     before            None, which is zeros, or float32 [B, H R, D, D]: the state that is left as it is
     state             likewise, behind the last token
     x, y              [B, T, H R, D]: what the recurrence gives, and its gated norm
@@ -199,7 +200,7 @@ def check_inputs(
     if window is not None:
         expected["window"] = window, dtype, (batch, *taps.shape)
     if count is not None:
-        expected["count"] = count, torch.int64, (1,)
+        expected["count"] = count, torch.int64, (batch,)
     operand_checks.operands(name, expected)
     return heads
 

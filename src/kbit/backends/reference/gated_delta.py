@@ -91,15 +91,17 @@ def gated_delta_inputs(
     made = channels.split([k_heads * dim, k_heads * dim, v_heads * dim], -1)
     query, key, value = (part.reshape(batch, tokens, -1, dim) for part in made)
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, True) + 1e-6) for x in (query, key))
-    ends = torch.tensor([tokens], device=mixed.device) if count is None else count.clamp(0, tokens)
-    there = torch.arange(tokens, device=mixed.device)[:, None] < ends
+    ends = beta.new_full((batch, 1), tokens, dtype=torch.int64) if count is None else count[:, None]
+    ends = ends.clamp(0, tokens)
+    there = (torch.arange(tokens, device=mixed.device) < ends)[..., None]
+    of_last = ends + torch.arange(reach - last, reach, device=mixed.device)
     results = (
         query,
         key,
         value,
         beta.sigmoid().where(there, 0),
         (-log_decay.float().exp() * F.softplus(alpha.float() + bias.float())).where(there, 0),
-        known.index_select(-1, ends + torch.arange(reach - last, reach, device=mixed.device)),
+        known.take_along_dim(of_last[:, None], -1),
     )
     for to, result in zip(out, results, strict=True):
         to.copy_(result)

@@ -6,6 +6,7 @@ transformers; asking it for `KbitConfig` does.
 
     config, quantizer, autoregister  what transformers knows, calls and finds
     config_parts                     configs that a config holds
+    key_mapping                      what else tensors are called in the files of a load
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
@@ -13,6 +14,7 @@ transformers; asking it for `KbitConfig` does.
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
+    left_padding                 prompts of several lengths in one batch
     late_masks, additive_masks   masks that such steps make themselves, as what is added to scores
     step_kernels, attention      what such steps run: fewer kernels, no copies of the cache
     angles                       those of rotary embeddings, in one kernel

@@ -29,6 +29,7 @@ from kbit.integrations.transformers.compiled_layers import compiled_layers, deco
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
+from kbit.integrations.transformers.left_padding import MoveRight
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import LONGEST, LastCaches, why_not_recorded
@@ -268,8 +269,9 @@ def _what_recordings_rest_on(model: Any) -> Hashable:
 
 
 def _hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """By numbers that no others of the process have."""
-    return {**module._forward_pre_hooks, **module._forward_hooks}
+    """By numbers that no others of the process have; without another thread's, for its prompt."""
+    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+    return {number: hook for number, hook in hooks.items() if not isinstance(hook, MoveRight)}
 
 
 def _where(hook: Any) -> str:

@@ -7,8 +7,9 @@ number of tokens would be recorded again and again, so prompts are padded on the
 * Logits are taken at the last token that is there.
 * The padding is the prompt's own beginning, which experts are loaded for anyway.
 
-They begin in an empty cache without padding on the left, and so need no mask, whatever room the cache has.
-Others, and models in which attention goes other ways than `AttentionInterface`, run as transformers has it.
+They begin in an empty cache, and so need no mask, whatever room the cache has, nor for padding on the left:
+see `left_padding`. Others, and models in which attention goes other ways than `AttentionInterface`, run as
+transformers has it.
 Recorded or not, a prompt's kernels and so its logits are the same.
 """
 
@@ -24,6 +25,13 @@ from kbit.integrations.transformers.angles import fused_angles
 from kbit.integrations.transformers.attention import SDPA, MaskWantedError, causal_without_masks
 from kbit.integrations.transformers.late_masks import MASKS
 from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
+from kbit.integrations.transformers.left_padding import (
+    has_decoder,
+    move_cache_right,
+    moved_left,
+    padding_in_front,
+    states_moved_right,
+)
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
 from kbit.integrations.transformers.recordings import Record, Recordings
 from kbit.integrations.transformers.static_caches import (
@@ -37,7 +45,8 @@ from kbit.nn.rotary import fused_rotary, rotary_modules
 _RUNS_BEFORE = 1
 # What a prompt's call may be given; all else is transformers' own affair.
 _KNOWN = {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-_COUNT = "kbit_count"  # an input of recordings: how many tokens of the padded prompt are there
+# Inputs of recordings: how many tokens of each sequence are there, and how many it had in front that are not.
+_COUNT, _PADDING = "kbit_count", "kbit_padding"
 
 
 class Prompts:
@@ -70,6 +79,11 @@ class Prompts:
         cache: Any = named.get("past_key_values")
         if self._left_to_model or not _may_take(model, input_ids, named):
             return None
+        padding, mask = None, named.get("attention_mask")
+        if mask is not None and not mask.all():
+            padding = padding_in_front(mask)
+            if padding is None or named.get("position_ids") is None or not has_decoder(model):
+                return None
         given = {**named, "attention_mask": None}
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
         inputs = {name: value for name, value in inputs.items() if not _is_absent(value)}
@@ -78,7 +92,7 @@ class Prompts:
         tokens, length = input_ids.shape[1], recorded_length(*input_ids.shape)
         if length is not None and length > _room(cache):
             length = None
-        inputs = _padded(inputs, length or tokens)
+        inputs = _padded(inputs, padding, length or tokens)
         try:
             if length is None:
                 output = self._run(cache, inputs)
@@ -94,11 +108,18 @@ class Prompts:
         return output
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
-        model, others = self._model(), {name: value for name, value in inputs.items() if name != _COUNT}
-        with prompt_kernels(model) as causal, padded_prompts(inputs[_COUNT]) as linear:
+        model, others = self._model(), dict(inputs)
+        count, padding = others.pop(_COUNT), others.pop(_PADDING, None)
+        with contextlib.ExitStack() as stack:
+            causal = stack.enter_context(prompt_kernels(model))
+            linear = stack.enter_context(padded_prompts(count))
+            if padding is not None:
+                stack.enter_context(states_moved_right(model, padding))
             output = model(past_key_values=cache, return_dict=True, **others)
             if (causal(), linear()) != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
                 raise _Unlike
+        if padding is not None:
+            move_cache_right(_growing(cache), padding, others["input_ids"].shape[1])
         return output
 
 
@@ -143,7 +164,7 @@ def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
         return False
     if isinstance(named.get("logits_to_keep"), torch.Tensor) or not _is_empty(cache):
         return False
-    return mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+    return mask is None or mask.shape == input_ids.shape
 
 
 def _is_absent(value: Any) -> bool:
@@ -178,14 +199,19 @@ def _room(cache: Any) -> int:
     return min(layer.max_cache_len for layer in _growing(cache))
 
 
-def _padded(inputs: dict[str, Any], length: int) -> dict[str, Any]:
-    """Inputs of a prompt made so long, with how many of its tokens are there."""
+def _padded(inputs: dict[str, Any], padding: torch.Tensor | None, length: int) -> dict[str, Any]:
+    """Inputs of a prompt made so long, padded behind its tokens, with how many of these there are."""
     ids = inputs["input_ids"]
-    tokens, kept = ids.shape[1], inputs.get("logits_to_keep") or 0
+    (batch, tokens), kept = ids.shape, inputs.get("logits_to_keep") or 0
     at = torch.arange(length, device=ids.device)
-    padded = {**inputs, "input_ids": ids[:, at % tokens], _COUNT: at.new_tensor([tokens])}
+    in_front = at.new_zeros(batch) if padding is None else padding
+    count = tokens - in_front
+    padded = {**inputs, "input_ids": moved_left(ids, in_front, at % count[:, None]), _COUNT: count}
     if "position_ids" in inputs:
-        padded["position_ids"] = inputs["position_ids"][..., at.clamp(max=tokens - 1)]
+        places = torch.minimum(at, count[:, None] - 1)
+        padded["position_ids"] = moved_left(inputs["position_ids"], in_front, places)
+    if padding is not None:
+        padded[_PADDING] = padding
     padded.pop("logits_to_keep", None)
     if kept:
         padded["logits_to_keep"] = at[max(0, tokens - kept) : tokens].clone()

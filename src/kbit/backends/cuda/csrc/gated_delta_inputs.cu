@@ -9,8 +9,8 @@
 //   query, key  16-bit [batch, tokens, k_heads, 128], divided by their lengths; value [.., v_heads, 128]
 //   beta       16-bit [batch, tokens, v_heads]; decay float32, likewise
 //   last       16-bit [batch, channels, min(tokens, taps)]: the last tokens' projections
-//   count      null, or one: how many of the tokens are there, from the first. Those behind have a beta and a
-//              decay of 0, and `last` ends in front of them
+//   count      null, or [batch]: how many tokens of a sequence are there, from its first. Those behind have a
+//              beta and a decay of 0, and `last` ends in front of them
 //
 // A thread has 8 neighbouring channels of kTokens tokens, and reads each once but for the first of the next
 // thread; kAtOnce of them are in flight. 16 lanes have a head's query or key. Blocks behind these have the
@@ -82,12 +82,18 @@ DEVICE void store_last(u16* to, uint4 piece, int kept) {
     }
 }
 
+// How many of a sequence's tokens are there.
+DEVICE int there_of(const i64* count, int sequence, int tokens) {
+    return count ? int(min(max(count[sequence], i64(0)), i64(tokens))) : tokens;
+}
+
 DEVICE void compute_gates(const u16* gates, const void* log_decay, const void* bias, u16* beta, float* decay,
-                          i64 at, int tokens, int there, u64 gates_row, int k_heads, int wide) {
+                          i64 at, int tokens, const i64* count, u64 gates_row, int k_heads, int wide) {
     const int v_heads = k_heads * kHeads, head = int(at % v_heads), kind = wide ? 0 : Config::bf16 ? 2 : 1;
     const int first = kByHeads ? head / kHeads * 2 * kHeads + head % kHeads : head;
-    const u16* const gate = gates + u64(at / v_heads) * gates_row + first;
-    const bool is_there = int(at / v_heads % tokens) < there;
+    const i64 token = at / v_heads;
+    const bool is_there = int(token % tokens) < there_of(count, int(token / tokens), tokens);
+    const u16* const gate = gates + u64(token) * gates_row + first;
     beta[at] = H::narrow(is_there ? sigmoid(H::widen(gate[0])) : 0.0f);
     decay[at] = is_there
                     ? log_of_decay(H::widen(gate[kByHeads ? kHeads : v_heads]), log_decay, bias, head, kind)
@@ -100,12 +106,11 @@ extern "C" __global__ void __launch_bounds__(256)
                        uint4* value, u16* beta, float* decay, u16* last, u64 row, u64 gates_row, int batch,
                        int tokens, int k_heads, int wide, int blocks) {
     follow_previous(projected, gates, window);
-    const int there = count ? int(min(max(*count, i64(0)), i64(tokens))) : tokens;
     const int of_keys = k_heads * kDim, channels = (2 + kHeads) * of_keys, kept = min(tokens, kTaps);
     if (int(blockIdx.x) >= blocks) {
         const i64 at = i64(int(blockIdx.x) - blocks) * blockDim.x + threadIdx.x;
         if (at < i64(batch) * tokens * k_heads * kHeads) {
-            compute_gates(gates, log_decay, bias, beta, decay, at, tokens, there, gates_row, k_heads, wide);
+            compute_gates(gates, log_decay, bias, beta, decay, at, tokens, count, gates_row, k_heads, wide);
         }
         return;
     }
@@ -114,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int piece = int(at % pieces), chunk = int(at / pieces % chunks);
     const bool is_there = at / pieces / chunks < batch;  // others go along: lanes exchange sums
     const int of_batch = is_there ? int(at / pieces / chunks) : 0;
+    const int there = there_of(count, of_batch, tokens);
     const int k_head = piece / kPieces, column = piece % kPieces * 8;  // of a head of keys
     const bool is_value = column >= 2 * kDim;
     const int within = is_value ? column - 2 * kDim : column % kDim;
