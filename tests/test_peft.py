@@ -285,6 +285,15 @@ def test_unloading_gives_the_base_back():
     assert torch.equal(adapted(base).unload()(IDS).logits, expected)
 
 
+def test_layers_in_wrappers_are_not_saved_by_names_that_no_model_has(tmp_path):
+    model = quantized("llama")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    model.delete_adapter("default")
+    with pytest.raises(ValueError, match=r"q_proj\.base_layer is inside a wrapper of peft's"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_merging_requantizes():
     model = adapted(quantized())
     expected = model(IDS).logits

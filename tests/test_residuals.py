@@ -153,6 +153,35 @@ def test_a_sum_that_was_changed_is_normed_anew(kernels):
         assert torch.equal(own(total), again)
 
 
+def another(own):
+    own.weight = nn.Parameter(own.weight.detach() * 2, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda own: own.weight.mul_(2), another, lambda own: setattr(own, "variance_epsilon", 10.0)],
+    ids=["in place", "replaced", "eps"],
+)
+def test_a_sum_is_normed_anew_by_a_norm_that_was_changed(change, kernels):
+    own, x = one_norm().requires_grad_(False), torch.randn(3, 32).bfloat16()
+    total = own.add(x, x)
+    change(own)
+    assert torch.equal(own(total), type(own).own.forward(own, total))
+
+
+def test_copies_are_without_what_one_call_leaves_for_another(kernels):
+    """A layer under a checkpoint adds without gradients, and the norm behind it sees a sum that has them."""
+    model = quantized("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    model(IDS).logits.sum().backward()
+    assert not any(norm._NORMED in vars(module) for module in model.modules())
+    own, x = one_norm().requires_grad_(False), torch.randn(3, 32).bfloat16()
+    own.add(x, x)
+    assert norm._NORMED in vars(own)
+    assert norm._NORMED not in vars(pickle.loads(pickle.dumps(own)))
+
+
 @pytest.mark.parametrize("other", [torch.ones(32), torch.ones(1, 32).bfloat16(), 1.0])
 def test_what_is_no_such_sum_is_pytorchs(other, kernels):
     own, x = one_norm(), torch.randn(3, 32).bfloat16()

@@ -228,7 +228,7 @@ def test_widths_of_what_stays_unquantized_may_differ(monkeypatch):
         model = transformers.Phi3ForCausalLM(config)
     parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
     fuse = WeightConverter(parts, "self_attn.qkv_proj.weight", [Concatenate(dim=0)])
-    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda model: [fuse])
+    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda model, **kwargs: [fuse])
     index = {f"model.layers.0.{part}": TensorInfo(None, torch.float32, (32, 32), 0) for part in parts}
     assert build_plan(model, kbit.KbitConfig(overrides={"q_proj": 5}), index, pre_quantized=False) == {}
 

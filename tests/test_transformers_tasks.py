@@ -320,3 +320,28 @@ def test_a_quantized_model_on_the_meta_device():
     model = kbit.quantize_model(build("qwen3_moe", torch.bfloat16), kbit.KbitConfig(bits=4)).to("meta")
     with torch.no_grad():
         assert model(IDS.to("meta")).logits.shape == (*IDS.shape, 72)
+
+
+READERS = {
+    "Siglip2VisionModel": {"num_patches": 16, "patch_size": 4},
+    "WavLMModel": {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]},
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_models_that_read_weights_themselves(kind):
+    model = getattr(transformers, kind)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_conv_pos_embedding_groups": 4} if kind == "WavLMModel" else {}
+    model = model(model.config_class(**sizes, **READERS[kind], **more)).eval()
+    kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    if kind == "WavLMModel":
+        model(torch.randn(1, 800))
+        assert kinds["encoder.layers.0.attention.q_proj"] == "Linear"
+        assert kinds["encoder.layers.0.feed_forward.output_dense"] == "KbitLinear"
+        return
+    mask, shapes = torch.ones(1, 16, dtype=torch.long), torch.tensor([[4, 4]])
+    model(pixel_values=torch.randn(1, 16, 48), pixel_attention_mask=mask, spatial_shapes=shapes)
+    assert kinds["embeddings.patch_embedding"] == "Linear"
+    assert kinds["encoder.layers.0.mlp.fc1"] == "KbitLinear"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.abc
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,12 +41,14 @@ def when_imported(name: str, action: Action, complete: str) -> None:
 
 
 def wrap_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Put `wrap(method)` in a method's place. Asking again for the same changes nothing."""
-    original = getattr(owner, name)
+    """Put `wrap(method)` in a method's place, or a class's. Asking again for the same changes nothing."""
+    original: Any = inspect.getattr_static(owner, name)
+    of_class = isinstance(original, classmethod)
+    original = original.__func__ if of_class else original
     if not getattr(original, "knows_kbit", False):
-        wrapped = functools.wraps(original)(wrap(original))
-        wrapped.knows_kbit = True  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)
+        wrapped: Any = functools.wraps(original)(wrap(original))
+        wrapped.knows_kbit = True
+        setattr(owner, name, classmethod(wrapped) if of_class else wrapped)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -30,6 +30,7 @@ class Family(NamedTuple):
 
 _PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MODELS = "transformers.models"
+_NORM = "RMSNormGated"  # how its name ends
 FAMILIES = {
     "Qwen3NextGatedDeltaNet": Family(
         f"{_MODELS}.qwen3_next.modeling_qwen3_next", ("in_proj_qkvz", "in_proj_ba")
@@ -46,6 +47,12 @@ def family_of(module: Any) -> Family | None:
         if family is not None and kind.__module__ == family.module:  # or it is somebody else's of that name
             return family
     return None
+
+
+def has_own_norm(layer: Any, family: Family) -> bool:
+    """Whether a layer's gated norm is that of its family, and not one of another class."""
+    kind = type(layer.norm)
+    return kind.__module__ == family.module and kind.__name__.endswith(_NORM)
 
 
 def ratio_of(layer: Any) -> float:

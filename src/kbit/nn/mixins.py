@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,16 +20,19 @@ class MixedIn(nn.Module):
     Attributes:
         own: the class that a module had.
         prefix: of the name of the class that it gets.
+        passing: attributes of modules that one call leaves for another, which copies and pickles are without.
     """
 
     own: type[nn.Module]
     prefix = "Kbit"
+    passing: ClassVar[tuple[str, ...]] = ()
 
     def leave(self) -> None:
         """Take away what the class itself lacks, before a module gets that again."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _again, (self.own, *type(self).__bases__[:1]), self.__dict__
+        state = {name: value for name, value in vars(self).items() if name not in self.passing}
+        return _again, (self.own, *type(self).__bases__[:1]), state
 
 
 class Joining(MixedIn):

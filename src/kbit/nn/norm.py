@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from kbit.format.versions import version_of
 from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
 from kbit.nn.standing_in import tried_in_vain
 from kbit.nn.support import has_own_forward, is_apart
@@ -24,15 +25,26 @@ _PROBE_ROWS = 8
 # Of a forward that a module has of its own: it is there for gradients, and computes what its class does.
 FOR_GRADIENTS = "for_gradients"
 _OWN_FORWARD = "_kbit_own_forward"  # of a norm: that function
-_NORMED = "_kbit_normed"  # of a norm: a sum that `add` made, its version, and its norm
+_NORMED = "_kbit_normed"  # of a norm: what `add` made
 Add = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _PROBED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Made(NamedTuple):
+    """A sum and its norm, what the norm was made with, and the versions of sum and weight."""
+
+    normed: torch.Tensor
+    total: torch.Tensor
+    weight: torch.Tensor
+    how: tuple[float, bool, bool]
+    versions: tuple[int, int]
 
 
 class FusedNorm(MixedIn):
     """What a norm's class is mixed with. Subclasses say where it rounds, as `kbit.ops.norm_schemas`."""
 
     prefix = "Fused"
+    passing = (_NORMED,)
 
     plus_one: ClassVar[bool]
     round_first: ClassVar[bool]
@@ -50,6 +62,8 @@ class FusedNorm(MixedIn):
             if normed is not None:
                 return normed
             return direct.rms_norm(hidden_states, self.weight, *self.how)
+        if not torch.compiler.is_compiling():
+            vars(self).pop(_NORMED, None)
         own_forward = vars(self).get(_OWN_FORWARD)
         return super().forward(hidden_states) if own_forward is None else own_forward(hidden_states)
 
@@ -64,7 +78,8 @@ class FusedNorm(MixedIn):
             return x + added  # inference tensors do not say whether they were changed, nor does `x.data`
         run = add_rms_norm or direct.add_rms_norm
         total, normed = run(x, added, self.weight, *self.how)
-        vars(self)[_NORMED] = total, total._version, normed
+        weight = self.weight
+        vars(self)[_NORMED] = _Made(normed, total, weight, self.how, (total._version, version_of(weight)))
         return total
 
     def leave(self) -> None:
@@ -79,8 +94,10 @@ class FusedNorm(MixedIn):
         return _eps(self), self.plus_one, self.round_first
 
     def _normed_before(self, x: torch.Tensor) -> torch.Tensor | None:
-        total, version, normed = vars(self).pop(_NORMED, (None, 0, None))
-        return normed if total is x and x._version == version else None
+        made: _Made | None = vars(self).pop(_NORMED, None)
+        if made is None or made.total is not x or made.weight is not self.weight or made.how != self.how:
+            return None
+        return made.normed if made.versions == (x._version, version_of(self.weight)) else None
 
     def takes(self, x: Any) -> bool:
         """Whether our kernel takes an input."""

@@ -64,6 +64,7 @@ def _versions(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:
 class FusedRouter(MixedIn):
     """What a router's class is mixed with. Subclasses say which router it is: `route`."""
 
+    passing = (_MADE,)
     logits_dtype: ClassVar[torch.dtype | None] = None  # the weight's
 
     weight: nn.Parameter

@@ -20,6 +20,8 @@ _READERS = (
     (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2, the same
     (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),  # the same
     (r"^GraniteSpeech5Encoder$", "input_linear"),  # the same
+    (r"VisionEmbeddings$", "patch_embedding"),  # Siglip2, the same
+    (r"^WavLMAttention$", r"[qkv]_proj|out_proj"),  # handed to a function of PyTorch
     (r"^MobileBertLMPredictionHead$", "decoder|dense"),  # it joins both into one matrix
     (r"^ProphetNetDecoder$", "ngram_embeddings"),  # added to what it embeds
     (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it: the same

@@ -97,6 +97,8 @@ def _told(original: Any) -> Any:
         if kwargs.get("save_original_format") is False:
             _refuse_fused_experts(self)
         quantizer, quantized = getattr(self, "hf_quantizer", None), replace.has_quantized(self)
+        if quantized and not _saves_adapters(self):
+            _refuse_wrapped_layers(self)
         if quantizer is None and quantized:
             _tell(self, QuantizationPolicy())
         elif quantizer is not None and not forget_if_plain(self) and not _saves_adapters(self):
@@ -150,6 +152,15 @@ def _refuse_fused_experts(model: Any) -> None:
             raise ValueError(
                 f"save_pretrained: {name} are quantized experts, which files hold in the original format. "
                 f"Leave out save_original_format=False."
+            )
+
+
+def _refuse_wrapped_layers(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(".base_layer") and isinstance(module, QuantizedModule):
+            raise ValueError(
+                f"save_pretrained: {name} is inside a wrapper of peft's, and no model would find it by this "
+                f"name. Save the PeftModel, or what its unload() returns."
             )
 
 

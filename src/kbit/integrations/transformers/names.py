@@ -15,6 +15,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from kbit.format.names import PACKED, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.key_mapping import key_mapping
 from kbit.nn import KbitEmbedding, KbitLinear
 from kbit.nn.fused_experts import is_experts
 from kbit.nn.parts import QuantizedModule
@@ -30,7 +31,7 @@ def class_in(config: Any) -> Any:
 
 def loading_transforms(model: Any) -> Transforms:
     """What transformers does to the names and tensors of a checkpoint when it loads this model."""
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model, key_mapping=key_mapping())
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     return renamings, [entry for entry in conversions if isinstance(entry, WeightConverter)]
 
