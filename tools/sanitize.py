@@ -176,7 +176,7 @@ def run_around_products() -> None:
         for tokens in (1, 3, 17, 40):
             prompt = (x[:, None].expand(-1, tokens, -1).contiguous() for x in (projected, gates))
             given, weights = tuple(prompt), (taps, *of_heads)
-            few = torch.tensor([2], device="cuda")
+            few = torch.tensor([2, 0, tokens], device="cuda")
             for before, there in ((None, None), (window, None), (None, few), (window, few)):
                 made = torch.ops.kbit.gated_delta_inputs(*given, before, *weights, there, by_heads)
                 assert all(torch.isfinite(x).all() for x in made)
@@ -188,6 +188,32 @@ def run_around_products() -> None:
             beta, decay = (torch.rand(3, tokens, v_heads, device="cuda") for _ in range(2))
             made = torch.ops.kbit.gated_delta_rule(*rows, beta.half(), -decay, before)
             assert all(torch.isfinite(x).all() for x in made)
+
+
+def run_ranks() -> None:
+    """Sums over GPUs, and rows of all, as one of them whose memory has the parts of all others already."""
+    import torch
+
+    from kbit.backends.cuda import ranks
+
+    capacity = 300
+    kinds = product((2, 3, 8), (torch.float16, torch.bfloat16), (False, True), (1, 2))
+    for count, dtype, gathers, number in kinds:
+        parts = torch.randn(count, 5, 40, device="cuda").to(dtype)
+        sent = parts.view(torch.int32).view(count, -1, 2)
+        inboxes = torch.zeros(count, 2, count, capacity, 4, device="cuda", dtype=torch.int32)
+        inbox = inboxes[count - 1, number % 2, : count - 1, : sent.shape[1]]
+        inbox[..., ::2], inbox[..., 1::2] = sent[:-1], number
+        state = torch.tensor([number, 0, 0], device="cuda", dtype=torch.int32)
+        given = ranks.Inboxes([one.data_ptr() for one in inboxes], state, count - 1, capacity, 600)
+        out = torch.full((5, 40 * count if gathers else 40), torch.nan, device="cuda", dtype=dtype)
+        ranks.one_shot(parts[-1], given, out, gathers)
+        total = torch.zeros(5, 40, device="cuda")
+        for part in parts:
+            total += part
+        assert torch.equal(out, torch.cat(list(parts), -1) if gathers else total.to(dtype))
+        assert state.tolist() == [number + 1, 0, 0]
+        assert torch.equal(inboxes[0, number % 2, -1, : sent.shape[1], ::2], sent[-1])
 
 
 def run_nvfp4() -> None:
@@ -413,6 +439,7 @@ def _multiply_sorted(experts, out) -> None:
 PARTS = {f"{bits} bits": partial(run_cases, bits) for bits in (2, 3, 4, 5)} | {
     "5 bits, any codebook": partial(run_cases, 5, symmetric=False),
     "sort": run_around_products,
+    "ranks": run_ranks,
     "nvfp4": run_nvfp4,
 }
 
