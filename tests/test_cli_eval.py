@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import kbit
 from kbit.cli import app
 from tiny_models import build_with_tokenizer
 
@@ -92,3 +93,22 @@ def test_a_model_of_nan_is_named(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["eval", str(folder), "--text", str(text), "--window", "60"])
     assert run.exit_code == 0, run.output
     assert "computes NaN: weights hold NaN or Inf" in run.output
+
+
+def test_tied_weights_count_once(tmp_path: Path, given: list[object]) -> None:
+    source, options = build_with_tokenizer("llama", tmp_path / "tied"), ("--bits", 3, "--embedding-bits", 5)
+    _, found = result_of(tmp_path, source, "--text", given[2], *options)["rows"]
+    model = AutoModelForCausalLM.from_pretrained(source)
+    weights = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+    kbit.quantize_model(model, kbit.KbitConfig(bits=3, embedding_bits=5))
+    assert model.lm_head.weight_packed is model.model.embed_tokens.weight_packed
+    decoded = dict(kbit.dequantize_model(model).named_parameters())
+    assert decoded.keys() >= weights.keys()
+    error = sum(float((decoded[name] - weight).detach().square().sum()) for name, weight in weights.items())
+    assert found["nmse"] == pytest.approx(error / sum(float(w.square().sum()) for w in weights.values()))
+    assert 3.25 < found["bits_per_weight"] < 5.25
+
+
+def test_windows_are_as_long_as_they_are(tmp_path: Path, given: list[object]) -> None:
+    result = result_of(tmp_path, given[0], "--text", given[2], "--max-tokens", 40)
+    assert result["window"] == 40

@@ -71,17 +71,17 @@ def evaluate(
     load = functools.partial(load_model, dtype=dtype, device=device)
     find_device(device)  # before anything is fetched, or the text encoded
     folder, reference = folder_of(folder), reference and folder_of(reference)
+    ids = encode_windows(folder, read_text(text), window, max_tokens)
     if bits is None:
-        rows = _saved(folder, reference, text, window, max_tokens, load)
+        rows = _saved(folder, reference, ids, load)
     else:
         methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
         if calibrate is not None:
             samples = calibration_samples(folder, calibrate, window)
-        ids = encode_windows(folder, read_text(text), window, max_tokens)
         rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples, load)
     from kbit.bench import gpu_timing
 
-    show(_table(rows, window))
+    show(_table(rows, ids.shape[1]))
     if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
         console.print(
             f"[yellow]warning:[/yellow] {escape(broken[0])} computes NaN: weights hold NaN or Inf, or "
@@ -91,20 +91,14 @@ def evaluate(
     name = model_name(folder)
     sampled = None if samples is None else samples.numel()
     about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
-    how = {"window": window, "embedding_bits": embedding_bits, "calibration_tokens": sampled}
+    how = {"window": ids.shape[1], "embedding_bits": embedding_bits, "calibration_tokens": sampled}
     write_json(json_file, about | how | {"rows": rows})
 
 
 def _saved(
-    folder: Path,
-    reference: Path | None,
-    text: Path | None,
-    window: int,
-    max_tokens: int | None,
-    load: Callable[[Path], Any],
+    folder: Path, reference: Path | None, ids: torch.Tensor, load: Callable[[Path], Any]
 ) -> list[dict[str, Any]]:
     """Rows for a model as it is on disk, and for its reference where one is given."""
-    ids = encode_windows(folder, read_text(text), window, max_tokens)
     models: dict[str, Any] = {}
     base = None
     if reference is not None:
@@ -183,21 +177,29 @@ def _score(
 
 def _sizes(model: Any, base: Any) -> dict[str, Any]:
     """Bits per quantized weight and, where there is an unquantized model, their relative squared error."""
-    from kbit.nn.parts import QuantizedModule
-    from kbit.nvfp4.layers import NVFP4Module
-
-    parts = [
-        (name, module, weight)
-        for name, module in model.named_modules()
-        if isinstance(module, (QuantizedModule, NVFP4Module))
-        for weight in module.shapes
-    ]
+    parts = _quantized_parts(model)
     if not parts:
         return {}
     weights = sum(math.prod(module.shapes[weight]) for _, module, weight in parts)
     nbytes = sum(module.quantized(weight).nbytes for _, module, weight in parts)
     error = {} if base is None else {"nmse": _relative_error(parts, base)}
     return {"bits_per_weight": round(8 * nbytes / weights, 4), **error}
+
+
+def _quantized_parts(model: Any) -> list[tuple[str, Any, str]]:
+    """(name, module, weight) of all quantized weights; of tied ones the first."""
+    from kbit.format.names import PACKED
+    from kbit.nn.parts import QuantizedModule
+    from kbit.nvfp4.layers import NVFP4Module
+
+    parts, seen = [], set()
+    for name, module in model.named_modules():
+        for weight in module.shapes if isinstance(module, (QuantizedModule, NVFP4Module)) else ():
+            packed = module._parameters.get(weight + PACKED)  # which tied ones have together
+            if packed is None or packed not in seen:
+                seen.add(packed)
+                parts.append((name, module, weight))
+    return parts
 
 
 def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:
