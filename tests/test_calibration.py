@@ -70,6 +70,29 @@ def test_a_stack_is_its_matrices() -> None:
         )
 
 
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("form", list(ABSMAX_FORMATS))
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_block_scales_by_a_kernel_are_the_same(bits: int, form: str, search: bool) -> None:
+    """Also of a matrix whose factor is not 1, and where blocks alone would have one."""
+    ran = []
+
+    def alone(block: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ran.append(torch.ops.kbit.quantize(block, codebook, bits, form, search))
+        return ran[-1]
+
+    x, codebook = correlated(200, 100), kbit.normal_float(bits)
+    w = torch.randn(4, 24, 100) * torch.tensor([1.0, 1e-7, 1e5, 1.0])[:, None, None]
+    w[3, :, 32:64] *= 1e-7
+    spread = calibrated.spread((x.t() @ x).expand(4, -1, -1))
+    for given in ((w, spread), (w[:3], spread[:3]), (w[0], spread[0])):
+        ran.clear()
+        found = calibrated.quantize(*given, codebook, form, search, alone)
+        for mine, other in zip(found, calibrated.quantize(*given, codebook, form, search), strict=True):
+            assert torch.equal(mine, other)
+        assert len(ran) == 4
+
+
 def divergence(model: nn.Module, reference_model: nn.Module, ids: torch.Tensor) -> float:
     with torch.no_grad():
         p, q = (m(ids).logits.log_softmax(-1) for m in (reference_model, model))

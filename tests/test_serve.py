@@ -185,9 +185,10 @@ def test_a_prompt_without_tokens_is_refused_and_the_server_lives(stream, served,
 
 @pytest.mark.parametrize("served", [[], BATCHED], indirect=True, ids=["one by one", "batched"])
 def test_biases_may_be_whole_numbers(served, folders):
-    body = {"model": str(folders["kbit"]), "messages": [USER], "max_tokens": 2, "logit_bias": {"5": 1}}
-    status, answer = bench._request(served[0], "POST", "/v1/chat/completions", body, 60.0)
-    assert status == 200, answer
+    body = {"model": str(folders["kbit"]), "max_tokens": 2, "logit_bias": {"5": 100}}
+    for way, more in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "w1"})):
+        status, answer = bench._request(served[0], "POST", f"/v1/{way}", body | more, 60.0)
+        assert status == 200, answer
 
 
 def test_the_first_of_batched_requests_does_not_decide_for_all(folders):

@@ -1,9 +1,10 @@
 """Fields of a request to the server: those of a wrong kind are told so, before anything is computed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from kbit.cli import serve_fields, serve_requests
 
@@ -63,6 +64,24 @@ def test_messages(more, told):
 def test_a_temperature_has_tokens_drawn(body, drawn):
     settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, body)
     assert bool(settings.do_sample) == bool(drawn)
+
+
+def test_biases_of_tokens_are_heeded_everywhere():
+    settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, {"logit_bias": {"5": 1}})
+    assert settings.sequence_bias == {(5,): 1.0}
+
+
+def test_biases_of_tokens_that_there_are_not_are_refused():
+    model = SimpleNamespace(config=PretrainedConfig(vocab_size=72))
+    for token in ("0", "71"):
+        settings = serve_requests._settled(lambda *given: GenerationConfig())(
+            None, {"logit_bias": {token: 1}}
+        )
+        serve_requests._check_bias(settings, model)
+    serve_requests._check_bias(GenerationConfig(), model)
+    settings = serve_requests._settled(lambda *given: GenerationConfig())(None, {"logit_bias": {"72": 1}})
+    with pytest.raises(serve_fields.RequestError, match="names token 72, and the model has 72"):
+        serve_requests._check_bias(settings, model)
 
 
 def test_biases_become_floats():

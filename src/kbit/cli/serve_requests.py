@@ -112,6 +112,14 @@ def _check_ids(ids: Any, model: Any) -> None:
         raise RequestError(f"the server's {wrong}: it is another model's.", None)
 
 
+def _check_bias(settings: Any, model: Any) -> None:
+    """Raises RequestError for biases of tokens that the model does not have."""
+    most = getattr(model.config.get_text_config(), "vocab_size", None)
+    tokens = (token for sequence in getattr(settings, "sequence_bias", None) or {} for token in sequence)
+    if most is not None and (wrong := next((token for token in tokens if token >= most), None)):
+        raise RequestError(f"logit_bias names token {wrong}, and the model has {most}.", "logit_bias")
+
+
 def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     """A manager's method to generate, for requests that fit its cache."""
 
@@ -123,6 +131,7 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
         tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         fit(tokens, gen_config, _room(self), known_positions(model))
         _check_ids(ids, model)
+        _check_bias(gen_config, model)
         return generate(self, model, processor, inputs, gen_config, *args, **kw)
 
     return fitted
@@ -154,7 +163,10 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
             settings = build(self, body, *args, **kw)
             if (body.get("temperature") or 0) > 0 and body.get("generation_config") is None:
                 settings.do_sample = True  # which transformers leaves to the model's own settings
-            if (bias := getattr(settings, "sequence_bias", None)) is not None:
+            bias = getattr(settings, "sequence_bias", None)
+            if (of_tokens := body.get("logit_bias")) is not None:  # which transformers heeds in chats alone
+                bias = {(int(token),): one for token, one in of_tokens.items()}
+            if bias is not None:
                 settings.sequence_bias = {tokens: float(one) for tokens, one in dict(bias).items()}
             return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

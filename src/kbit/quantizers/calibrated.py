@@ -7,6 +7,8 @@ inverse of H = sum of x x^T over activations x, is spread over the columns behin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -40,8 +42,17 @@ def spread(hessian: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
+# Quantizes [..., N, columns] by itself, as `torch.ops.kbit.quantize`: packed, absmax, factors.
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 def quantize(
-    w: torch.Tensor, spread: torch.Tensor, codebook: torch.Tensor, absmax_format_name: str, search: bool
+    w: torch.Tensor,
+    spread: torch.Tensor,
+    codebook: torch.Tensor,
+    absmax_format_name: str,
+    search: bool,
+    alone: Quantize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize weights such that their products with activations like those that were seen change little.
 
@@ -51,12 +62,13 @@ def quantize(
         codebook: float32 [2^bits] on w's device.
         absmax_format_name: a name in `kbit.format.scales.ABSMAX_FORMATS`.
         search: search block scales, or take the rounded absmax.
+        alone: what quantizes a block's weights by themselves, with this codebook, format and `search`: where
+            a compiled kernel does, block scales are there several times as soon.
 
     Returns:
         packed int32 [..., N, blocks * bits], absmax [..., N, blocks], scale float32 [...].
     """
     fmt = absmax_format(absmax_format_name)
-    method = scale_search if search else absmax
     rest = reference.split_blocks(w).clone()  # which may be w's own memory
     factor = fmt.tensor_factor(rest.abs().amax(-1))
     rest = rest.flatten(-2)
@@ -65,7 +77,10 @@ def quantize(
         end = start + BLOCK_SIZE
         block = rest[..., start:end]
         left = min(BLOCK_SIZE, w.shape[-1] - start)
-        _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor, left)
+        chosen = None if alone is None else _chosen(block[..., :left] / factor[..., None, None], alone)
+        if chosen is None:
+            method = scale_search if search else absmax
+            _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor, left)
         stored.append(chosen)
         scale = fmt.decode(chosen) * factor[..., None, None]
         errors, codes = torch.empty_like(block), torch.empty_like(block, dtype=torch.uint8)
@@ -78,3 +93,9 @@ def quantize(
         packed.append(bitplanes.pack(codes, bits_of(codebook)))
         rest[..., end:] -= errors @ spread[..., start:end, end:]
     return torch.cat(packed, dim=-1), torch.cat(stored, dim=-1), factor
+
+
+def _chosen(block: torch.Tensor, alone: Quantize) -> torch.Tensor | None:
+    """The block scales of weights that were divided by their matrix's factor; None if they want another."""
+    _, stored, factors = alone(block)
+    return stored if bool((factors == 1).all()) else None
