@@ -72,14 +72,10 @@ def test_biases_of_tokens_are_heeded_everywhere():
 
 
 def test_biases_of_tokens_that_there_are_not_are_refused():
-    model = SimpleNamespace(config=PretrainedConfig(vocab_size=72))
-    for token in ("0", "71"):
-        settings = serve_requests._settled(lambda *given: GenerationConfig())(
-            None, {"logit_bias": {token: 1}}
-        )
+    model, settings = SimpleNamespace(config=PretrainedConfig(vocab_size=72)), GenerationConfig()
+    for settings.sequence_bias in (None, {(0,): 1.0, (71,): 1.0}):
         serve_requests._check_bias(settings, model)
-    serve_requests._check_bias(GenerationConfig(), model)
-    settings = serve_requests._settled(lambda *given: GenerationConfig())(None, {"logit_bias": {"72": 1}})
+    settings.sequence_bias = {(72,): 1.0}
     with pytest.raises(serve_fields.RequestError, match="names token 72, and the model has 72"):
         serve_requests._check_bias(settings, model)
 

@@ -6,7 +6,6 @@ time the whole model runs on all samples, with the layers in front quantized alr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -226,9 +225,12 @@ def _matrices(
     w: torch.Tensor, spread: torch.Tensor, bits: int, policy: QuantizationPolicy
 ) -> QuantizedTensor:
     codebook = get_codebook(policy.codebook_for(bits), bits).to(w.device)
-    how: dict[str, Any] = {"absmax_format": policy.absmax_format, "search": policy.search}
-    alone = functools.partial(torch.ops.kbit.quantize, codebook=codebook, bits=bits, **how)
-    parts = calibrated.quantize(w, spread, codebook, *how.values(), alone)
+    form, search = policy.absmax_format, policy.search
+
+    def alone(block: torch.Tensor) -> Any:
+        return torch.ops.kbit.quantize(block, codebook, bits, form, search)
+
+    parts = calibrated.quantize(w, spread, codebook, form, search, alone)
     return QuantizedTensor(*parts[:2], codebook, parts[2], bits, tuple(w.shape))
 
 

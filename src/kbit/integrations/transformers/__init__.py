@@ -10,6 +10,7 @@ transformers; asking it for `KbitConfig` does.
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
+    counting                         `num_parameters`
     tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on

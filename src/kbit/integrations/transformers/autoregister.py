@@ -8,6 +8,7 @@ from kbit.integrations.on_import import when_imported
 from kbit.integrations.peft import guard_merging, guard_prompts
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
+from kbit.integrations.transformers.counting import guard_counting
 from kbit.integrations.transformers.key_mapping import guard_loading
 from kbit.integrations.transformers.resizing import guard_resizing
 
@@ -29,6 +30,7 @@ def install() -> None:
 
 
 def _guard_models(module: ModuleType) -> None:
+    guard_counting(module)
     guard_loading(module)
     guard_resizing(module)
     inplace.guard_saving(module)
