@@ -23,7 +23,7 @@ from peft import (
 )
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kbit
 from kbit.integrations.peft import merge
@@ -292,6 +292,17 @@ def test_layers_in_wrappers_are_not_saved_by_names_that_no_model_has(tmp_path):
     with pytest.raises(ValueError, match=r"q_proj\.base_layer is inside a wrapper of peft's"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_layers_in_nvfp4_get_no_adapter(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=72, **sizes)).save_pretrained(tmp_path)
+    config = kbit.NVFP4Config(activations="16bit")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.q_proj is in NVFP4, .* Quantize the model by"
+    ):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 
 
 def test_merging_requantizes():

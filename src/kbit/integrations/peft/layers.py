@@ -16,6 +16,7 @@ from kbit.format.autocast import autocast
 from kbit.integrations.peft.experts import LoraExperts
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.parts import QuantizedModule
+from kbit.nvfp4.layers import NVFP4Module
 
 MERGE_REMEDY = (
     "Keep the adapter beside the model, or call kbit.integrations.peft.merge(model): it adds the adapter to "
@@ -138,4 +139,16 @@ class LoraKbitExperts(LoraOnCodes, LoraExperts):
         return super().forward(autocast(hidden_states), top_k_index, top_k_weights)
 
 
-LAYERS = {KbitLinear: LoraLinear, KbitEmbedding: LoraEmbedding, KbitExperts: LoraKbitExperts}
+def _refuse_nvfp4(layer: NVFP4Module, *_: Any, **named: Any) -> None:
+    raise ValueError(
+        f"{layer.layer_name or type(layer).__name__} is in NVFP4, to which peft cannot add an adapter. "
+        f"Quantize the model by kbit.KbitConfig(bits=4) to train one."
+    )
+
+
+LAYERS: dict[type, Any] = {
+    KbitLinear: LoraLinear,
+    KbitEmbedding: LoraEmbedding,
+    KbitExperts: LoraKbitExperts,
+    NVFP4Module: _refuse_nvfp4,
+}
