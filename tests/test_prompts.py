@@ -207,6 +207,26 @@ def test_other_padding_is_transformers_own_affair():
         assert enabled.counts == (0, 0)
 
 
+def test_heads_that_read_hidden_states_twice_get_masks(monkeypatch):
+    model, mask = quantized(), masks(3, 0)
+    own = logits(model, prompt(20, 2), mask=mask)
+    forward = type(model.model).forward
+
+    def twice(self, *given, **named):
+        found = forward(self, *given, **named)
+        for hook in self._forward_hooks.values():
+            hook(self, given, found)
+        return found
+
+    monkeypatch.setattr(type(model.model), "forward", twice)
+    enabled = Enabled(model)
+    for _ in range(2):
+        found = enabled.logits(prompt(20, 2), mask=mask)
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+    assert enabled.counts == (0, 0)
+    assert not model.model._forward_hooks
+
+
 def test_hidden_states_of_other_threads_stay_where_they_are():
     model, ids = quantized(), prompt(12)
 

@@ -59,30 +59,38 @@ def moved_right(tensor: torch.Tensor, padding: torch.Tensor, dim: int) -> torch.
 
 
 class MoveRight:
-    """A hook of what makes hidden states: in its thread they are `moved_right`."""
+    """A hook of what makes hidden states: in its thread they are `moved_right`.
+
+    Attributes:
+        times: how often they were.
+    """
 
     def __init__(self, padding: torch.Tensor) -> None:
         self._padding, self._thread = padding, threading.get_ident()
+        self.times = 0
 
     def __call__(self, module: Any, given: Any, output: Any) -> None:
         """As a forward hook."""
-        if threading.get_ident() == self._thread:
-            output.last_hidden_state = moved_right(output.last_hidden_state, self._padding, 1)
+        states = getattr(output, "last_hidden_state", None)
+        if states is not None and threading.get_ident() == self._thread:
+            output.last_hidden_state = moved_right(states, self._padding, 1)
+            self.times += 1
 
 
 @contextlib.contextmanager
-def states_moved_right(model: Any, padding: torch.Tensor) -> Iterator[None]:
+def states_moved_right(model: Any, padding: torch.Tensor) -> Iterator[MoveRight]:
     """A model's head gets hidden states that are `moved_right`, in this thread.
 
     Args:
         model: of transformers, with a head on a decoder (`has_decoder`).
         padding: of `padding_in_front`.
     """
-    hook = model.base_model.register_forward_hook(MoveRight(padding))
+    hook = MoveRight(padding)
+    handle = model.base_model.register_forward_hook(hook)
     try:
-        yield
+        yield hook
     finally:
-        hook.remove()
+        handle.remove()
 
 
 def has_decoder(model: Any) -> bool:

@@ -113,12 +113,13 @@ class Prompts:
         with contextlib.ExitStack() as stack:
             causal = stack.enter_context(prompt_kernels(model))
             linear = stack.enter_context(padded_prompts(count))
-            if padding is not None:
-                stack.enter_context(states_moved_right(model, padding))
+            moved = None if padding is None else stack.enter_context(states_moved_right(model, padding))
             output = model(past_key_values=cache, return_dict=True, **others)
             if (causal(), linear()) != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
                 raise _Unlike
-        if padding is not None:
+        if moved is not None:
+            if moved.times != 1:
+                raise _Unlike
             move_cache_right(_growing(cache), padding, others["input_ids"].shape[1])
         return output
 
