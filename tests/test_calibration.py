@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, BatchEncoding
 import kbit
 from kbit.format import SUPPORTED_BITS, reference
 from kbit.format.scales import ABSMAX_FORMATS
-from kbit.nn import KbitExperts, KbitLinear, calibration
+from kbit.nn import KbitExperts, KbitLinear, calibration, early_end
 from kbit.quantizers import calibrated
 from tiny_models import build
 
@@ -216,3 +219,63 @@ def test_what_cannot_be_calibrated_is_named() -> None:
     model[1].weight.data[0, 0] = torch.nan
     with pytest.raises(kbit.NonFiniteWeightError, match="1.weight"):
         kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=[torch.randn(2, 32)])
+
+
+@contextlib.contextmanager
+def running_whole(model: nn.Module, names: list[str]):
+    yield lambda call: call()
+
+
+@pytest.mark.parametrize("room", [1, calibration.HESSIAN_BYTES])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_runs_end_behind_the_layers_in_work(architecture: str, room: int, monkeypatch) -> None:
+    monkeypatch.setattr(calibration, "HESSIAN_BYTES", room)
+    config, samples = kbit.KbitConfig(bits=3, search=False), list(IDS.split(1))
+    assert len(samples) > 1
+    models, calls = [build(architecture, torch.float32) for _ in range(2)], []
+    for model, run in zip(models, (early_end.ending_early, running_whole), strict=True):
+        monkeypatch.setattr(calibration, "ending_early", run)
+        count = collections.Counter()
+        for name in ("lm_head", "model.layers.0", "model.layers.1"):
+            module = model.get_submodule(name)
+            module.register_forward_hook(lambda *_, name=name, count=count: count.update([name]))
+        kbit.quantize_model(model, config, calibration=samples)
+        calls.append(count)
+    one, other = (model.state_dict() for model in models)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    early, whole = calls
+    passes = whole["lm_head"] // len(samples)
+    assert early["lm_head"] == passes
+    assert early["model.layers.0"] == whole["model.layers.0"]
+    assert early["model.layers.1"] < whole["model.layers.1"] or room > 1
+
+
+def test_models_that_call_layers_again_run_whole() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in [*self.layers] * 2:
+                x = layer(x)
+            return x
+
+    model, seen = Twice(), []
+    model.layers[0].register_forward_pre_hook(lambda *given: seen.append(given[1][0]))
+    with early_end.ending_early(model, ["layers.0"]) as run:
+        for _ in range(3):
+            run(functools.partial(model, torch.randn(2, 32)))
+    assert len(seen) == 6
+    assert len(model.layers[0]._forward_pre_hooks) == 1
+    assert not model.layers[1]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("names", [["0"], ["2"]])
+def test_models_without_lists_and_heads_run_whole(names: list[str]) -> None:
+    model, seen = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), []
+    model[2].register_forward_hook(lambda *given: seen.append(1))
+    with early_end.ending_early(model, names) as run:
+        for _ in range(2):
+            run(functools.partial(model, torch.randn(2, 32)))
+    assert len(seen) == 2

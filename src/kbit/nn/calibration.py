@@ -1,11 +1,12 @@
 """Quantizing layers by what sample inputs feed them; see `kbit.quantizers.calibrated`.
 
 Layers are taken in the model's order, as many at a time as their sums of x x^T fit in `HESSIAN_BYTES`. Each
-time the whole model runs on all samples, with the layers in front quantized already.
+time the model runs on all samples as far as these layers, with those in front quantized already.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
+from kbit.nn.early_end import ending_early
 from kbit.nn.experts import KbitExperts
 from kbit.nn.fuse import Parts, fuse_rows, parts_of
 from kbit.nn.fused_experts import WEIGHTS, is_experts
@@ -133,8 +135,10 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        for sample in samples if found else ():
-            _call(model, sample)
+        if found:
+            with ending_early(model, [*found]) as run:
+                for sample in samples:
+                    run(functools.partial(_call, model, sample))
     finally:
         for handle in handles:
             handle.remove()
