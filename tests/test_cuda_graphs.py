@@ -146,6 +146,29 @@ def test_other_weights_are_recorded_again():
         assert len(steps._recordings) == 0
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: setattr(layers[0].mlp.gate, "top_k", 1),
+        lambda layers: setattr(layers[1].self_attn, "scaling", 0.1),
+        lambda layers: setattr(layers[0].mlp, "forward", lambda x: x),
+        lambda layers: setattr(layers[0].mlp.experts, "act_fn", torch.nn.GELU()),
+    ],
+    ids=["choices", "scaling", "forward", "activation"],
+)
+def test_other_settings_are_recorded_again(change):
+    model = quantized("qwen3_next")
+    kbit.enable_cuda_graphs(model)
+    steps = model.get_compiled_call(None)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    steps._recordings._known[cache] = {}
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    assert len(model.get_compiled_call(None)._recordings) == 1
+    change(model.model.layers)
+    assert len(model.get_compiled_call(None)._recordings) == 0
+
+
 def test_other_adapters_are_recorded_again():
     from peft import LoraConfig, get_peft_model
 

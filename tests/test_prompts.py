@@ -14,7 +14,7 @@ import kbit
 from graph_tape import REFUSED, Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import cuda_graphs, left_padding, prompts, static_caches
+from kbit.integrations.transformers import cuda_graphs, left_padding, preconditions, prompts, static_caches
 from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
@@ -238,7 +238,7 @@ def test_hidden_states_of_other_threads_stay_where_they_are():
     with left_padding.states_moved_right(model, torch.tensor([3])), ThreadPoolExecutor() as pool:
         assert torch.equal(pool.submit(read).result(), own)
         assert torch.equal(read()[:, 3:], own[:, :-3])
-        assert not cuda_graphs._hooks(model.base_model)
+        assert not preconditions.hooks_of(model.base_model)
 
 
 def test_a_conversation_goes_on_behind_its_first_prompt():

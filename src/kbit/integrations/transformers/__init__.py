@@ -14,6 +14,7 @@ transformers; asking it for `KbitConfig` does.
     tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
+    preconditions                what they rest on in a model
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
     left_padding                 prompts of several lengths in one batch
     late_masks, additive_masks   masks that such steps make themselves, as what is added to scores

@@ -26,10 +26,9 @@ import torch
 
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
-from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
-from kbit.integrations.transformers.left_padding import MoveRight
+from kbit.integrations.transformers.preconditions import hooks_of, preconditions
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import LONGEST, LastCaches, why_not_recorded
@@ -52,9 +51,9 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     one is recorded, with kernels of its own around the layers (`step_kernels`). Prompts of up to 2048 tokens
     are padded to one of 24 lengths, and from the second of a length on replayed. The last call's cache stays,
     unless you hold it, and with it the graph, until a call has another batch size or needs more tokens, or
-    the model's weights lie elsewhere, or other hooks or adapters of peft are in it. After other changes
-    enable it again, which forgets all graphs. A replay does what a hook did on the GPU when it was recorded,
-    and calls no hook: a warning names the first of yours.
+    the model's weights lie elsewhere, or its modules have other numbers, classes, hooks or adapters of peft.
+    After other changes enable it again, which forgets all graphs. A replay does what a hook did on the GPU
+    when it was recorded, and calls no hook: a warning names the first of yours.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -194,7 +193,7 @@ class Steps:
     def prepare(self) -> None:
         """Before a call of `generate`: forget recordings that do not hold any more."""
         self.is_prepared = True
-        rests_on = _what_recordings_rest_on(self._model())
+        rests_on = preconditions(self._model())
         if rests_on != self._rests_on:
             self._rests_on = rests_on
             self._recordings.clear()
@@ -204,7 +203,7 @@ class Steps:
 
     def _tell_of_hooks(self) -> None:
         for name, module in self._model().named_modules():
-            for hook in _hooks(module).values():
+            for hook in hooks_of(module).values():
                 if (whose := _where(hook)).partition(".")[0] not in _HAVE_HOOKS:
                     self._tell(
                         f"{name or 'The model'} of {type(self._model()).__name__} has a hook, {whose}. Steps "
@@ -248,30 +247,6 @@ def _is_of_one_token(inputs: dict[str, Any]) -> bool:
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
     return given is not None and given.shape[1] == 1
-
-
-def _what_recordings_rest_on(model: Any) -> Hashable:
-    """Where weights lie, how attention is computed, which hooks there are, and which adapters of peft."""
-    places, adapters = [], []
-    hooks: list[int] = []
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                places.append((local.data_ptr(), local.dtype))
-        hooks += _hooks(module)
-        if hasattr(type(module), "merged_adapters"):
-            used = tuple(module.active_adapters), tuple(module.merged_adapters)
-            scaling = tuple(getattr(module, "scaling", {}).items())
-            adapters.append((module.disable_adapters, *used, scaling))
-    ways = tuple(config._attn_implementation for config in all_of(model.config))
-    return model.training, ways, tuple(places), tuple(hooks), tuple(adapters)
-
-
-def _hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """By numbers that no others of the process have; without another thread's, for its prompt."""
-    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
-    return {number: hook for number, hook in hooks.items() if not isinstance(hook, MoveRight)}
 
 
 def _where(hook: Any) -> str:
