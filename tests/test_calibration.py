@@ -96,6 +96,27 @@ def test_block_scales_by_a_kernel_are_the_same(bits: int, form: str, search: boo
         assert len(ran) == 4
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e20, 1e30])
+def test_block_scales_of_weights_of_any_size(size: float) -> None:
+    w, codebook = torch.randn(8, 32) * size, kbit.normal_float(4)
+    given = w, calibrated.spread(torch.eye(32)), codebook, "e4m4", True
+    by_kernel = calibrated.quantize(
+        *given, lambda block: torch.ops.kbit.quantize(block, codebook, 4, *given[3:])
+    )
+    assert all(map(torch.equal, calibrated.quantize(*given), by_kernel))
+    far = (decoded(by_kernel, codebook, 32) / size - w / size).abs().max()
+    assert far < 0.3
+
+
+def test_what_becomes_nan_on_the_way_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(calibrated, "spread", lambda sums: torch.full((64, 64), torch.nan))
+    model = nn.Sequential(nn.Linear(64, 8))
+    with pytest.raises(
+        ValueError, match=r"the columns of 0.weight became NaN or Inf. Its weights are finite"
+    ):
+        kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=[torch.randn(3, 64)])
+
+
 def divergence(model: nn.Module, reference_model: nn.Module, ids: torch.Tensor) -> float:
     with torch.no_grad():
         p, q = (m(ids).logits.log_softmax(-1) for m in (reference_model, model))

@@ -64,10 +64,22 @@ def made(kind, **more):
     return getattr(transformers, f"{kind}ForCausalLM")(config(**SIZES | more))
 
 
+def positions_by_axes():
+    """Qwen2.5-VL, whose positions are of time, height and width."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = SIZES | {"num_key_value_heads": 2, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    tokens = {"image_token_id": 95, "video_token_id": 96, "vision_start_token_id": 97}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
 MODELS = {
     "sparse latent attention": lambda: made("DeepseekV32", **LATENT, **INDEXER),
     "sparse latent attention, another": lambda: made("GlmMoeDsa", **LATENT, **INDEXER),
     "masks of its own": lambda: made("Falcon", alibi=False, multi_query=True),
+    "no hidden states of the whole decoder": lambda: made("OPT", ffn_dim=64, word_embed_proj_dim=64),
+    "positions by axes": positions_by_axes,
     "an eager decoder": lambda: llava("gemma2", layer_types=["full_attention"] * 2),
 }
 

@@ -225,6 +225,16 @@ def test_heads_that_read_hidden_states_twice_get_masks(monkeypatch):
         torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
     assert enabled.counts == (0, 0)
     assert not model.model._forward_hooks
+    monkeypatch.undo()
+    for _ in range(3):  # without padding it is as ever
+        enabled.logits(prompt(20, 2))
+    assert enabled.counts == (1, 2)
+
+
+def test_masks_may_be_elsewhere_than_the_model():
+    inputs = {"input_ids": torch.ones(2, 5, device="meta"), "position_ids": torch.ones(2, 5, device="meta")}
+    padded = prompts._padded(inputs, torch.tensor([1, 0]), 16)
+    assert {value.device.type for value in padded.values()} == {"meta"}
 
 
 def test_hidden_states_of_other_threads_stay_where_they_are():

@@ -69,6 +69,8 @@ def test_a_temperature_has_tokens_drawn(body, drawn):
 def test_biases_of_tokens_are_heeded_everywhere():
     settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, {"logit_bias": {"5": 1}})
     assert settings.sequence_bias == {(5,): 1.0}
+    settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, {"logit_bias": {}})
+    assert settings.sequence_bias is None
 
 
 def test_biases_of_tokens_that_there_are_not_are_refused():

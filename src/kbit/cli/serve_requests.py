@@ -166,8 +166,8 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
             bias = getattr(settings, "sequence_bias", None)
             if (of_tokens := body.get("logit_bias")) is not None:  # which transformers heeds in chats alone
                 bias = {(int(token),): one for token, one in of_tokens.items()}
-            if bias is not None:
-                settings.sequence_bias = {tokens: float(one) for tokens, one in dict(bias).items()}
+            if bias is not None:  # an empty one transformers refuses
+                settings.sequence_bias = {tokens: float(one) for tokens, one in dict(bias).items()} or None
             return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise RequestError(f"the request's settings are of no use: {error}.", None) from None

@@ -198,6 +198,7 @@ def calibrated_layer(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf.
+        ValueError: what is spread over a weight's columns does.
     """
     kind: Any = KbitLinear if isinstance(module, nn.Linear) else KbitExperts
     layer: QuantizedModule = kind.empty_like(module, bits, policy.absmax_format, name, device="meta")
@@ -205,10 +206,17 @@ def calibrated_layer(
         if bad := weight.numel() - int(torch.isfinite(weight).sum()):
             raise NonFiniteWeightError(bad, f"{name}.{key}")
         sums = hessians.sums.pop(key)
-        if weight.dim() == 2:
-            layer.fill(key, parts_of(_matrices(weight, calibrated.spread(sums), bits, policy)))
-        else:
-            layer.fill(key, _experts(weight, sums, WEIGHTS[key] if apart else 1, bits, policy))
+        try:
+            if weight.dim() == 2:
+                parts = parts_of(_matrices(weight, calibrated.spread(sums), bits, policy))
+            else:
+                parts = _experts(weight, sums, WEIGHTS[key] if apart else 1, bits, policy)
+        except NonFiniteWeightError:
+            raise ValueError(
+                f"quantize_model: errors that are spread over the columns of {name}.{key} became NaN or Inf. "
+                f"Its weights are finite: give other samples, or leave out calibration."
+            ) from None
+        layer.fill(key, parts)
     return layer
 
 

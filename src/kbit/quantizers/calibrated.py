@@ -77,10 +77,11 @@ def quantize(
         end = start + BLOCK_SIZE
         block = rest[..., start:end]
         left = min(BLOCK_SIZE, w.shape[-1] - start)
-        chosen = None if alone is None else _chosen(block[..., :left] / factor[..., None, None], alone)
+        divided = block / factor[..., None, None]
+        chosen = None if alone is None else _chosen(divided[..., :left], alone)
         if chosen is None:
-            method = scale_search if search else absmax
-            _, chosen = method.quantize_blocks(block.unsqueeze(-2), codebook, fmt, factor, left)
+            method, one = scale_search if search else absmax, torch.ones_like(factor)
+            _, chosen = method.quantize_blocks(divided.unsqueeze(-2), codebook, fmt, one, left)
         stored.append(chosen)
         scale = fmt.decode(chosen) * factor[..., None, None]
         errors, codes = torch.empty_like(block), torch.empty_like(block, dtype=torch.uint8)

@@ -160,7 +160,7 @@ def _refuse_wrapped_layers(model: Any) -> None:
         if name.endswith(".base_layer") and isinstance(module, QuantizedModule):
             raise ValueError(
                 f"save_pretrained: {name} is inside a wrapper of peft's, and no model would find it by this "
-                f"name. Save the PeftModel, or what its unload() returns."
+                f"name. Save the PeftModel, or what its unload() returns; or load the model again."
             )
 
 

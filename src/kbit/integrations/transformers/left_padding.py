@@ -40,7 +40,8 @@ def moved_left(tensor: torch.Tensor, padding: torch.Tensor, places: torch.Tensor
         padding: of `padding_in_front`.
         places: int64 [batch, places].
     """
-    return torch.take_along_dim(tensor, padding[:, None] + places, -1)
+    at = padding[:, None] + places
+    return torch.take_along_dim(tensor, at.view((1,) * (tensor.dim() - 2) + at.shape), -1)
 
 
 def moved_right(tensor: torch.Tensor, padding: torch.Tensor, dim: int) -> torch.Tensor:

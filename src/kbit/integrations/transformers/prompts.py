@@ -61,12 +61,12 @@ class Prompts:
     def __init__(self, model: Callable[[], Any], record: Record, refused: Callable[[str], None]) -> None:
         self._model = model
         self._recordings = Recordings(self._run, record, refused, _RUNS_BEFORE, may_leave=True)
-        self._left_to_model = False
+        self._left_to_model = self._padding_left_to_model = False
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._recordings.clear()
-        self._left_to_model = False
+        self._left_to_model = self._padding_left_to_model = False
 
     def __call__(self, input_ids: torch.Tensor, named: dict[str, Any]) -> Any:
         """The model's output for a prompt, whose tokens its cache holds then; None: not one for graphs.
@@ -81,8 +81,9 @@ class Prompts:
             return None
         padding, mask = None, named.get("attention_mask")
         if mask is not None and not mask.all():
-            padding = padding_in_front(mask)
-            if padding is None or named.get("position_ids") is None or not has_decoder(model):
+            padding = padding_in_front(mask.to(input_ids.device))
+            known = named.get("position_ids") is not None and has_decoder(model)
+            if padding is None or not known or self._padding_left_to_model:
                 return None
         given = {**named, "attention_mask": None}
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
@@ -100,7 +101,9 @@ class Prompts:
                 output = self._recordings(cache, inputs, model.device)
         except (_Unlike, MaskWantedError):
             cache.reset()
-            self._left_to_model = True
+            if padding is None:
+                self._left_to_model = True
+            self._padding_left_to_model = True
             return None
         _take_back(cache, inputs["input_ids"].shape[1] - tokens)
         if "logits_to_keep" not in inputs:
@@ -205,14 +208,14 @@ def _padded(inputs: dict[str, Any], padding: torch.Tensor | None, length: int) -
     ids = inputs["input_ids"]
     (batch, tokens), kept = ids.shape, inputs.get("logits_to_keep") or 0
     at = torch.arange(length, device=ids.device)
-    in_front = at.new_zeros(batch) if padding is None else padding
+    in_front = at.new_zeros(batch) if padding is None else padding.to(at.device)
     count = tokens - in_front
     padded = {**inputs, "input_ids": moved_left(ids, in_front, at % count[:, None]), _COUNT: count}
     if "position_ids" in inputs:
         places = torch.minimum(at, count[:, None] - 1)
         padded["position_ids"] = moved_left(inputs["position_ids"], in_front, places)
     if padding is not None:
-        padded[_PADDING] = padding
+        padded[_PADDING] = in_front
     padded.pop("logits_to_keep", None)
     if kept:
         padded["logits_to_keep"] = at[max(0, tokens - kept) : tokens].clone()
