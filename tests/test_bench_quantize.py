@@ -38,6 +38,18 @@ def test_the_command_on_a_cpu(config_file, tmp_path):
     assert not list(folder.iterdir())
 
 
+def test_workers_of_several_devices(config_file, tmp_path):
+    command = ["bench", "quantize", str(config_file), "--device", "cpu,cpu", "--folder", str(tmp_path)]
+    before = sorted(tmp_path.iterdir())
+    refused = CliRunner().invoke(app, [*command, "--jobs", "2,1"])
+    assert "--jobs 1 leaves some of 2 devices idle" in str(refused.exception)
+    assert sorted(tmp_path.iterdir()) == before
+    out = tmp_path / "result.json"
+    result = CliRunner().invoke(app, [*command, "--layers", "1", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert [run["jobs"] for run in json.loads(out.read_text())["runs"]] == [2, 4, 8]
+
+
 def test_too_little_space_is_said_before_a_model_is_made(config_file, tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(random_models.shutil, "disk_usage", lambda folder: usage(1000))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import GenerationMixin
 from typer.testing import CliRunner
 
 from kbit.cli import app
+from kbit.cli.generate import encode_prompt, generate
 from tiny_models import build_with_tokenizer
 
 
@@ -52,7 +54,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
 
 def test_how_tokens_are_drawn(tmp_path: Path, monkeypatch) -> None:
     folder, given = build_with_tokenizer("llama", tmp_path), []
-    changed(folder, "generation_config.json", num_beams=3)
+    changed(folder, "generation_config.json", num_beams=3, num_return_sequences=2)
     generate = GenerationMixin.generate
     monkeypatch.setattr(
         GenerationMixin,
@@ -65,4 +67,30 @@ def test_how_tokens_are_drawn(tmp_path: Path, monkeypatch) -> None:
         assert ran.exit_code == 0, ran.output
         assert given[-1].get("top_k") == top_k
         assert given[-1]["do_sample"] == bool(options)
+        assert given[-1]["tokenizer"].vocab_size > 0  # for strings that end an answer
     assert "--top-k is for sampling" in str(CliRunner().invoke(app, [*command, "--top-k", "5"]).exception)
+
+
+def test_closed_standard_input(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="standard input, which is closed"):
+        generate(tmp_path, "-")
+
+
+IN_PARTS = """{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'text' %}
+{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [IN_PARTS, "{% for m in messages %}{{ m['content'] }} {% endfor %}"])
+def test_templates_that_want_content_in_parts(template: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(build_with_tokenizer("llama", tmp_path))
+    tokenizer.chat_template = template
+    ids = encode_prompt(tokenizer, "w3 w4", "w5", True)
+    assert tokenizer.decode(ids[0]).split() == ["w5", "w3", "w4"]
+
+
+def test_named_templates_alone(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(build_with_tokenizer("llama", tmp_path))
+    tokenizer.chat_template = {"rag": IN_PARTS}
+    with pytest.raises(ValueError, match=r"chat template cannot be used: .* or use --no-chat"):
+        encode_prompt(tokenizer, "w3 w4", None, True)

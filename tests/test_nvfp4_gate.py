@@ -19,6 +19,13 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["gate", *arguments])
 
 
+def test_a_reference_has_no_verdicts(tmp_path: Path) -> None:
+    files = str(tmp_path / "reference"), str(tmp_path / "verdicts.json")
+    ran = run("--write-reference", files[0], "--json", files[1])
+    assert "Leave one of them out" in str(ran.exception)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("toggle", gate.TOGGLES)
 def test_every_lever_holds(toggle: str) -> None:
     verdicts = list(gate.run_gate(toggle, [1, 8]))

@@ -395,3 +395,11 @@ def test_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert "absent: Decoding in front of cuBLAS" in result.output
     Page(out.read_text())
+
+
+def test_a_page_is_no_result(tmp_path):
+    file = tmp_path / "kernels.json"
+    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--out", str(file)])
+    assert result.exit_code == 2
+    assert "would not be JSON" in result.output
+    assert not file.exists()

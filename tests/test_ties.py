@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from tiny_models import build
 
 WAYS = ("in place", "on load", "from files")
 TIED = ("model.embed_tokens", "lm_head")
+IDS = torch.tensor([[1, 5, 9, 3]])
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +163,20 @@ def test_the_first_decides_unless_one_is_kept():
     kept = QuantizationPolicy(overrides={"heads": 0})
     assert width_of(kept, holders) is None
     assert why_kept(kept, holders) == "it shares its weight with head: the override 'heads' is 0"
+
+
+@pytest.mark.parametrize("settings", [{"embedding_bits": 5}, {"overrides": {"embed_tokens": 5}}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_files_may_hold_the_heads_name_alone(way, settings, source, tmp_path):
+    """As safetensors' save_model leaves them."""
+    shutil.copytree(source, tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, {"format": "pt"})
+    _, bits = quantize(way, tmp_path / "source", tmp_path / "out", **settings)
+    assert bits == dict.fromkeys(TIED, 5)
+    quantize(way, source, tmp_path / "usual", **settings)
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "usual"))
+    assert one.lm_head.weight_packed is one.model.embed_tokens.weight_packed
+    assert torch.equal(one(IDS).logits, other(IDS).logits)

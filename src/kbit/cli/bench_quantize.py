@@ -45,7 +45,9 @@ def quantize(
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first layers.")] = None,
     bits: Annotated[int, typer.Option(help="Bits per weight, 2 to 5; scales add 0.25.")] = 4,
     plain: Annotated[bool, typer.Option("--plain", help="Plain absmax scales instead of a search.")] = False,
-    jobs: Annotated[str, typer.Option(help="Shards in work at a time; one run each.")] = "1,2,4",
+    jobs: Annotated[
+        str, typer.Option(help="Shards in work at a time; one run each. Default: 1, 2 and 4 for each device.")
+    ] = "",
     device: Annotated[str, typer.Option(help="Where to quantize: cpu, cuda, or cuda:0,cuda:1.")] = "cuda",
     folder: Annotated[
         Path | None,
@@ -61,11 +63,13 @@ def quantize(
     from kbit.format.policy import QuantizationPolicy
     from kbit.integrations.streaming.workers import worker_devices
 
-    counts, devices = numbers("--jobs", jobs), words(device)
+    devices = words(device)
+    counts = numbers("--jobs", jobs) if jobs else [each * len(devices) for each in (1, 2, 4)]
     gpus = [one for one in devices if one.startswith("cuda")]
     if gpus:
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
-    worker_devices(devices, None)  # before a model is written
+    for count in (None, *counts):  # before a model is written
+        worker_devices(devices, count)
     about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

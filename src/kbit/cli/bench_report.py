@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kbit.cli.consoles import Console
-from kbit.cli.outputs import check_file
+from kbit.cli.outputs import check_page
 
 console = Console()
 
@@ -17,7 +17,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder of the files that --json options wrote.")] = Path(
         "benchmarks/results"
     ),
-    out: Annotated[Path, typer.Option(callback=check_file, help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(callback=check_page, help="The page.")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page of all results. Kernels, models, traffic, quality, provenance."""
     from kbit.bench.report import page

@@ -9,7 +9,7 @@ import typer
 
 from kbit.cli.consoles import Console
 from kbit.cli.options import numbers, one_of, widths, words
-from kbit.cli.outputs import JsonFile, check_file, write_json
+from kbit.cli.outputs import JsonFile, check_picture, refuse_overwriting, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def workload(
     turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(callback=check_file, help="Also draw speed-up against users here.")
+        Path | None, typer.Option(callback=check_picture, help="Also draw speed-up against users here.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -54,6 +54,7 @@ def workload(
     from kbit.bench.workload.scheduler import Limits
 
     one_of("--dtype", dtype, tuple(DTYPES))
+    refuse_overwriting({"--json": json_file, "--plot": plot}, (table, distribution, experts))
     header, rows = kernel_rows.load(table)
     grouped = []
     if experts is not None:

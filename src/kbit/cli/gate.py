@@ -36,6 +36,8 @@ def gate(
     from kbit.nvfp4.gemm import ACCUMULATIONS, CONTRACT_VERSION
 
     batches = numbers("--tokens", tokens)
+    if write_reference is not None and json_file is not None:
+        raise ValueError("--write-reference runs nothing of which --json could tell. Leave one of them out.")
     if write_reference is not None:
         write_json(write_reference, make_reference(batches))
         return

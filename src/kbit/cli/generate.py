@@ -40,17 +40,36 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
         return tokenizer(prompt, return_tensors="pt").input_ids
     from jinja2 import TemplateError
 
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    said = [("system", system)] * bool(system) + [("user", prompt)]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said]
+    in_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    more: dict[str, Any] = {"add_generation_prompt": True}
     try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except TemplateError as error:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **more)
+        if prompt.strip() not in text and prompt.strip() in _rendered(tokenizer, in_parts, more):
+            messages = in_parts  # as templates of models that see may want it
+        encoded = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, **more)
+    except (TemplateError, ValueError) as error:
         raise ValueError(
             f"the chat template cannot be used: {error}. Repair chat_template.jinja, or use --no-chat."
         ) from None
     return encoded["input_ids"]
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], more: dict[str, Any]) -> str:
+    """Messages as a template has them; nothing where it cannot take them."""
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
+    except (TemplateError, TypeError, ValueError):
+        return ""
+
+
+def _from_stdin() -> str:
+    if sys.stdin is None:
+        raise ValueError("the prompt - is standard input, which is closed. Pipe a text into the command.")
+    return sys.stdin.read().removesuffix("\n")
 
 
 def _summary(times: TokenTimes) -> str:
@@ -163,8 +182,7 @@ def generate(
     sampling = _sampling(temperature, top_p, top_k)
     if compiled:
         _overlap(device)
-    if prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")
+    prompt = _from_stdin() if prompt == "-" else prompt
     folder = folder_of(folder)
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
@@ -185,6 +203,8 @@ def generate(
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=most,
         num_beams=1,  # a streamer takes no more, whatever the model's own settings say
+        num_return_sequences=1,
+        tokenizer=tokenizer,  # for strings that end an answer, by those settings
         streamer=times,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         **sampling,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 from kbit.bench.result_files import replace_text
 from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
 
+_PICTURES = (".png", ".svg", ".pdf")
 # How files of JSON end that a model's folder has.
 _OF_MODELS = (CONFIG_NAME, ".index.json", "tokenizer.json", "vocab.json", "tokens_map.json", "modules.json")
 
@@ -33,6 +34,34 @@ def check_file(file: Path | None) -> Path | None:
     if not os.access(file.parent if _can_be_replaced(file) else file, os.W_OK):
         raise typer.BadParameter(f"{file} cannot be written. Name another place.")
     return file
+
+
+def check_page(file: Path | None) -> Path | None:
+    """The same for a page, which is no result."""
+    if file is not None and file.suffix == ".json":
+        raise typer.BadParameter(f"{file} would not be JSON. Name it .html.")
+    return check_file(file)
+
+
+def check_picture(file: Path | None) -> Path | None:
+    """The same for a picture."""
+    if file is not None and file.suffix.lower() not in _PICTURES:
+        raise typer.BadParameter(f"{file} must end with one of {', '.join(_PICTURES)}.")
+    return check_file(file)
+
+
+def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
+    """Refuse outputs, by option, that are inputs, or one file.
+
+    Raises:
+        ValueError: they are.
+    """
+    taken = {path.resolve(): f"{path} is read, too" for path in inputs if path is not None}
+    for option, path in outputs.items():
+        if path is not None and (why := taken.get(path.resolve())):
+            raise ValueError(f"{option}: {why}. Name another file.")
+        if path is not None:
+            taken[path.resolve()] = f"{path} is that of another option, too"
 
 
 def check_folder(folder: Path | None) -> Path | None:

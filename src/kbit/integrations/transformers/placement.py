@@ -161,6 +161,9 @@ def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -
                 layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
                 for each in names[module]:
                     model.set_submodule(each, layer)
+        # Of a source that files lack transformers draws numbers, and ties it to the target only then.
+        source = model.get_submodule(holder_of(pair[1]))
+        source._is_hf_initialized = getattr(source, "bias", None) is None
     _rename_ties(model, ties, (PACKED, ABSMAX))
 
 
