@@ -375,6 +375,11 @@ def test_results_of_bench_moe_are_grouped_rows(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other\.json is not a result of `kbit bench moe"):
         measured.load_grouped(tmp_path / "other.json")
+    moe = {"machine": {"gpu": "one"}, "dtype": "bf16", "rows": [row]}
+    (tmp_path / "moe.json").write_text(json.dumps(moe))
+    assert measured.load_grouped(tmp_path / "moe.json", "one") == [found]
+    with pytest.raises(ValueError, match=r"moe\.json is of one, and the kernel table of another"):
+        measured.load_grouped(tmp_path / "moe.json", "another")
 
 
 # -- scenarios -----------------------------------------------------------------------------------------------

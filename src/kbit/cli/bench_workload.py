@@ -58,7 +58,8 @@ def workload(
     header, rows = kernel_rows.load(table)
     grouped = []
     if experts is not None:
-        grouped, header["grouped_from"] = times.load_grouped(experts), experts.name
+        gpu = header["machine"].get("gpu")
+        grouped, header["grouped_from"] = times.load_grouped(experts, gpu), experts.name
     measured = times.from_result(header, rows, dtype, grouped)
     traffic = distributions.load(distribution)
     limits = Limits(chunk, budget)

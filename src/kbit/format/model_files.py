@@ -133,9 +133,15 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
     for path in _shards(folder, weight_map) if weight_map else checkpoint_files(folder):
         for name, info in read_header(path).items():
             if name in tensors:
-                raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} too.")
+                raise ValueError(
+                    f"{path}: tensor {name!r} is in {tensors[name].file.name} too. Remove the one that "
+                    f"is not the model's, or fetch the model again."
+                )
             tensors[name] = info
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise ValueError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {file} as stated.")
+            raise ValueError(
+                f"{folder / INDEX_NAME}: tensor {name!r} is not in {file} as stated. Fetch both files "
+                f"again, or take the name out of the index if the model has no such tensor."
+            )
     return tensors

@@ -223,15 +223,24 @@ def _grouped(rows: Iterable[GroupedRow], dtype: str) -> dict[Key, dict[int, Curv
     }
 
 
-def load_grouped(path: Path) -> list[GroupedRow]:
+def load_grouped(path: Path, gpu: str | None = None) -> list[GroupedRow]:
     """The products in a result of `kbit bench moe --json`.
+
+    Args:
+        path: the file.
+        gpu: the name of the GPU that it has to be of; None: any.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not one.
+        ValueError: it is not one, or of another GPU.
     """
     command = "kbit bench moe"
     result = read_result(path, command)
+    measured_on = (result.get("machine") or {}).get("gpu")
+    if gpu is not None and measured_on != gpu:
+        raise ValueError(
+            f"{path} is of {measured_on}, and the kernel table of {gpu}. Measure both on one GPU."
+        )
     try:
         return [
             GroupedRow(

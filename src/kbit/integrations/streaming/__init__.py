@@ -106,7 +106,8 @@ def quantize_checkpoint(
     """Quantize a model folder into another one.
 
     Without `codes` the result equals what `from_pretrained(source, quantization_config=...)` and
-    `save_pretrained` give, bit for bit, whatever the model's size.
+    `save_pretrained` give, bit for bit, whatever the model's size. What stays unquantized keeps the dtype
+    that it has in the files, and a tied weight that they hold twice stays there twice.
 
     Args:
         source: folder with config.json and safetensors files, not quantized.
