@@ -445,9 +445,7 @@ def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tm
 @contextlib.contextmanager
 def own_process(folder, options):
     """A server's process, and its port; it has answered once, which starts the batching."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = bench.free_port()
     command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
