@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
+from kbit.bench.ports import free_port
 from kbit.cli import app, serve_batching, serve_fields, serve_gone, serve_graphs, serve_requests, texts
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
@@ -445,7 +446,7 @@ def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tm
 @contextlib.contextmanager
 def own_process(folder, options):
     """A server's process, and its port; it has answered once, which starts the batching."""
-    port = bench.free_port()
+    port = free_port()
     command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True

@@ -8,7 +8,7 @@
     bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
     bench generate     generate
     bench train        train
-    bench serve        serve, random_models, child
+    bench serve        serve, random_models, child, ports
     bench quantize     quantize, random_models
     bench cpu, decode  cpu, cpu_timing; decode
     bench workload     workload

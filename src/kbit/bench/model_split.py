@@ -8,7 +8,6 @@ those of one.
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kbit.bench import model_build
+from kbit.bench.ports import free_port
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.parts import QuantizedModule
@@ -29,11 +29,8 @@ ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 def rank_environment(ranks: int) -> list[dict[str, str]]:
     """Environment variables of the ranks of one machine, as torchrun sets them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = ENVIRONMENT | dict(os.environ) | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

@@ -12,9 +12,7 @@ import contextlib
 import http.client
 import json
 import os
-import secrets
 import signal
-import socket
 import statistics
 import subprocess
 import threading
@@ -25,11 +23,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kbit.bench import child
+from kbit.bench.ports import free_port
 
 # Started by name, for the command line stands above this layer.
 SERVER = ("kbit", "serve")
 _LOG_LINES = 30
-_PORTS = range(10_240, 32_768)
 _STOP_SECONDS = 30  # more than the server gives itself for answers under way
 
 
@@ -111,22 +109,6 @@ def server(
         yield port, process.pid
     finally:
         _stop(process)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has, below those that systems give to connections by themselves.
-
-    A server that takes some seconds to start finds it free still.
-
-    Raises:
-        OSError: there is none.
-    """
-    for _ in range(100):
-        port = secrets.choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as one:
-            one.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port of loopback is free")
 
 
 def _keep(stream: TextIO | None, log: list[str]) -> None:

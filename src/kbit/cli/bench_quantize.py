@@ -68,7 +68,7 @@ def quantize(
     gpus = [one for one in devices if one.startswith("cuda")]
     if gpus:
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
-    for count in (None, *counts):  # before a model is written
+    for count in counts:  # before a model is written
         worker_devices(devices, count)
     about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)

@@ -177,29 +177,15 @@ def _score(
 
 def _sizes(model: Any, base: Any) -> dict[str, Any]:
     """Bits per quantized weight and, where there is an unquantized model, their relative squared error."""
-    parts = _quantized_parts(model)
+    from kbit.nn.tied import distinct_weights
+
+    parts: list[tuple[str, Any, str]] = [*distinct_weights(model)]
     if not parts:
         return {}
     weights = sum(math.prod(module.shapes[weight]) for _, module, weight in parts)
     nbytes = sum(module.quantized(weight).nbytes for _, module, weight in parts)
     error = {} if base is None else {"nmse": _relative_error(parts, base)}
     return {"bits_per_weight": round(8 * nbytes / weights, 4), **error}
-
-
-def _quantized_parts(model: Any) -> list[tuple[str, Any, str]]:
-    """(name, module, weight) of all quantized weights; of tied ones the first."""
-    from kbit.format.names import PACKED
-    from kbit.nn.parts import QuantizedModule
-    from kbit.nvfp4.layers import NVFP4Module
-
-    parts, seen = [], set()
-    for name, module in model.named_modules():
-        for weight in module.shapes if isinstance(module, (QuantizedModule, NVFP4Module)) else ():
-            packed = module._parameters.get(weight + PACKED)  # which tied ones have together
-            if packed is None or packed not in seen:
-                seen.add(packed)
-                parts.append((name, module, weight))
-    return parts
 
 
 def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -77,9 +77,9 @@ class FusedNorm(MixedIn):
         if inferring or is_apart(self) or not (self.takes(x) and _is_like(added, x)):
             return x + added  # inference tensors do not say whether they were changed, nor does `x.data`
         run = add_rms_norm or direct.add_rms_norm
-        total, normed = run(x, added, self.weight, *self.how)
-        weight = self.weight
-        vars(self)[_NORMED] = _Made(normed, total, weight, self.how, (total._version, version_of(weight)))
+        weight, how = self.weight, self.how
+        total, normed = run(x, added, weight, *how)
+        vars(self)[_NORMED] = _Made(normed, total, weight, how, (total._version, version_of(weight)))
         return total
 
     def leave(self) -> None:

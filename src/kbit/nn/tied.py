@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from kbit.format.names import PACKED, SCALE
+from kbit.nn.tiling import TileableModule
 
 if TYPE_CHECKING:
     from kbit.nn.parts import QuantizedModule
+
+
+def distinct_weights(model: nn.Module) -> Iterator[tuple[str, TileableModule, str]]:
+    """(name, module, weight) of all quantized weights of a model; of tied ones the first."""
+    seen = set()
+    for name, module in model.named_modules():
+        for weight in module.shapes if isinstance(module, TileableModule) else ():
+            packed = module._parameters.get(weight + PACKED)  # which tied ones have together
+            if packed is None or packed not in seen:
+                seen.add(packed)
+                yield name, module, weight
 
 
 def take(layer: QuantizedModule, other: QuantizedModule, keys: Iterable[str]) -> None:

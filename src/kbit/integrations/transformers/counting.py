@@ -8,12 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
-from kbit.nn.parts import QuantizedModule
-from kbit.nvfp4.layers import NVFP4Module
-
-_QUANTIZED = QuantizedModule, NVFP4Module
+from kbit.nn.tied import distinct_weights
+from kbit.nn.tiling import TileableModule
 
 
 def guard_counting(module: ModuleType) -> None:
@@ -27,7 +24,7 @@ def guard_counting(module: ModuleType) -> None:
 
 def _counted(original: Any) -> Any:
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        quantized = any(isinstance(module, _QUANTIZED) for module in self.modules())
+        quantized = any(isinstance(module, TileableModule) for module in self.modules())
         if only_trainable or not quantized:  # no quantized weight is trained
             count: int = original(self, only_trainable, exclude_embeddings)
             return count
@@ -37,19 +34,20 @@ def _counted(original: Any) -> Any:
 
 
 def _count(model: Any, exclude_embeddings: bool) -> int:
-    seen: set[Any] = set()
-    count = 0
+    def counts(module: nn.Module) -> bool:
+        return not (exclude_embeddings and isinstance(module, nn.Embedding))
+
+    quantized = distinct_weights(model)
+    count = sum(math.prod(module.shapes[weight]) for _, module, weight in quantized if counts(module))
+    seen: set[nn.Parameter] = set()
     for module in model.modules():
-        shapes = module.shapes if isinstance(module, _QUANTIZED) else {}
-        of_weights = tuple(f"{name}_" for name in shapes)
-        sizes = {
-            module._parameters.get(name + PACKED, (module, name)): math.prod(shape)
-            for name, shape in shapes.items()
+        parts = tuple(f"{name}_" for name in module.shapes) if isinstance(module, TileableModule) else ()
+        own = {
+            parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not name.startswith(parts)
         }
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not (of_weights and name.startswith(of_weights)):
-                sizes[parameter] = parameter.numel()
-        if not (exclude_embeddings and isinstance(module, nn.Embedding)):
-            count += sum(size for one, size in sizes.items() if one not in seen)
-        seen |= sizes.keys()
+        if counts(module):
+            count += sum(parameter.numel() for parameter in own - seen)
+        seen |= own
     return count
