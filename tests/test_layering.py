@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +110,34 @@ def test_python_files_are_short(path: Path) -> None:
 def test_cxx_files_are_short(path: Path) -> None:
     count = len(path.read_text().splitlines())
     assert count <= MAX_CXX_LINES, f"{relative(path)} has {count} lines, the limit is {MAX_CXX_LINES}."
+
+
+def kbit_modules(tree: ast.Module) -> dict[str, types.ModuleType]:
+    """Modules of kbit by the names that a file gives to them and to nothing else."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and re.match(r"kbit\b(?!.*\bvllm)", node.module or ""):
+            package = importlib.import_module(node.module)
+            found.update({name.asname or name.name: getattr(package, name.name, None) for name in node.names})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.pop(node.id, None)
+        elif isinstance(node, ast.arg):
+            found.pop(node.arg, None)
+    return {name: module for name, module in found.items() if isinstance(module, types.ModuleType)}
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=relative)
+def test_modules_have_what_is_used_of_them(path: Path) -> None:
+    """A test of a GPU's runs where there is one: it must not wait until then to miss what was renamed."""
+    tree = ast.parse(path.read_text())
+    modules = kbit_modules(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            module = modules[node.value.id]
+            assert hasattr(module, node.attr) or isinstance(node.ctx, ast.Store), (
+                f"{relative(path)}:{node.lineno}: {module.__name__} has no {node.attr}"
+            )
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

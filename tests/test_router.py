@@ -175,7 +175,7 @@ def test_logits_are_right_and_repeat(experts, columns, dtype, out):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         logits = ops.moe_logits(x, weight, out)
         assert logits.dtype == (out or dtype)
-        many = tokens > routing._MOST_TOKENS or tokens * experts > routing._MOST_LOGITS
+        many = tokens > routing._MOST_TOKENS or tokens * experts > routing.MOST_LOGITS
         if many or columns % 8:
             kind = out or dtype
             assert torch.equal(logits, nn.functional.linear(x.to(kind), weight.to(kind)))
