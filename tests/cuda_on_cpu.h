@@ -322,10 +322,24 @@ void into_shared(u32 address, T value) {
 inline u32 load_shared(u32 address) {
     return from_shared<u32>(address);
 }
-inline void load_matrices_of(u32* v, u32 address) {
-    for (int i = 0; i < 4; ++i) {
-        v[i] = load_shared(exchange(address, 8 * i + lane_id() / 4) + lane_id() % 4 * 4);
+// ldmatrix: lane 8m + i says where row i of matrix m lies; lane l gets elements 2 (l % 4), + 1 of row l / 4.
+template <int COUNT>
+void load_matrices(u32 (&v)[COUNT], u32 row) {
+    for (int matrix = 0; matrix < COUNT; ++matrix) {
+        const u32 from = exchange(row, 8 * matrix + lane_id() / 4);
+        require_aligned(from, 16);
+        v[matrix] = load_shared(from + lane_id() % 4 * 4);
     }
+    __syncwarp();
+}
+// movmatrix: lane l had elements 2 (l % 4), + 1 of row l / 4, and gets those of column l / 4.
+inline u32 transposed(u32 v) {
+    u32 turned = 0;
+    for (int i = 0; i < 2; ++i) {
+        const u32 row = exchange(v, (lane_id() % 4 * 2 + i) * 4 + lane_id() / 8);
+        turned |= (row >> (lane_id() / 4 % 2 * 16) & 0xffff) << (16 * i);
+    }
+    return turned;
 }
 inline uint2 load_shared2(u32 address) {
     return from_shared<uint2>(address);

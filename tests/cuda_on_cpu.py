@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or "g++"
 # Kernels whose threads wait for each other; those of the others run one after another.
 TOGETHER = (
-    *("stream", "grouped", "resident"),
+    *("stream", "grouped", "resident", "mma", "mma_sums"),
     *(
         "nvfp4_gemm",
         "nvfp4_exact",
@@ -40,7 +40,7 @@ TOGETHER = (
 )
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.
-KNOWN = ("common.cuh", "stage16.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
+KNOWN = ("common.cuh", "matrices.cuh", "stage16.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-fsigned-char")
 
 # PTX statements and what stands for them.
@@ -55,7 +55,10 @@ PTX = (
         r'asm volatile\("bar\.sync %0, %1;"[^;]*?"r"\(1 \+ team\), "r"\(threads\)[^;]*;',
         "sync_some(1 + team, threads);",
     ),
-    (r'asm volatile\("ldmatrix[^;]*;"[^;]*;', "load_matrices_of(v + at, address);"),
+    (
+        r'asm volatile\("ldmatrix[^;]*;"[^;]*;',
+        "load_matrices(reinterpret_cast<u32(&)[4]>(v[at]), address);",
+    ),
     (r'asm volatile\("" : "\+[^;]*;', ""),  # what hides values from the compiler
     (r"DEVICE void multiply_bytes.*?\n}\n", ""),
     (r"extern __shared__ [^;]*;", "u8* memory = block_memory();"),

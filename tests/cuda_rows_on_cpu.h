@@ -131,17 +131,7 @@ inline void store_squares(u32 to, const u32 (&a)[4]) {
 
 // ---- matrices.cuh
 
-// ldmatrix: lane 8m + i says where row i of matrix m lies; lane l gets elements 2 (l % 4), + 1 of row l / 4,
-// or, turned over, of column l / 4.
-template <int COUNT>
-void load_matrices(u32 (&v)[COUNT], u32 row) {
-    for (int matrix = 0; matrix < COUNT; ++matrix) {
-        const u32 from = exchange(row, 8 * matrix + lane_id() / 4);
-        require_aligned(from, 16);
-        v[matrix] = load_shared(from + lane_id() % 4 * 4);
-    }
-    __syncwarp();
-}
+// Beside those of cuda_on_cpu.h: lane l gets elements 2 (l % 4), + 1 of column l / 4.
 inline void load_transposed(u32 (&v)[4], u32 row) {
     for (int matrix = 0; matrix < 4; ++matrix) {
         v[matrix] = 0;
@@ -152,13 +142,4 @@ inline void load_transposed(u32 (&v)[4], u32 row) {
         }
     }
     __syncwarp();
-}
-// movmatrix: lane l had elements 2 (l % 4), + 1 of row l / 4, and gets those of column l / 4.
-inline u32 transposed(u32 v) {
-    u32 turned = 0;
-    for (int i = 0; i < 2; ++i) {
-        const u32 row = exchange(v, (lane_id() % 4 * 2 + i) * 4 + lane_id() / 8);
-        turned |= (row >> (lane_id() / 4 % 2 * 16) & 0xffff) << (16 * i);
-    }
-    return turned;
 }

@@ -535,7 +535,7 @@ def test_doctor_reads_the_settings(monkeypatch):
     monkeypatch.setenv("KBIT_SPEED", "11")
     (row,) = (row for row in json.loads(succeed("doctor", "--json")) if row["what"] == "settings")
     assert "KBIT_BACKEND=cpu" in row["found"]
-    assert "KBIT_KERNEL may be stream, grouped, resident, wgmma, cublas." in row["remedy"]
+    assert "KBIT_KERNEL may be stream, grouped, resident, wgmma, mma, cublas." in row["remedy"]
     assert "Nothing reads KBIT_SPEED" in row["remedy"]
     assert "KBIT_BACKEND may" not in row["remedy"]
 

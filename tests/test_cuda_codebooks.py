@@ -28,7 +28,7 @@ def one_hot(m: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["stream", "wgmma", "cublas"])
+@pytest.mark.parametrize("kernel", ["stream", "wgmma", "mma", "cublas"])
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (17, 33), (2048, 1024), (640, 5216)])
 def test_products_of_single_ones_are_the_weights(kernel, n, k, dtype, monkeypatch):
     monkeypatch.setenv("KBIT_KERNEL", kernel)
@@ -41,7 +41,7 @@ def test_products_of_single_ones_are_the_weights(kernel, n, k, dtype, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["grouped", "resident", "wgmma"])
+@pytest.mark.parametrize("kernel", ["grouped", "resident", "wgmma", "mma"])
 def test_products_of_experts(kernel, dtype, monkeypatch):
     monkeypatch.setenv("KBIT_KERNEL", kernel)
     dealing = (3, 0, 1, 40, 9)

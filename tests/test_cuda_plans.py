@@ -198,9 +198,9 @@ def test_every_wgmma_block_fits(config: wgmma_config.Config) -> None:
         (8, torch.bfloat16, "90a", "stream"),
         (9, torch.bfloat16, "90a", "wgmma"),
         (16, torch.bfloat16, "80", "stream"),
-        (17, torch.bfloat16, "89", "stream"),
-        (64, torch.float16, "80", "stream"),
-        (65, torch.float16, "80", "cublas"),
+        (17, torch.bfloat16, "89", "mma"),
+        (1024, torch.float16, "80", "mma"),
+        (1025, torch.float16, "80", "cublas"),
         (1, torch.float32, "90a", "cublas"),
         (4096, torch.float16, "90a", "wgmma"),
     ],
@@ -222,7 +222,7 @@ def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         preference.choose(1, torch.float16, 4096, 4096, False, "80")
     monkeypatch.setenv("KBIT_KERNEL", "marlin")
     with pytest.raises(
-        ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, grouped, resident, wgmma, cublas"
+        ValueError, match=r"KBIT_KERNEL is 'marlin'; known: stream, grouped, resident, wgmma, mma, cublas"
     ):
         preference.choose(1, torch.float16, 4096, 4096, False, "90a")
 
@@ -230,7 +230,8 @@ def test_a_kernel_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reasons_name_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KBIT_KERNEL", raising=False)
     words = preference.reasons(40, torch.bfloat16, WeightShape(4096, 4096, 4, False, DEVICES[0]))
-    assert words["stream"].startswith("taken by estimate: 3 x ")
+    assert words["stream"].startswith("could take it")
+    assert words["mma"].startswith("taken by estimate: ")
     assert words["wgmma"] == "it needs a Hopper GPU (sm_90), this is sm_80"
     assert words["cublas"] == "could take it"
     words = preference.reasons(40, torch.bfloat16, WeightShape(4096, 4096, 4, False, DEVICES[2]))
@@ -277,7 +278,8 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, 8, 512, 2112, torch.float16, "90a", "grouped"),  # more columns than warps have registers for
         (8, 8, 512, 2048, torch.float16, "80", "grouped"),
         (2048, 128, 2048, 512, torch.float16, "90a", "wgmma"),
-        (4096, 128, 512, 2048, torch.float16, "80", "grouped"),
+        (2048, 128, 512, 2048, torch.float16, "80", "grouped"),
+        (4096, 128, 512, 2048, torch.float16, "80", "mma"),
         (10, 512, 1024, 2048, torch.float32, "90a", "cublas"),
         (10, 1025, 64, 64, torch.float16, "90a", "cublas"),
     ],

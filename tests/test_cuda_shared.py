@@ -111,7 +111,18 @@ def test_many_tokens(bits, m):
         assert differing(lambda x=x, q=q: kbit.linear(x, q), 10) == 0, (n, k, dtype)
 
 
-@pytest.mark.parametrize("kernel", ["", "grouped"])
+@pytest.mark.parametrize("m", [24, 64, 200, 600])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@torch.no_grad()
+def test_many_tokens_by_mma(bits, m, monkeypatch):
+    monkeypatch.setenv("KBIT_KERNEL", "mma")
+    for (n, k), dtype in itertools.product(SHAPES, HALF):
+        q = kbit.quantize(torch.randn(n, k, device="cuda"), bits, search=False).tile()
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        assert differing(lambda x=x, q=q: kbit.linear(x, q), 10) == 0, (n, k, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["", "grouped", "mma"])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32, 128, 700])
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @torch.no_grad()

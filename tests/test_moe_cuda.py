@@ -103,7 +103,7 @@ def inputs(make, tokens, dtype, choices=4, experts=16, hidden=256, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kernel", ["", "grouped", "resident", "wgmma"])
+@pytest.mark.parametrize("kernel", ["", "grouped", "resident", "wgmma", "mma"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 100, 257, 1024, 4096])
 def test_the_layer_is_right_and_repeats(tokens, kernel, dtype, monkeypatch):
     force(kernel, monkeypatch)

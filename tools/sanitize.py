@@ -60,6 +60,7 @@ def run_cases(bits: int, symmetric: bool = True) -> None:
         assert torch.equal(rows, decoded[ids])
         for gated in (False, True) if n % 32 == 0 else (False,):
             _multiply_few((tiled, codebook, scale, None, n, k, gated), dtype, (1, 2, 3, 5, 16))
+            _multiply_by_mma((tiled, codebook, scale, None, n, k, gated), dtype)
             _multiply_many((tiled, codebook, scale, None, n, k, gated), dtype)
             _multiply_experts(tiled.expand(5, -1, -1, -1).contiguous(), codebook, (n, k, gated), dtype)
     for n, k in LONG:
@@ -352,6 +353,26 @@ def _multiply_few(weight, dtype, rows, machines=(None,)) -> None:
         assert torch.isfinite(out).all()
 
 
+def _multiply_by_mma(weight, dtype) -> None:
+    """By mma.cu, in every configuration, K in one part and in two."""
+    import torch
+
+    from kbit.backends.cuda import driver, mma, mma_config
+    from kbit.format.codebook import bits_of
+    from kbit.format.symmetry import is_symmetric
+
+    limits = driver.device_limits(torch.cuda.current_device())
+    tiled, codebook, *_ = weight
+    code = (bits_of(codebook), is_symmetric(codebook))
+    sizes = {min(limits.shared_bytes, size * 1024) for size in (99, 163)}
+    for config in {config for size in sizes for config in mma_config.configs(*code, size)}:
+        row_blocks = -(-tiled.shape[0] // (mma_config.WARP_TILES * config.row_warps))
+        x, out = _operands(config.tokens + 9, weight, dtype)
+        for parts in (1, 2):
+            mma.linear(x, *weight, out.fill_(torch.nan), mma.Plan(config, (row_blocks, 2, parts)))
+            assert torch.isfinite(out).all()
+
+
 def _multiply_many(weight, dtype) -> None:
     """By wgmma.cu, in every kind of launch, on GPUs that have it."""
     import torch
@@ -386,7 +407,7 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
     """
     import torch
 
-    from kbit.backends.cuda import driver, grouped, one_token, resident, wgmma
+    from kbit.backends.cuda import driver, grouped, mma, one_token, resident, wgmma
 
     hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
     n, k, gated = sizes
@@ -414,8 +435,10 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
                 sums = torch.full((1, n), torch.nan, device="cuda", dtype=dtype)
                 one_token.columns(rows, tiled, codebook, scale, ids[0], weights[0], n, k, sums)
                 assert torch.isfinite(sums).all()
+        experts = (x[source.long()], tiled, codebook, scale, bounds, *sizes)
+        mma.grouped_linear(*experts, out.fill_(torch.nan))
+        assert torch.isfinite(out).all()
         if hopper:
-            experts = (x[source.long()], tiled, codebook, scale, bounds, *sizes)
             _multiply_sorted(experts, out)
         assert torch.isfinite(ops.moe_combine(out, inverse, weights, bounds)).all()
 

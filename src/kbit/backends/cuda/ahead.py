@@ -17,6 +17,7 @@ from kbit.backends.cuda import (
     grouped_preference,
     heads,
     masks,
+    mma,
     norm,
     norm_logits,
     one_token,
@@ -107,6 +108,8 @@ def _of_one(
     choice = decide(m, dtype, weight, known)
     if choice.kernel == "stream":
         yield from stream.kernels_of(m, dtype, weight)
+    elif choice.kernel == "mma":
+        yield from mma.kernels_of(mma.plan(m, weight), dtype, weight)
     elif choice.plan is not None:
         yield wgmma.kernel_of(choice.plan, dtype, weight)
     else:
@@ -131,6 +134,8 @@ def _of_experts(
     elif kernel == "wgmma":
         plan = wgmma.grouped_plan(m, product.experts, weight)
         yield wgmma.kernel_of(plan, dtype, weight, product.experts)
+    elif kernel == "mma":
+        yield from mma.kernels_of(mma.grouped_plan(m, product.experts, weight), dtype, weight, True)
     else:
         yield rows.dequantize_spec(weight.bits, dtype, tiled=True, symmetric=weight.symmetric)
 

@@ -1,8 +1,8 @@
 """Which kernel takes a product of one weight: legality, measurements, estimates.
 
 `decide` takes the fastest by measurement where a table has the problem (`kbit.backends.cuda.tables`), else by
-estimate. KBIT_KERNEL=stream (one weight), grouped or resident (experts), wgmma or cublas forces a kernel;
-where that may not take a problem, the error says why.
+estimate. KBIT_KERNEL=stream (one weight), grouped or resident (experts), wgmma, mma or cublas forces a
+kernel; where that may not take a problem, the error says why.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from pathlib import Path
 import torch
 
 from kbit.backends import environment
-from kbit.backends.cuda import operands, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda import mma, operands, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.weight_shape import WeightShape
+from kbit.format import layout
 
-KERNELS = ("stream", "grouped", "resident", "wgmma", "cublas")
+KERNELS = ("stream", "grouped", "resident", "wgmma", "mma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
 # 16 tokens 19.9 and 15.1.
 FEW_TOKENS = 8
-# Off Hopper, so many tokens are taken 16 at a time: four readings of 4-bit weights are one of 16-bit ones.
+# Tokens up to which it runs if it is forced to, 16 at a time.
 STREAM_TOKENS = 64
+# Off Hopper, tokens up to which mma.cu is faster than decoding in front of cuBLAS. Estimates: on an H200 it
+# has 85% of what mma.sync gives. cuBLAS may have somewhat more of that elsewhere, and on a data center's
+# Blackwell three times as much.
+_MMA_TOKENS, _MMA_TOKENS_BLACKWELL = 1024, 128
 # On Hopper, small weights for many tokens: decoding costs little and cuBLAS fills the machine better. 2048 x
 # 512 by 4096 tokens on an H200: wgmma 19.7 us, cuBLAS alone 13.2.
 _SMALL_WEIGHTS, _MANY_TOKENS = 2**21, 2048
@@ -95,7 +100,7 @@ def decided(
         if _behind(plan.tiling, m, weight) > _MOST_BEHIND * _behind(row.tiling, row.m, weight):
             return Choice(row.kernel, wgmma.plan(m, weight), forced=bool(forced))
         return Choice(row.kernel, plan, row, table.file, bool(forced))
-    kernel = forced or _estimated(refusals, m, weight.out_features, weight.in_features)
+    kernel = forced or _estimated(refusals, m, weight.out_features, weight.in_features, weight.device.arch)
     return Choice(kernel, wgmma.plan(m, weight) if kernel == "wgmma" else None, forced=bool(forced))
 
 
@@ -140,14 +145,25 @@ def choose(m: int, dtype: torch.dtype, out_features: int, in_features: int, gate
         ValueError: see `decide`.
     """
     refusals = refusals_of(m, dtype, out_features, gated, arch)
-    return forced_kernel(environment.kernel(), refusals) or _estimated(refusals, m, out_features, in_features)
+    return forced_kernel(environment.kernel(), refusals) or _estimated(
+        refusals, m, out_features, in_features, arch
+    )
 
 
-def _estimated(refusals: dict[str, str | None], m: int, out_features: int, in_features: int) -> str:
+def _estimated(
+    refusals: dict[str, str | None], m: int, out_features: int, in_features: int, arch: str
+) -> str:
     many = m >= _MANY_TOKENS and out_features * in_features <= _SMALL_WEIGHTS
-    if refusals["stream"] is None and (m <= FEW_TOKENS or refusals["wgmma"] is not None):
+    if refusals["wgmma"] is None:
+        return "stream" if m <= FEW_TOKENS and refusals["stream"] is None else "cublas" if many else "wgmma"
+    if refusals["stream"] is None and m <= stream.TOKENS[-1]:
         return "stream"
-    return "wgmma" if refusals["wgmma"] is None and not many else "cublas"
+    return "mma" if refusals["mma"] is None and m <= most_by_mma(arch) else "cublas"
+
+
+def most_by_mma(arch: str) -> int:
+    """Tokens up to which mma is faster by estimate than decoding in front of cuBLAS; not for Hopper."""
+    return _MMA_TOKENS_BLACKWELL if arch.startswith(("10", "11")) else _MMA_TOKENS
 
 
 def forced_kernel(named: str | None, refusals: dict[str, str | None]) -> str | None:
@@ -187,6 +203,11 @@ def reasons(
         plan = stream.plan(min(m, stream.TOKENS[-1]), weight)
         launches = -(-m // stream.TOKENS[-1])
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
+    elif choice.kernel == "mma":
+        config, (by_rows, by_tokens, parts) = mma.plan(m, weight)
+        rows = layout.TILE_ROWS * mma.WARP_TILES * config.row_warps
+        words["mma"] += f": {by_rows * by_tokens} blocks of {rows} rows by {config.tokens} tokens"
+        words["mma"] += f" for each of {parts} parts of K" if parts > 1 else ""
     elif choice.plan is not None:
         tiling = choice.plan.tiling
         words["wgmma"] += f": {choice.plan.grid} blocks of {tiling.rows} rows by {tiling.tokens} tokens"
@@ -204,5 +225,6 @@ def refusals_of(
     return {
         "stream": stream.refusal(at_once, dtype, out_features, gated),
         "wgmma": wgmma.arch_refusal(arch) or operands.refusal(dtype, out_features, gated),
+        "mma": mma.refusal(m, dtype, out_features, gated),
         "cublas": None,
     }

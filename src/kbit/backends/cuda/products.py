@@ -16,6 +16,7 @@ from kbit.backends.cuda import (
     driver,
     grouped,
     grouped_preference,
+    mma,
     one_token,
     operands,
     resident,
@@ -144,6 +145,8 @@ def launch(
         stream.linear(x, *weight, out)
     elif choice.kernel == "wgmma":
         wgmma.linear(x, *weight, out, choice.plan)
+    elif choice.kernel == "mma":
+        mma.linear(x, *weight, out)
     else:
         decoded.linear_tiled(x, *weight, out)
 
@@ -206,6 +209,8 @@ def grouped_linear_tiled(
         x = x if source is None else x.index_select(0, source)
         if kernel == "wgmma":
             wgmma.grouped_linear(x, *weight, *sizes, out)
+        elif kernel == "mma":
+            mma.grouped_linear(x, *weight, *sizes, out)
         else:
             out.zero_()
             for expert, rows_now in groups(offsets):

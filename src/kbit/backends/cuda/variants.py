@@ -10,6 +10,7 @@ from kbit.backends.cuda import (
     grouped,
     latent,
     latent_prompts,
+    mma_config,
     norm_logits,
     ranks,
     resident,
@@ -36,6 +37,7 @@ def all_specs(arch: str) -> list[KernelSpec]:
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     few_experts = resident.specs(shared) if arch == resident.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
+    products += mma_config.specs(shared, arch)
     around = [
         *gated_delta.specs(arch),
         *delta_rule.specs(shared),
