@@ -19,7 +19,7 @@ from kbit.format import layout
 from kbit.format.codebook import bits_of
 from kbit.format.symmetry import is_symmetric
 
-_FORMAT, _SUMS_FORMAT = "QQQQQQQQiiiiiii", "QQQQiiiii"
+_FORMAT, _SUMS_FORMAT = "QQQQQQQQiiiiiiii", "QQQQiiiii"
 _SPLITS = (1, 2, 4)  # parts of K for blocks of their own
 # Clocks, fitted to 54 problems on an H200 to 6%: of a step beside its products, and of an MMA of one warp; of
 # a byte of weights that all multiprocessors read at once; of a block; of what it stores a token; of a second
@@ -69,12 +69,13 @@ def plan(m: int, weight: WeightShape) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
-    """The launch for m rows of experts, dealt in some way; the grid has room for every way."""
+    """The launch for m rows of experts, dealt in some way."""
     costs = {}
     for config in configs(weight.bits, weight.symmetric, weight.device.shared_bytes, experts=True):
         rows = _row_blocks(config, weight)
         expected = round(experts * rows * tiles_of_expert(m, experts, config.tokens))
-        grid = (rows, min(m, m // config.tokens + experts), 1)
+        most = rows * min(m, m // config.tokens + experts)
+        grid = (min(most, weight.device.multiprocessors), 1, 1)
         costs[Plan(config, grid)] = _clocks(config, weight, max(1, expected), 1)
     return min(costs, key=lambda one: costs[one])
 
@@ -175,7 +176,7 @@ def _launch(
     sizes = (x.shape[0], weight.out_features, weight.in_features, x.shape[1], int(weight.gated))
     tiled, codebook, scale = quantized
     args = operands.addresses(tiled, codebook, scale, x, bias, out, sums, offsets)
-    args = (*args, *sizes, int(_whole(out)), experts)
+    args = (*args, *sizes, int(_whole(out)), experts, _row_blocks(config, weight))
     threads, smem = WARPS * driver.WARP, config.shared_bytes(weight.bits)
     launcher.launch_on(index, kernel, chosen.grid, threads, args, smem=smem, pdl=True)
 

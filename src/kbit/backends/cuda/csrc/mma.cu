@@ -50,24 +50,31 @@ struct Tile {
     int expert, first, end;
 };
 
-// That of place `slot`; first == end if there are fewer. All lanes of a warp.
-DEVICE Tile find_tile(const int* offsets, int experts, int rows, int slot) {
-    const int lane = threadIdx.x & 31;
-    for (int base = 0; base < experts; base += 32) {
-        const int e = min(base + lane, experts);
-        const int first = row_offset(offsets, e, rows), end = row_offset(offsets, min(e + 1, experts), rows);
-        const int tiles = end > first ? (end - first + kTokens - 1) / kTokens : 0;
-        const int before = sum_up_to(tiles, lane);  // and these
-        const u32 beyond = __ballot_sync(~0u, before > slot);
-        if (beyond != 0) {
-            const int owner = __ffs(beyond) - 1;
-            const int begin = __shfl_sync(~0u, first + (slot - before + tiles) * kTokens, owner);
-            return {base + owner, begin, min(begin + kTokens, __shfl_sync(~0u, end, owner))};
+// Tiles one after the other, by ascending place.
+struct Finder {
+    const int* offsets;
+    int experts, rows;
+    int base = 0, passed = 0;  // experts from which to look, and the tiles of those before
+
+    // That of place `slot`; first == end if there are fewer. All lanes of a warp.
+    DEVICE Tile find(int slot) {
+        const int lane = threadIdx.x & 31;
+        for (; base < experts; base += 32) {
+            const int e = min(base + lane, experts), next = min(e + 1, experts);
+            const int first = row_offset(offsets, e, rows), end = row_offset(offsets, next, rows);
+            const int tiles = end > first ? (end - first + kTokens - 1) / kTokens : 0;
+            const int before = passed + sum_up_to(tiles, lane);  // and these
+            const u32 beyond = __ballot_sync(~0u, before > slot);
+            if (beyond != 0) {
+                const int owner = __ffs(beyond) - 1;
+                const int begin = __shfl_sync(~0u, first + (slot - before + tiles) * kTokens, owner);
+                return {base + owner, begin, min(begin + kTokens, __shfl_sync(~0u, end, owner))};
+            }
+            passed = __shfl_sync(~0u, before, 31);
         }
-        slot -= __shfl_sync(~0u, before, 31);
+        return {0, 0, 0};
     }
-    return {0, 0, 0};
-}
+};
 
 // This warp's tiles of column tile `column` to `stage`.
 DEVICE void fetch_weights(const Problem& p, u32 stage, int warp, int column, int lane) {
@@ -164,41 +171,12 @@ DEVICE void add_slices(Sums& sums, u32 memory, int slice, int thread) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mma(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* scale, const u16* x,
-        const u16* bias, u16* y, float4* partial, const int* offsets, int m, int n, int k, int x_stride,
-        int gated, int vector, int experts) {
-    extern __shared__ __align__(1024) u8 memory[];
-    launch_early();
-    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
-    const int slice = warp / kRowWarps, rows = int(blockIdx.x) * kRowWarps + warp % kRowWarps;
-    const u32 stages = shared_address(memory) + D::kTableBytes;
-    Result result{scale, bias, y, m, n, gated, vector};
-    Tile tile{0, int(blockIdx.y) * kTokens, m};
-    Problem p;
-    p.k = k;
-    p.k_tiles = (k + 63) / 64;
-    p.x_stride = x_stride;
-    if constexpr (Config::experts) {
-        D::fill(memory, D::level(codebook, lane), threadIdx.x, kThreads);
-        wait_for_previous();
-        launch_late();
-        if (blockIdx.y == 0) {
-            Owned(row_offset(offsets, 0, m), row_offset(offsets, experts, m))
-                .clear_others(y, m, result.width(), threadIdx.x, kThreads);
-        }
-        tile = find_tile(offsets, experts, m, blockIdx.y);
-        if (tile.first == tile.end) {
-            return;
-        }
-        tiled += u64(tile.expert) * ((n + 15) / 16) * p.k_tiles * D::kTileBytes;
-        result.scale += tile.expert;
-        result.end = tile.end;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        p.tile[i] = tiled + u64(result.tile(rows, i)) * p.k_tiles * D::kTileBytes;
-    }
+// A block's rows and tokens, over its part of K. `rows`: the row warp, counted over all blocks. READY: when
+// all that other kernels write is there.
+template <class READY>
+DEVICE void multiply_tile(Problem& p, const Result& result, const D& decode, const Tile& tile, const u16* x,
+                          float4* partial, u32 stages, int rows, int warp, int lane, READY ready) {
+    const int slice = warp / kRowWarps;
     const int steps = (p.k_tiles + kSlices - 1) / kSlices, part = blockIdx.z, parts = gridDim.z;
     const int begin = steps * part / parts, end = steps * (part + 1) / parts;
 #pragma unroll
@@ -207,13 +185,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             fetch_weights(p, stages + i * kStageBytes, warp, (begin + i) * kSlices + slice, lane);
         }
     }
-    if constexpr (!Config::experts) {
-        D::fill(memory, D::level(codebook, lane), threadIdx.x, kThreads);
-        wait_for_previous();
-        launch_late();
-    }
-    forget(x, result.bias);
-    p.x = x + u64(tile.first) * x_stride;
+    ready();
+    p.x = x + u64(tile.first) * p.x_stride;
     p.tokens = tile.end - tile.first;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
@@ -222,7 +195,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         end_stage();
     }
-    const D decode(memory, lane);
     Sums sums = {};
     int slot = 0;
 #pragma unroll 1
@@ -246,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (slice > 0) {
         return;
     }
-    if (partial == nullptr) {
+    if (Config::experts || partial == nullptr) {
         result.finish(sums, rows, tile.first, lane);
         return;
     }
@@ -254,5 +226,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
         partial[(block * kQuads + i) * kFinishing + thread] = quad_of(sums, i);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mma(const u8* __restrict__ tiled, const float* __restrict__ codebook, const float* scale, const u16* x,
+        const u16* bias, u16* y, float4* partial, const int* offsets, int m, int n, int k, int x_stride,
+        int gated, int vector, int experts, int row_blocks) {
+    extern __shared__ __align__(1024) u8 memory[];
+    launch_early();
+    const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), row_warp = warp % kRowWarps;
+    const u32 stages = shared_address(memory) + D::kTableBytes;
+    Result result{scale, bias, y, m, n, gated, vector};
+    Problem p;
+    p.k = k;
+    p.k_tiles = (k + 63) / 64;
+    p.x_stride = x_stride;
+    const D decode(memory, lane);
+    const auto fill = [&] {
+        D::fill(memory, D::level(codebook, lane), threadIdx.x, kThreads);
+        wait_for_previous();
+        launch_late();
+        forget(x, result.bias);
+    };
+    const auto locate = [&](const u8* first, int rows) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            p.tile[i] = first + u64(result.tile(rows, i)) * p.k_tiles * D::kTileBytes;
+        }
+    };
+    if constexpr (Config::experts) {
+        fill();
+        Owned(row_offset(offsets, 0, m), row_offset(offsets, experts, m))
+            .clear_others(y, m, result.width(), threadIdx.x, kThreads);
+        const u64 expert_bytes = u64((n + 15) / 16) * p.k_tiles * D::kTileBytes;
+        Finder finder{offsets, experts, m};
+#pragma unroll 1
+        for (int place = blockIdx.x;; place += gridDim.x) {
+            const Tile tile = finder.find(place / row_blocks);
+            if (tile.first == tile.end) {
+                break;
+            }
+            const int rows = place % row_blocks * kRowWarps + row_warp;
+            locate(tiled + tile.expert * expert_bytes, rows);
+            result.scale = scale + tile.expert;
+            result.end = tile.end;
+            __syncthreads();  // everyone is done with the stages
+            multiply_tile(p, result, decode, tile, x, partial, stages, rows, warp, lane, [] {});
+        }
+    } else {
+        const int rows = int(blockIdx.x) * kRowWarps + row_warp, first = int(blockIdx.y) * kTokens;
+        locate(tiled, rows);
+        multiply_tile(p, result, decode, {0, first, m}, x, partial, stages, rows, warp, lane, fill);
     }
 }
