@@ -278,8 +278,8 @@ def test_explain_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, 8, 512, 2112, torch.float16, "90a", "grouped"),  # more columns than warps have registers for
         (8, 8, 512, 2048, torch.float16, "80", "grouped"),
         (2048, 128, 2048, 512, torch.float16, "90a", "wgmma"),
-        (2048, 128, 512, 2048, torch.float16, "80", "grouped"),
-        (4096, 128, 512, 2048, torch.float16, "80", "mma"),
+        (96 * 128, 128, 512, 2048, torch.float16, "80", "grouped"),
+        (96 * 128 + 1, 128, 512, 2048, torch.float16, "80", "mma"),
         (10, 512, 1024, 2048, torch.float32, "90a", "cublas"),
         (10, 1025, 64, 64, torch.float16, "90a", "cublas"),
     ],

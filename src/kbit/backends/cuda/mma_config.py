@@ -14,9 +14,10 @@ from kbit.format import layout
 WARPS = 8  # of a block
 WARP_TILES = 2  # row tiles of a warp
 # Tokens of a block, and warps that have the same rows. Of 25 that were measured on an H200, with 2 or 4 row
-# tiles a warp, these are 1% slower than the best for each of 54 problems, and at most 8%.
+# tiles a warp and 8 or 16 warps, these are 1% slower than the best for each of 54 problems, and at most 8%.
 _SHAPES = ((32, 2), (32, 4), (64, 2), (128, 1), (128, 2))
-_EXPERTS_SHAPES = ((32, 2), (64, 2), (128, 1))  # many matrices need no further ones to fill the machine
+_EXPERTS_SHAPES = ((128, 1),)  # with fewer tokens grouped.cu is faster
+_ANY_EXPERTS_SHAPES = ((64, 2),)  # of codebooks for which 128 tokens spill
 _SMALL_SHAPES = ((32, 1), (64, 1))  # where blocks have little shared memory
 _FEWEST_STAGES, _MOST_STAGES = 2, 4
 
@@ -70,8 +71,8 @@ def configs(bits: int, symmetric: bool, shared_bytes: int, experts: bool = False
     shapes: tuple[tuple[int, int], ...] = _EXPERTS_SHAPES if experts else _SHAPES
     if shared_bytes <= operands.SMALL_MEMORY:
         shapes = _SMALL_SHAPES
-    elif not symmetric and (bits, False) in operands.CODES:  # of 128 tokens they spill
-        shapes = tuple(shape for shape in shapes if shape[0] < 128)
+    elif not symmetric and (bits, False) in operands.CODES:
+        shapes = _ANY_EXPERTS_SHAPES if experts else tuple(shape for shape in shapes if shape[0] < 128)
     found = []
     for tokens, slices in shapes:
         fitting = (shared_bytes - operands.TABLE_BYTES) // _stage_bytes(tokens, slices, bits)
