@@ -1,4 +1,4 @@
-"""csrc/mma.cu on a GPU, any that kernels run on: every launch, every number of tokens, the same bits again."""
+"""csrc/mma.cu on any GPU that kernels run on: every launch, every number of tokens, the same bits again."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_an_illegal_row_is_passed_over(row: dict, m: int, kernel: str) -> None:
 
 def test_wgmma_of_a_table_is_not_taken_where_there_is_none() -> None:
     choice = preference.decide(64, torch.float16, PROBLEM.weight_on(A100), (table(item(), device=A100),))
-    assert (choice.kernel, choice.row) == ("stream", None)
+    assert (choice.kernel, choice.row) == ("mma", None)
 
 
 def test_forcing_outranks_tables_and_uses_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ DAMAGED = [
     (content(item(bits=6)), "row 0: bits must be one of 2, 3, 4, 5, got 6"),
     (content(item(bits=True)), "row 0: bits must be a whole number"),
     (content(item(dtype="fp8")), "dtype must be one of fp16, bf16, got 'fp8'"),
-    (content(item(kernel="rm -rf")), "kernel must be one of stream, wgmma, cublas"),
+    (content(item(kernel="rm -rf")), "kernel must be one of stream, wgmma, mma, cublas"),
     (content(item(gated=1)), "gated must be true or false"),
     (content(item(m=0)), "m must be a whole number"),
     (content(item(m=2**80)), "m must be a whole number"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 import kbit.ops as ops
-from kbit.backends.cuda import driver, preference, products, stream, tables, wgmma, wgmma_config
+from kbit.backends.cuda import driver, mma, preference, products, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.preference import Choice
 from kbit.backends.cuda.tables import Problem, Row
@@ -57,13 +57,18 @@ def problems(
 
 
 def candidates(m: int, problem: Problem, device: driver.DeviceLimits) -> dict[str, Choice]:
-    """What competes for a problem: every kernel that may take it, wgmma with its likely launches."""
+    """What competes for a problem: the kernels that may take it, wgmma with its likely launches.
+
+    Where there is wgmma, mma is left out: on an H200 it takes about twice as long.
+    """
     dtype = tables.DTYPES[problem.dtype]
     refusals = preference.refusals_of(m, dtype, problem.out_features, problem.gated, device.arch)
     found = {name: Choice(name) for name in ("stream", "cublas") if refusals[name] is None}
     if refusals["wgmma"] is None:
         for plan in likely_plans(m, problem, device):
             found[f"wgmma {plan.tiling}"] = Choice("wgmma", plan)
+    elif refusals["mma"] is None:
+        found["mma"] = Choice("mma")
     return found
 
 
@@ -93,6 +98,9 @@ def specs(tasks: Iterable[tuple[Problem, int]], device: driver.DeviceLimits) -> 
                 counts = {min(m, stream.TOKENS[-1]), m % stream.TOKENS[-1] or stream.TOKENS[-1]}
                 for plan in (stream.plan(min(m, count), weight) for count in counts):
                     found[plan.config.spec(problem.bits, dtype, plan.tokens), device.arch] = None
+            elif choice.kernel == "mma":
+                kernels = mma.kernels_of(mma.plan(m, weight), dtype, weight)
+                found |= dict.fromkeys((kernel, device.arch) for kernel in kernels)
             elif choice.plan is not None:
                 launch = choice.plan
                 block = wgmma_config.of_tiling(problem.bits, launch.tiling, launch.teams, False, False)

@@ -14,6 +14,8 @@ import tokenize
 from pathlib import Path
 
 from kbit.backends.cuda import (
+    mma,
+    mma_config,
     operands,
     stream,
     stream_config,
@@ -25,9 +27,12 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import CSRC, KernelSpec
 from kbit.backends.cuda.compiler.spec import CONFIG_HEADER, read_sources
 
-# stream.cu, wgmma.cu, and what decodes for cuBLAS. Of wgmma.cu any configuration: its instruction is made.
-_KERNELS = (KernelSpec("stream.cu"), wgmma_config.specs()[0], KernelSpec("dequantize_tiled.cu"))
-_LAUNCHERS = (operands, stream, stream_config, stream_preference, wgmma, wgmma_config, wgmma_estimate)
+# stream.cu, wgmma.cu, mma.cu, and what decodes for cuBLAS. Of wgmma.cu any configuration: its instruction is
+# made.
+_NAMES = ("stream.cu", "mma.cu", "mma_sums.cu", "dequantize_tiled.cu")
+_KERNELS = (*(KernelSpec(name) for name in _NAMES), wgmma_config.specs()[0])
+_OF_WGMMA, _OF_STREAM = (wgmma, wgmma_config, wgmma_estimate), (stream, stream_config, stream_preference)
+_LAUNCHERS = (operands, *_OF_STREAM, *_OF_WGMMA, mma, mma_config)
 # Strings come first: what looks like a comment in one is none.
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 

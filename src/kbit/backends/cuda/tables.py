@@ -29,7 +29,7 @@ from kbit.format.strict_json import parse_json
 VERSION = 1
 SHIPPED = Path(__file__).parent / "tables"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-KERNELS = ("stream", "wgmma", "cublas")  # of one weight; products of experts have no table
+KERNELS = ("stream", "wgmma", "mma", "cublas")  # of one weight; products of experts have no table
 # A row also serves fewer tokens, down to half: the plan for 8192 tokens says nothing of 65.
 _REACH = 2
 _MOST_BYTES = 16 * 2**20
