@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
+import types
 import warnings
 import weakref
 
@@ -287,7 +289,8 @@ def test_hooks_are_recorded_again():
     assert cache in steps._recordings
     hook = model.model.layers[1].register_forward_hook(lambda module, arguments, output: output * 2)
     with pytest.warns(
-        cuda_graphs.CUDAGraphWarning, match=r"layers.1 of LlamaForCausalLM has a hook, test_cuda"
+        cuda_graphs.CUDAGraphWarning,
+        match=r"layers.1 of LlamaForCausalLM has a hook or its own forward, test_cuda",
     ):
         model.get_compiled_call(None)
     assert not model.get_compiled_call(None)._recordings
@@ -543,3 +546,42 @@ def test_models_with_an_encoder_are_told_that_they_have_no_graphs():
         kbit.enable_cuda_graphs(model)
     more = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     assert model.generate(IDS, **more).shape == (len(IDS), 5)
+
+
+def rests_on(model):
+    return cuda_graphs.preconditions(model)
+
+
+def test_what_a_forward_of_ones_own_does_is_told_by_itself():
+    """Not by where it lies: the next one may lie there, as in a `with` that puts back what it changed."""
+    mlp = (model := quantized("llama")).model.layers[0].mlp
+    own, seen = type(mlp).forward, []
+    for scale in range(20):
+        mlp.forward = types.MethodType(lambda self, x, scale=scale: own(self, x) * scale, mlp)
+        seen.append(rests_on(model))
+        assert rests_on(model) == seen[-1]
+        del mlp.forward
+    assert all(one != other for one, other in itertools.combinations(seen, 2))
+
+
+def test_norms_and_hooks_of_every_module_count(request):
+    model = quantized("llama")
+    before = rests_on(model)
+    model.model.norm.variance_epsilon *= 2
+    assert rests_on(model) != before
+    before = rests_on(model)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
+    request.addfinalizer(hook.remove)
+    assert rests_on(model) != before
+
+
+def test_disabling_frees_what_an_enabled_copy_shares():
+    model = quantized("llama")
+    kbit.enable_cuda_graphs(model)
+    steps = weakref.ref(model.get_compiled_call(None))
+    model.generate(IDS, cache_implementation="static", max_new_tokens=2)
+    twin = copy.deepcopy(model)
+    kbit.disable_cuda_graphs(model)
+    gc.collect()
+    assert steps() is None
+    assert twin.get_compiled_call(None) is not None

@@ -260,3 +260,11 @@ def test_experts_have_their_class_again_also_of_a_copied_model():
     model = copy.deepcopy(kbit.quantize_model(source, kbit.KbitConfig(bits=5)))
     assert {name: type(module) for name, module in model.dequantize().named_modules()} == kinds
     assert layers(source)  # the copy alone
+
+
+def test_a_model_in_double_precision():
+    model = kbit.quantize_model(nn.Sequential(nn.Linear(64, 64)), kbit.QuantizationPolicy())
+    expected = model[0].dequantize(torch.float32).double()
+    plain = kbit.dequantize_model(model.double())
+    assert torch.equal(plain[0].weight, expected)
+    assert plain[0].bias.dtype == torch.float64

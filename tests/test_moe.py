@@ -198,3 +198,30 @@ def test_rows_of_other_devices_may_hold_anything(monkeypatch):
 
     monkeypatch.setattr(KbitExperts, "grouped", poisoned)
     assert torch.equal(layer(x, ids, weights), expected)
+
+
+def test_experts_that_compute_something_of_their_own_stay():
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    class Scaled(Qwen3MoeExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return super().forward(hidden_states.clamp(-1, 1), top_k_index, top_k_weights)
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=48, num_experts=4)
+
+    def made(kind):
+        experts = kind(config)
+        for weight in experts.parameters():
+            nn.init.normal_(weight)
+        return experts
+
+    held = made(Qwen3MoeExperts)
+    held.out_scale = nn.Parameter(torch.ones(4))
+    for experts in (made(Scaled), held):
+        model = nn.ModuleDict({"experts": experts})
+        kbit.quantize_model(model, kbit.QuantizationPolicy(bits=5))
+        assert model["experts"] is experts
+    model = nn.ModuleDict({"experts": made(Qwen3MoeExperts)})
+    kbit.quantize_model(model, kbit.QuantizationPolicy(bits=5))
+    assert isinstance(model["experts"], KbitExperts)

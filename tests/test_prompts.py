@@ -140,15 +140,49 @@ def test_latents_behind_a_prompt_are_not_expanded():
     model = quantized("glm4_moe_lite")
     enabled, rows = Enabled(model), []
     expand = model.model.layers[0].self_attn.kv_b_proj
-    hook = expand.register_forward_pre_hook(lambda layer, given: rows.append(given[0].shape[-2]))
+
+    def look(layer, given):
+        rows.append(given[0].shape[-2])
+
+    look.__module__ = "torch"  # or prompts would be the model's own affair
+    hook = expand.register_forward_pre_hook(look)
     enabled.logits(prompt(20), max_new_tokens=1, min_new_tokens=1)
     hook.remove()
     assert rows == [32]
 
 
+def steered(layer, given, output):
+    return torch.cat([output[:, :-1], output[:, -1:] + 1], 1)
+
+
 def masks(*padding, tokens=20):
     """For sequences with so many tokens of padding in front."""
     return (torch.arange(tokens) >= torch.tensor(padding)[:, None]).long()
+
+
+@pytest.mark.filterwarnings("ignore::kbit.CUDAGraphWarning")
+@pytest.mark.parametrize("kind", ["hook", "forward", "everywhere"])
+def test_hooks_see_prompts_as_they_are(kind, request):
+    """One that counts from a prompt's end, or over all its tokens, finds no padding there."""
+    model = quantized("llama")
+    layer = model.model.layers[0]
+    if kind == "hook":
+        layer.register_forward_hook(steered)
+    elif kind == "forward":
+        own = layer.forward
+        layer.forward = lambda *given, **named: steered(layer, given, own(*given, **named))
+    else:
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, given, output: steered(module, given, output) if module is layer else None
+        )
+        request.addfinalizer(hook.remove)
+    given = [(prompt(20, 2), None), (prompt(20, 2), masks(0, 7))]
+    expected = [logits(model, ids, mask=mask) for ids, mask in given]
+    enabled = Enabled(model)
+    for _ in range(3):
+        for (ids, mask), want in zip(given, expected, strict=True):
+            torch.testing.assert_close(enabled.logits(ids, mask=mask), want, rtol=1e-4, atol=1e-5)
+    assert not any(enabled.counts)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

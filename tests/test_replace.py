@@ -238,3 +238,47 @@ def test_a_width_of_embeddings_that_no_module_has_is_reported():
     message = r"no module for embedding_bits=5 \(embed_tokens has no weight that can be quantized\)"
     with pytest.warns(UserWarning, match=message):
         kbit.quantize_model(model, kbit.QuantizationPolicy(embedding_bits=5))
+
+
+class ReadsItsLayer(nn.Module):
+    """Adds what it finds in its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        more = getattr(self.layer, "more", None)
+        return self.layer(x) if more is None else self.layer(x) + more
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module", "bias"])
+def test_a_layer_that_holds_more_than_its_weights_stays(kind):
+    model = nn.Sequential(nn.Linear(64, 64), ReadsItsLayer())
+    layer = model[1].layer
+    if kind == "parameter":
+        layer.more = nn.Parameter(torch.ones(64))
+    elif kind == "buffer":
+        layer.register_buffer("more", torch.ones(64))
+    elif kind == "module":
+        layer.adapter = nn.Linear(64, 64)
+        layer.register_forward_hook(lambda module, given, result: result + module.adapter(given[0]))
+    else:
+        bias = layer.bias.detach()
+        del layer.bias
+        layer.bias = bias
+    names = {name for name in model.state_dict() if "adapter" not in name}  # a layer like others
+    quantize_model(model, kbit.QuantizationPolicy(bits=5))
+    assert isinstance(model[0], KbitLinear)
+    assert type(model[1].layer) is nn.Linear
+    assert {name for name in names if name.startswith("1.")} <= set(model.state_dict())
+    model(torch.randn(3, 64))
+
+
+def test_nothing_is_computed_of_layers_that_stay():
+    """The weight of a parametrized layer is computed when it is asked for; this kind changes itself then."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))
+    model = nn.Sequential(layer, nn.Linear(64, 64))
+    before = layer.parametrizations.weight[0]._u.clone()
+    quantize_model(model, kbit.QuantizationPolicy())
+    assert torch.equal(layer.parametrizations.weight[0]._u, before)

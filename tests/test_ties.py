@@ -180,3 +180,51 @@ def test_files_may_hold_the_heads_name_alone(way, settings, source, tmp_path):
     one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "usual"))
     assert one.lm_head.weight_packed is one.model.embed_tokens.weight_packed
     assert torch.equal(one(IDS).logits, other(IDS).logits)
+
+
+def untied_by_hand(kind):
+    """A model whose config ties head and table, which are two weights, quantized apart."""
+    policy = kbit.KbitConfig(bits=4, embedding_bits=None if kind == "table" else 5)
+    model = build("llama", torch.float32)
+    assert model.config.tie_word_embeddings
+    if kind == "inside":
+        quantize_model(model.model, policy)
+        return model
+    model = quantize_model(model, policy)
+    table = model.model.embed_tokens
+    head = nn.Linear(table.embedding_dim, table.num_embeddings, bias=False)
+    if kind == "head":
+        model.lm_head = head
+    elif kind == "both":
+        model.lm_head = kbit.nn.KbitLinear.from_linear(head, bits=3)
+    else:
+        model.model.embed_tokens = kbit.nn.KbitEmbedding.from_embedding(table, bits=3)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["head", "table", "both", "inside"])
+def test_ends_that_are_two_weights_by_now_stay_two(kind, tmp_path):
+    model = untied_by_hand(kind)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        model.save_pretrained(folder)
+        assert model.config.tie_word_embeddings is (folder.name == "once")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("skipped", TIED)
+def test_weights_that_differ_in_a_file_are_quantized_apart(skipped, source, tmp_path):
+    shutil.copytree(source, tmp_path / "differing")
+    file = tmp_path / "differing" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    policy = kbit.KbitConfig(bits=5, embedding_bits=5, overrides={f"{skipped}$": 0})
+    model = quantize_model(AutoModelForCausalLM.from_pretrained(file.parent), policy)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, model(IDS).logits)

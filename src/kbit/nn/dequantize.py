@@ -181,11 +181,12 @@ def _codes(layer: nn.Module) -> object:
 def _plain(layer: QuantizedModule, dtype: torch.dtype, weight: nn.Parameter | None) -> nn.Module:
     """The layer that a quantized one stands for, with its weight or with one decoded already."""
     plain: nn.Module
+    decoded = torch.float32 if dtype == torch.float64 else dtype
     if isinstance(layer, KbitExperts):
         assert layer.replaced is not None
         plain = layer.replaced.again()
         for name in WEIGHTS:
-            plain._parameters[name] = nn.Parameter(layer.dequantize(name, dtype))
+            plain._parameters[name] = nn.Parameter(layer.dequantize(name, decoded).to(dtype))
     else:
         assert isinstance(layer, KbitLinear | KbitEmbedding)
         if isinstance(layer, KbitLinear):
@@ -194,7 +195,7 @@ def _plain(layer: QuantizedModule, dtype: torch.dtype, weight: nn.Parameter | No
         else:
             size = layer.num_embeddings, layer.embedding_dim
             plain = nn.Embedding(*size, layer.padding_idx, device="meta")
-        plain.weight = nn.Parameter(layer.dequantize(dtype)) if weight is None else weight
+        plain.weight = nn.Parameter(layer.dequantize(decoded).to(dtype)) if weight is None else weight
     plain.train(layer.training)
     keep_hooks(layer, plain)
     keep_device_hook(layer, plain)

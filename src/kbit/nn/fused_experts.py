@@ -39,6 +39,9 @@ def unsupported_experts(module: nn.Module) -> str | None:
         return "its experts have a gate of their own"
     if list(inspect.signature(type(module).forward).parameters) != _ARGUMENTS:
         return f"its forward takes other arguments than {', '.join(_ARGUMENTS[1:])}"
+    forwards = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and kind is not nn.Module]
+    if len(forwards) > 1:
+        return f"its forward is not that of {forwards[1].__name__}"
     if not callable(getattr(module, "act_fn", None)):
         return "it has no act_fn"
     if not all(weight_of(module, name).numel() for name in WEIGHTS):

@@ -143,7 +143,9 @@ def _layers(model: nn.Module) -> list[list[str]]:
         if isinstance(module, QuantizedModule):
             continue
         if isinstance(module, nn.Linear | nn.Embedding):
-            shared.setdefault(id(module.weight), []).append(name)
+            # Not by its name: who computes it at every call may change something meanwhile.
+            weight = module._parameters.get("weight")
+            shared.setdefault(id(module if weight is None else weight), []).append(name)
         elif is_experts(module):
             shared.setdefault(id(module), []).append(name)
         else:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as every_module
 
-from kbit.nn.fused_experts import is_experts, unsupported_experts
+from kbit.nn.fused_experts import WEIGHTS, is_experts, unsupported_experts
 from kbit.nn.sizes import other_sizes
 
 # Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
@@ -56,12 +56,21 @@ def unsupported(module: nn.Module) -> str | None:
             return "it has no weight"
         if weight.dim() == 2 and not weight.numel():
             return "its weight has no elements"
-        if reason := other_sizes(module):
+        if reason := other_sizes(module) or _more_than_weights(module, "weight", "bias"):
             return reason
+        if getattr(module, "bias", None) is not None and module._parameters.get("bias") is None:
+            return "its bias is no parameter"
         return "it has max_norm" if getattr(module, "max_norm", None) is not None else None
     if is_experts(module):
-        return unsupported_experts(module)
+        return unsupported_experts(module) or _more_than_weights(module, *WEIGHTS, "act_fn")
     return f"{type(module).__name__} is not nn.Linear, nn.Embedding or a module of fused experts"
+
+
+def _more_than_weights(module: nn.Module, *known: str) -> str | None:
+    """Why a module stays that has something of its own, which whoever put it there would miss."""
+    held = {**module._parameters, **module._buffers, **module._modules}
+    more = [name for name, value in held.items() if value is not None and name not in known]
+    return f"it holds {', '.join(more)}, too" if more else None
 
 
 def refuse_mixed(widths: Mapping[str, Mapping[int, str]]) -> None:

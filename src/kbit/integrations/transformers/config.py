@@ -33,6 +33,10 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
         default=QUANT_METHOD, init=False, repr=False, compare=False
     )
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field as `to_dict` has it; transformers asks configs so, as if they were dicts."""
+        return self.to_dict().get(key, default)
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Read a checkpoint's `quantization_config`.

@@ -15,7 +15,6 @@ the last one again where that has the right size and nobody else has kept it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 import warnings
 import weakref
@@ -28,15 +27,13 @@ from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
-from kbit.integrations.transformers.preconditions import hooks_of, preconditions
+from kbit.integrations.transformers.preconditions import preconditions, strangers
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import LONGEST, LastCaches, why_not_recorded
 from kbit.integrations.transformers.step_kernels import step_kernels
 
 WARM_STEPS = 2
-# Libraries whose hooks compute on the GPU alone, or are known here.
-_HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
 class CUDAGraphWarning(UserWarning):
@@ -53,7 +50,8 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     unless you hold it, and with it the graph, until a call has another batch size or needs more tokens, or
     the model's weights lie elsewhere, or its modules have other numbers, classes, hooks or adapters of peft.
     After other changes enable it again, which forgets all graphs. A replay does what a hook did on the GPU
-    when it was recorded, and calls no hook: a warning names the first of yours.
+    when it was recorded, and calls no hook. Prompts of models with hooks of yours, or forwards that you set,
+    run as the model runs them: a hook would see padding. A warning names the first of these.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -99,7 +97,9 @@ def disable_cuda_graphs(model: Any) -> None:
     """
     model = _generating(model)
     for name in (_StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, MASKS, LONGEST):
-        vars(model).pop(name, None)
+        method = vars(model).pop(name, None)
+        if forget := getattr(getattr(method, "__func__", None), "forget", None):
+            forget(model)  # copies of the model may share what has it
     forget_decoded(model)
 
 
@@ -128,6 +128,10 @@ class _StepsOfModels:
         if model not in self._steps:
             self._steps[model] = Steps(model, self.compile_layers)
         return self._steps[model]
+
+    def forget(self, model: Any) -> None:
+        """Drop a model's."""
+        self._steps.pop(model, None)
 
 
 class _PromptsOfModels:
@@ -198,19 +202,20 @@ class Steps:
             self._rests_on = rests_on
             self._recordings.clear()
             self.prompts.clear()
-            self._tell_of_hooks()
+            self._look_for_hooks()
         renew_decoded(self._model())
 
-    def _tell_of_hooks(self) -> None:
-        for name, module in self._model().named_modules():
-            for hook in hooks_of(module).values():
-                if (whose := _where(hook)).partition(".")[0] not in _HAVE_HOOKS:
-                    self._tell(
-                        f"{name or 'The model'} of {type(self._model()).__name__} has a hook, {whose}. Steps "
-                        f"and prompts from CUDA graphs replay what it did on the GPU, do not call it, and "
-                        f"overwrite tensors that it kept. If it has to be called, disable_cuda_graphs(model)."
-                    )
-                    return
+    def _look_for_hooks(self) -> None:
+        """Of padded prompts hooks would see other hidden states; steps do what they did, and call none."""
+        model = self._model()
+        for name, whose in strangers(model):
+            self.prompts.leave_to_model()
+            self._tell(
+                f"{name or 'The model'} of {type(model).__name__} has a hook or its own forward, {whose}. "
+                f"Prompts run without CUDA graphs. Steps replay what it did on the GPU, do not call it, and "
+                f"overwrite tensors that it kept. If it has to be called, disable_cuda_graphs(model)."
+            )
+            return
 
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
@@ -247,14 +252,6 @@ def _is_of_one_token(inputs: dict[str, Any]) -> bool:
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
     return given is not None and given.shape[1] == 1
-
-
-def _where(hook: Any) -> str:
-    """Module and name of a hook."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _why_not_here(model: Any) -> str | None:

@@ -103,7 +103,8 @@ def _told(original: Any) -> Any:
             _tell(self, QuantizationPolicy())
         elif quantizer is not None and not forget_if_plain(self) and not _saves_adapters(self):
             _restate(self, quantizer)
-        with contextlib.nullcontext() if quantized else _plain_config(self.config):
+        plain = contextlib.nullcontext() if quantized else _plain_config(self.config)
+        with plain, _untied(self) if quantized else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     return save_pretrained
@@ -130,6 +131,30 @@ def _restate(model: Any, quantizer: Any) -> None:
     if not is_distributed():
         quantizer.quantization_config = as_config(stated_policy(model, policy))
     model.config.quantization_config = quantizer.quantization_config
+
+
+@contextlib.contextmanager
+def _untied(model: Any) -> Iterator[None]:
+    """With a config that ties nothing, where it ties what is two weights by now, not quantized alike.
+
+    Loading would take the quantized one for both.
+    """
+    from kbit.integrations.transformers.names import alike, broken_ties
+
+    # Of weights that differed when they were loaded transformers forgot the tie, but the config has it.
+    ends: list[Any] = []
+    with contextlib.suppress(AttributeError, NotImplementedError):  # models without words
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    broken = broken_ties(model) or (ends and None not in ends and not alike(*ends))
+    configs = [each for each in all_of(model.config) if getattr(each, "tie_word_embeddings", False)]
+    configs = configs if broken else []
+    for each in configs:
+        each.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        for each in configs:
+            each.tie_word_embeddings = True
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from kbit.format.names import PACKED, module_of, original_of
+from kbit.format.names import PACKED, holder_of, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.key_mapping import key_mapping
 from kbit.nn import KbitEmbedding, KbitLinear
@@ -174,6 +174,21 @@ def _undo(name: str, part: str, undone: list) -> str:
     return name.replace(".*.", ".0.")  # of all experts that the name is for, any
 
 
+def broken_ties(model: Any) -> set[str]:
+    """Names that a model ties to others, of layers that are not quantized alike."""
+    found = set()
+    for names in getattr(model, "all_tied_weights_keys", {}).items():
+        if not alike(*(model.get_submodule(holder_of(original_of(name))) for name in names)):
+            found.add(names[0])
+    return found
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two layers are quantized to the same width, or neither is quantized."""
+    widths = [each.bits if isinstance(each, QuantizedModule) else None for each in (one, other)]
+    return widths[0] == widths[1]
+
+
 def stated_policy(model: Any, policy: QuantizationPolicy) -> QuantizationPolicy:
     """The policy to be saved with a quantized model; see `QuantizationPolicy.stating`.
 
@@ -181,7 +196,8 @@ def stated_policy(model: Any, policy: QuantizationPolicy) -> QuantizationPolicy:
         model: a PreTrainedModel, after it was quantized.
         policy: the one that it was quantized by.
     """
-    tied = getattr(model, "all_tied_weights_keys", {})  # the ends of ties that are not stored
+    # The ends of ties that are not stored.
+    tied = getattr(model, "all_tied_weights_keys", {}).keys() - broken_ties(model)
     undone = _undone(model)
     layers: dict[str, QuantizedModule] = {}
     for name, module in model.named_modules():

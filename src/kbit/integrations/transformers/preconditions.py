@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+import weakref
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules import module as every_module
 
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.left_padding import MoveRight
-from kbit.nn.norm import FusedNorm
 from kbit.nn.parts import QuantizedModule
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {bool, int, float, str, type(None)}
-_SETTLED = QuantizedModule, FusedNorm, torch.nn.Linear  # whose numbers nobody changes
+_SETTLED = QuantizedModule, torch.nn.Linear  # whose numbers nobody changes
+# Libraries whose hooks compute on the GPU alone, and of padded prompts what they do of others.
+_HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
 def preconditions(model: Any) -> Hashable:
@@ -32,7 +36,7 @@ def preconditions(model: Any) -> Hashable:
                 local = tensor if plain else tensor.to_local()
                 places.append((local.data_ptr(), local.dtype))
         own, kind = vars(module), module.__class__
-        settings += [kind, id(own["forward"]) if "forward" in own else 0]
+        settings += [kind, _itself(own["forward"]) if "forward" in own else None]
         if not issubclass(kind, _SETTLED):
             settings += [
                 value for name, value in own.items() if value.__class__ in _NUMBERS and name[0] != "_"
@@ -43,6 +47,7 @@ def preconditions(model: Any) -> Hashable:
             used = tuple(module.active_adapters), tuple(module.merged_adapters)
             scaling = tuple(getattr(module, "scaling", {}).items())
             adapters.append((module.disable_adapters, *used, scaling))
+    hooks += _everywhere()
     ways = tuple(config._attn_implementation for config in all_of(model.config))
     return ways, tuple(places), tuple(settings), tuple(hooks), tuple(adapters)
 
@@ -51,3 +56,42 @@ def hooks_of(module: torch.nn.Module) -> dict[int, Any]:
     """By numbers that no others of the process have; without another thread's, for its prompt."""
     hooks = {**module._forward_pre_hooks, **module._forward_hooks}
     return {number: hook for number, hook in hooks.items() if not isinstance(hook, MoveRight)}
+
+
+def _everywhere() -> dict[int, Any]:
+    """Hooks on calls of every module there is."""
+    return {**every_module._global_forward_pre_hooks, **every_module._global_forward_hooks}
+
+
+def _itself(forward: Any) -> Hashable:
+    """What is unlike that of any other function, also of one that comes to lie where it lay."""
+    function = getattr(forward, "__func__", forward)
+    try:
+        return weakref.ref(function), id(getattr(forward, "__self__", None))
+    except TypeError:  # of C
+        return function, None
+
+
+def strangers(model: Any) -> Iterator[tuple[str, str]]:
+    """(Name of a module, or "", and what is called there): hooks and own forwards, unless of known libraries.
+
+    Peft's activated LoRA, whose hooks come and go with each call, counts from a prompt's end.
+    """
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        for variant in getattr(module, "lora_variant", {}).values():
+            if "ALora" in type(variant).__name__ or "ALora" in getattr(variant, "__name__", ""):
+                yield name, "activated LoRA"
+        for what in (*hooks_of(module).values(), *([] if own is None else [own])):
+            if (whose := _where(what)).partition(".")[0] not in _HAVE_HOOKS:
+                yield name, whose
+    for hook in _everywhere().values():
+        yield "", _where(hook)
+
+
+def _where(hook: Any) -> str:
+    """Module and name of a hook."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -68,6 +68,10 @@ class Prompts:
         self._recordings.clear()
         self._left_to_model = self._padding_left_to_model = False
 
+    def leave_to_model(self) -> None:
+        """Have prompts run as the model runs them, until `clear`."""
+        self._left_to_model = True
+
     def __call__(self, input_ids: torch.Tensor, named: dict[str, Any]) -> Any:
         """The model's output for a prompt, whose tokens its cache holds then; None: not one for graphs.
 

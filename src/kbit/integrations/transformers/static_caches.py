@@ -164,6 +164,11 @@ class LastCaches:
         check_late(cache)
         return cache
 
+    def forget(self, model: Any) -> None:
+        """Let go of a model's last cache."""
+        with self._lock:
+            self._last.pop(model, None)
+
     def _cache(self, model: Any, *arguments: Any, **named: Any) -> Any:
         if "prefill_chunk_size" in named:  # for which the cache would allocate at once
             named["prefill_chunk_size"] = None
