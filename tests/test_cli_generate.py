@@ -89,6 +89,14 @@ def test_templates_that_want_content_in_parts(template: str, tmp_path: Path) -> 
     assert tokenizer.decode(ids[0]).split() == ["w5", "w3", "w4"]
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[0]['content'] + 1 }}", "{% for %}"])
+def test_templates_that_fail(template: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(build_with_tokenizer("llama", tmp_path))
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"chat template cannot be used: .* or use --no-chat"):
+        encode_prompt(tokenizer, "w3", None, True)
+
+
 def test_named_templates_alone(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(build_with_tokenizer("llama", tmp_path))
     tokenizer.chat_template = {"rag": IN_PARTS}

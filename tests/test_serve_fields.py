@@ -16,6 +16,10 @@ USER = {"role": "user", "content": "w1"}
     [
         ({"stop": 5}, "stop must be a string or a list"),
         ({"stop": ["w1", ""]}, "stop must be a string or a list"),
+        ({"stop": ["w1"] * 5}, "stop may be at most 4 strings of at most 64 characters, got 5"),
+        ({"stop": "w" * 65}, "stop may be at most 4 strings"),
+        ({"generation_config": json.dumps({"stop_strings": "w" * 65})}, "stop may be at most 4 strings"),
+        ({"generation_config": json.dumps({"stop_strings": [5]})}, "stop must be a string or a list"),
         ({"logit_bias": [1]}, "logit_bias must be an object"),
         ({"logit_bias": {"5": "x"}}, "logit_bias must be an object"),
         ({"logit_bias": {"w1": 1}}, "logit_bias must be an object"),

@@ -40,29 +40,28 @@ def encode_prompt(tokenizer: Any, prompt: str, system: str | None = None, chat: 
         return tokenizer(prompt, return_tensors="pt").input_ids
     from jinja2 import TemplateError
 
-    said = [("system", system)] * bool(system) + [("user", prompt)]
-    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said]
-    in_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    texts = [("system", system)] * bool(system) + [("user", prompt)]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in texts]
+    in_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
     more: dict[str, Any] = {"add_generation_prompt": True}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **more)
         if prompt.strip() not in text and prompt.strip() in _rendered(tokenizer, in_parts, more):
             messages = in_parts  # as templates of models that see may want it
         encoded = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, **more)
-    except (TemplateError, ValueError) as error:
+    except Exception as error:  # of whatever a template computes
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the chat template cannot be used: {error}. Repair chat_template.jinja, or use --no-chat."
+            f"the chat template cannot be used: {said}. Repair chat_template.jinja, or use --no-chat."
         ) from None
     return encoded["input_ids"]
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]], more: dict[str, Any]) -> str:
     """Messages as a template has them; nothing where it cannot take them."""
-    from jinja2 import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
-    except (TemplateError, TypeError, ValueError):
+    except Exception:  # of whatever a template computes
         return ""
 
 

@@ -140,9 +140,9 @@ def _explained(folder: Path, what: str, remedy: str, config: Mapping[str, Any]) 
             message = f"transformers does not know the {keys[0]} {message} of its config.json"
         elif not clear:
             message = f"{type(error).__name__}: {message}"
-        raise ValueError(
-            f"{folder}: its {what} cannot be loaded: {(meant or message).rstrip('.')}. {remedy}"
-        ) from error
+        message = (meant or message).rstrip(".")
+        end = "" if message.endswith(("?", "!")) else "."
+        raise ValueError(f"{folder}: its {what} cannot be loaded: {message}{end} {remedy}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

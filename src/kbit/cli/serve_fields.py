@@ -22,6 +22,8 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value <= _MOST, f"above 0 and at most {_MOST:g}"),
 }
 _TEXTS = ("suffix", "instructions")
+# Of `stop`: each character is compared with all tokens, before the first of an answer.
+_MOST_STOPS, _LONGEST_STOP = 4, 64
 _SEEDS = range(-(2**63), 2**64)  # that torch takes
 
 
@@ -92,15 +94,13 @@ def check_settings(body: Mapping[str, Any]) -> None:
             raise RequestError(wrong, "generation_config")
         check_numbers(settings)
         _check_ends(settings)
+        _check_stops(settings.get("stop_strings"), "generation_config")
     if not _are_objects(body.get("tools")):
         raise RequestError("tools must be a list of objects.", "tools")
     for field in _TEXTS:
         if not isinstance(body.get(field), str | None):
             raise RequestError(f"{field} must be a string.", field)
-    stop = body.get("stop")
-    stops = stop if isinstance(stop, list) else [stop]
-    if stop is not None and not all(isinstance(one, str) and one for one in stops):
-        raise RequestError("stop must be a string or a list of strings, none of them empty.", "stop")
+    _check_stops(body.get("stop"), "stop")
     bias = body.get("logit_bias")
     if bias is not None and not _is_bias(bias):
         raise RequestError("logit_bias must be an object of numbers by ids of tokens.", "logit_bias")
@@ -112,6 +112,18 @@ def _check_ends(settings: Mapping[str, Any]) -> None:
     if ends is not None and not all(type(one) is int for one in (ends if isinstance(ends, list) else [ends])):
         wrong = f"eos_token_id must be a whole number or a list of them, got {ends!r:.40}."
         raise RequestError(wrong, "generation_config")
+
+
+def _check_stops(stop: Any, field: str) -> None:
+    """Raises RequestError where strings that end an answer are none, or too long or many to be looked for."""
+    stops = stop if isinstance(stop, list) else [stop]
+    if stop is None:
+        return
+    if not all(isinstance(one, str) and one for one in stops):
+        raise RequestError("stop must be a string or a list of strings, none of them empty.", field)
+    if len(stops) > _MOST_STOPS or max(map(len, stops), default=0) > _LONGEST_STOP:
+        limits = f"at most {_MOST_STOPS} strings of at most {_LONGEST_STOP} characters"
+        raise RequestError(f"stop may be {limits}, got {len(stops)}, {max(map(len, stops))} long.", field)
 
 
 def _is_bias(value: Any) -> bool:

@@ -215,7 +215,7 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
                 body = {name: value for name, value in body.items() if name != "stop"}
             try:
                 return await handle(self, body, request_id)
-            except TemplateError as error:
+            except (TemplateError, ArithmeticError) as error:
                 raise RequestError(f"the model's chat template refuses this: {error}.", field) from None
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 if "chat_template is not set" in str(error):
