@@ -75,6 +75,11 @@ JOBS = (
         after=("tune",),
     ),
     Job(
+        "mma",  # what other GPUs have for many tokens, on this one
+        "bench kernels --no-peers --bits 4 --shape q,kv,down,l8b,sq8k --rows 24,32,64,128,256,512,1024 "
+        "--with KBIT_KERNEL=mma --json {results}/{gpu}-mma.json",
+    ),
+    Job(
         "widths",
         f"bench kernels --no-peers {KERNEL_OPTIONS} --json {{results}}/{{gpu}}-widths.json",
         after=("tune",),
