@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import os
 import pickle
-import types
 import warnings
 import weakref
 
@@ -21,7 +19,14 @@ import kbit
 from graph_tape import REFUSED, Recorder, compile_on_cpu
 from kbit.cli.generate import _decode_fast, generate
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import attention, compiled_layers, cuda_graphs, late_masks, recordings
+from kbit.integrations.transformers import (
+    attention,
+    attention_steps,
+    compiled_layers,
+    cuda_graphs,
+    late_masks,
+    recordings,
+)
 from tiny_models import ARCHITECTURES, build
 
 gpu = pytest.mark.gpu
@@ -548,31 +553,13 @@ def test_models_with_an_encoder_are_told_that_they_have_no_graphs():
     assert model.generate(IDS, **more).shape == (len(IDS), 5)
 
 
-def rests_on(model):
-    return cuda_graphs.preconditions(model)
-
-
-def test_what_a_forward_of_ones_own_does_is_told_by_itself():
-    """Not by where it lies: the next one may lie there, as in a `with` that puts back what it changed."""
-    mlp = (model := quantized("llama")).model.layers[0].mlp
-    own, seen = type(mlp).forward, []
-    for scale in range(20):
-        mlp.forward = types.MethodType(lambda self, x, scale=scale: own(self, x) * scale, mlp)
-        seen.append(rests_on(model))
-        assert rests_on(model) == seen[-1]
-        del mlp.forward
-    assert all(one != other for one, other in itertools.combinations(seen, 2))
-
-
-def test_norms_and_hooks_of_every_module_count(request):
+def test_enabling_again_tries_layers_anew():
     model = quantized("llama")
-    before = rests_on(model)
-    model.model.norm.variance_epsilon *= 2
-    assert rests_on(model) != before
-    before = rests_on(model)
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
-    request.addfinalizer(hook.remove)
-    assert rests_on(model) != before
+    known, layer = attention_steps.Tried(), model.model.layers[0].self_attn
+    assert attention_steps.tried(known, layer, None, lambda: 1) == 1
+    assert attention_steps.tried(known, layer, None, lambda: 2) == 1
+    kbit.enable_cuda_graphs(model)
+    assert attention_steps.tried(known, layer, None, lambda: 2) == 2
 
 
 def test_disabling_frees_what_an_enabled_copy_shares():

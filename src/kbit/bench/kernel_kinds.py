@@ -7,7 +7,7 @@ import re
 PYTHON = "between operators"  # what a profile of a CPU calls the rest of a step
 # The first pattern found in the name decides; the last takes the rest.
 _KINDS = (
-    ("kbit", r"^kbit::|^(stream|grouped|resident|wgmma|dequantize(_tiled)?|repack|quantize)$"),
+    ("kbit", r"^kbit::|^(stream|grouped|resident|wgmma|mma(_sums)?|dequantize(_tiled)?|repack|quantize)$"),
     ("nvfp4", r"nvfp4"),
     ("kbit routing", r"^moe_|^norm_logits$"),
     ("linear attention", r"^gated_delta"),

@@ -136,16 +136,14 @@ def quantize_model(
 def _layers(model: nn.Module) -> list[list[str]]:
     """The names that lead to one weight, the one that decides first, of all that can be replaced."""
     shared: dict[int, list[str]] = {}
-    # What modules of another kind hold: I-BERT's head has the weight of a table of its own class.
-    others: set[int] = set()
+    others: set[int] = set()  # what other modules hold: I-BERT's head has that of a table of its own class
     # A module may have several names; each must lead to the quantized one.
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedModule):
             continue
         if isinstance(module, nn.Linear | nn.Embedding):
-            # Not by its name: who computes it at every call may change something meanwhile.
-            weight = module._parameters.get("weight")
-            shared.setdefault(id(module if weight is None else weight), []).append(name)
+            # By its name some would compute the weight anew.
+            shared.setdefault(id(module._parameters.get("weight", module)), []).append(name)
         elif is_experts(module):
             shared.setdefault(id(module), []).append(name)
         else:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from kbit.integrations.transformers.attention_steps import Kinds, is_plain_call, tried
+from kbit.integrations.transformers.attention_steps import Kinds, Tried, is_plain_call, tried
 from kbit.nn.mixins import stand_in
 from kbit.nn.standing_in import is_on_gpu, tried_in_vain
 from kbit.ops import checks
@@ -24,7 +23,7 @@ _OF_AXES = "mrope_section"  # an attribute of those that take positions by axes
 _kinds = Kinds((), (_FACTOR, _TYPE))
 _TRIED_POSITIONS = [[0, 3, 70001], [1, 17, 262143]]
 _TRIED_FREQUENCIES = [1.0, 0.37, 0.004]
-_known: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+_known: Tried[bool] = Tried()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from kbit.integrations.transformers.attention_steps import (
     TRIED_ROOM,
     GivenAnew,
     Kinds,
+    Tried,
     cached_layer,
     is_plain_norm,
     normals,
@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
 
 # By layer, forward, and how many columns of its heads are turned: None for a class that does something else.
-_forms: weakref.WeakKeyDictionary[Any, dict[Any, Form | None]] = weakref.WeakKeyDictionary()
+_forms: Tried[Form | None] = Tried()
 
 
 class Norms(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -58,9 +58,24 @@ class Kinds:
                     yield kind
 
 
-def tried(
-    known: weakref.WeakKeyDictionary[Any, dict[Any, Found]], layer: Any, key: Any, find: Callable[[], Found]
-) -> Found:
+class Tried(weakref.WeakKeyDictionary[Any, dict[Any, Found]]):
+    """What was found of layers' classes, by layer and key; `tried` looks it up."""
+
+    every: ClassVar[list[Tried[Any]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every.append(self)
+
+
+def forget_tried(model: torch.nn.Module) -> None:
+    """Have a model's layers tried anew: what their classes compute may follow from what a config says."""
+    for known in Tried.every:
+        for module in model.modules():
+            known.pop(module, None)
+
+
+def tried(known: Tried[Found], layer: Any, key: Any, find: Callable[[], Found]) -> Found:
     """What was found of a layer, once for each key; its class's forward is one, since it may be replaced."""
     found = known.setdefault(layer, {})
     if key not in found:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.attention import with_additive_masks
+from kbit.integrations.transformers.attention_steps import forget_tried
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
@@ -83,6 +84,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
         return
     if compile_layers:
         decoder_layers(model)
+    forget_tried(model)
     steps = _StepsOfModels(compile_layers)
     for what in (steps, _PromptsOfModels(steps), LastCaches()):
         setattr(model, what.name, types.MethodType(what, model))

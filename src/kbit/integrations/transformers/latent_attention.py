@@ -29,6 +29,7 @@ from kbit.integrations.transformers.attention_steps import (
     TRIED_ROOM,
     Given,
     Kinds,
+    Tried,
     cached_layer,
     is_plain_norm,
     normals,
@@ -47,7 +48,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 KINDS = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
 TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
-_forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
+_forms: Tried[bool | None] = Tried()
 # By layer that expands: from what its weight was decoded, and that.
 _decoded: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
 

@@ -10,7 +10,6 @@ It serves layers whose class does just that, which is tried first, as in `latent
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from kbit.integrations.transformers.attention import (
     causal_without_masks,
     runs_by,
 )
-from kbit.integrations.transformers.attention_steps import TRIED_BATCH, is_plain_call, normals, tried
+from kbit.integrations.transformers.attention_steps import TRIED_BATCH, Tried, is_plain_call, normals, tried
 from kbit.integrations.transformers.latent_attention import (
     TOLERANCE,
     WAYS,
@@ -39,7 +38,7 @@ from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
 _TRIED_TOKENS = 3
 _QUERY = ("q_proj", "q_b_proj")  # what makes queries, one of them
 # By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
-_forms: weakref.WeakKeyDictionary[Any, dict[Any, bool | None]] = weakref.WeakKeyDictionary()
+_forms: Tried[bool | None] = Tried()
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@
 //   x         16-bit [M, x_stride], rows aligned to 16 bytes, zeros in columns K to the next multiple of 8
 //   bias      16-bit [N] or null; y 16-bit [M, N], or [M, N/2] if gated
 //   partial   null; or float32, the sums of each of gridDim.z parts of K, for mma_sums.cu: quad i of thread j
-//             of block (b, c) of part p is at ((p * blocks + c * gridDim.x + b) * kQuads + i) * kFinishing +
-//             j
+//             of block b of part p is at ((p * blocks + b) * kQuads + i) * kFinishing + j
 //
 // Experts (Config::experts): tiled [experts, ...], scale [experts], m rows of x and y sorted by expert, those
 // of e from offsets[e] (int32 [experts + 1]) on; rows of no expert become zeros. No bias, partial null.
@@ -24,8 +23,9 @@
 //
 // Order of float32 sums: a slice's MMAs by columns; slices in their order; parts of K in theirs.
 //
-// grid: x blocks of rows, y of tokens, of every expert its own (more than there are: the rest returns), z
-// parts of K. Shared memory: table, stages * (slices * (128 * tokens + 2 * row warps * tile bytes)).
+// grid: x blocks of rows, y of tokens, z parts of K. Experts: any number along x, which take tiles in turn,
+// row_blocks of them for every Config::tokens rows of an expert.
+// Shared memory: table, stages * (slices * (128 * tokens + 2 * row warps * tile bytes)).
 #include "decode.cuh"
 #include "groups.cuh"
 #include "mma.cuh"

@@ -3,8 +3,7 @@
 // Gated: W holds 2 * I rows, gates first; y[m, i] = silu(gate[m, i]) * up[m, i], shape [M, I], I % 16 == 0.
 //
 // Memory-bound: every packed byte is read once, into a ring in shared memory, and decoded into an MMA's A;
-// tokens are the columns of B. Above 8 wgmma.cu takes over on Hopper; elsewhere several launches of this one
-// take up to 64, then dequantize_tiled.cu + cuBLAS.
+// tokens are the columns of B. Above 8 wgmma.cu takes over on Hopper, elsewhere mma.cu above 16.
 //
 //   tiled     [ceil(N/16), ceil(K/64)] tiles (layout.py), 16-byte aligned
 //   codebook  float32 [2^bits]; scale float32 [1]: the matrix's factor
