@@ -10,9 +10,9 @@ import kbit
 from kbit.backends.cuda import driver, mma, mma_config
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import SUPPORTED_BITS
+from test_cuda_wgmma import K, N, expected, operands  # 38 row tiles, which fill no block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-N, K = 608, 1088  # 38 row tiles, which fill no block; 17 tiles of columns
 
 
 def plans(m, bits, gated=False):
@@ -26,25 +26,11 @@ def plans(m, bits, gated=False):
             yield mma.Plan(config, (mma._row_blocks(config, weight), -(-m // config.tokens), parts))
 
 
-def operands(m, bits, dtype):
-    q = kbit.quantize(torch.randn(N, K, device="cuda"), bits, search=False)
-    return torch.randn(m, K, device="cuda").to(dtype), q, torch.randn(N, device="cuda").to(dtype)
-
-
 def run(x, q, plan, bias=None, gated=False):
     """A launch into a poisoned result."""
     out = torch.full((x.shape[0], N // 2 if gated else N), torch.nan, device="cuda", dtype=x.dtype)
     mma.linear(x, q.tile().tiled, q.codebook, q.scale, bias, N, K, gated, out, plan)
     return out
-
-
-def expected(x, q, bias=None):
-    """float64 product, and how far a float32 sum of K products, rounded once, may be from it."""
-    w = kbit.dequantize(q, x.dtype).double()
-    exact, size = x.double() @ w.T, x.double().abs() @ w.abs().T
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    return exact, torch.finfo(x.dtype).eps * exact.abs() + (K + 1) * 2.0**-23 * size
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

@@ -10,7 +10,6 @@ from kbit.backends import environment
 from kbit.backends.cuda import grouped, mma, operands, resident, wgmma
 from kbit.backends.cuda.preference import forced_kernel
 from kbit.backends.cuda.weight_shape import WeightShape
-from kbit.format import layout
 
 # Rows of an expert, evenly dealt, and bytes of a block's weights up to which resident.cu is fastest. On an
 # H200, experts of 512 x 2048 and 2048 x 512, 4 bits: 8 of them (34 KB a block) by a row each take 3.2 us,
@@ -64,8 +63,7 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
         words[chosen] += f": {held.grid} blocks of {held.config.warps} warps, {held.span} of them to a row"
     elif chosen == "mma":
         config = mma.grouped_plan(m, experts, weight).config
-        rows = layout.TILE_ROWS * mma.WARP_TILES * config.row_warps
-        words[chosen] += f": blocks of {rows} rows by {config.tokens} tokens"
+        words[chosen] += f": blocks of {config.rows} rows by {config.tokens} tokens"
     elif chosen == "wgmma":
         launch = wgmma.grouped_plan(m, experts, weight)
         tiling = launch.tiling

@@ -104,13 +104,14 @@ def _clocks(config: Config, weight: WeightShape, blocks: int, splits: int) -> fl
     return found
 
 
+@functools.lru_cache(maxsize=4096)  # because every launch looks its kernels up
 def kernels_of(
     chosen: Plan, dtype: torch.dtype, weight: WeightShape, experts: bool = False
-) -> list[KernelSpec]:
-    """The kernels of a launch."""
+) -> tuple[KernelSpec, ...]:
+    """The kernels of a launch, mma.cu first."""
     config = chosen.config
     first = config.spec(weight.bits, dtype, weight.symmetric, experts)
-    return [first, config.sums_spec(dtype)] if chosen.grid[2] > 1 else [first]
+    return (first, config.sums_spec(dtype)) if chosen.grid[2] > 1 else (first,)
 
 
 def linear(
@@ -136,7 +137,7 @@ def linear(
     _launch(chosen, weight, x, (tiled, codebook, scale), bias, out, sums, None, 0)
     if sums is not None:
         index, threads = x.device.index, config.row_warps * driver.WARP
-        kernel = launcher.load(config.sums_spec(x.dtype), index, _SUMS_FORMAT)
+        kernel = launcher.load(kernels_of(chosen, x.dtype, weight)[1], index, _SUMS_FORMAT)
         sizes = (x.shape[0], out_features, int(silu_and_mul), int(_whole(out)), splits)
         args = (*operands.addresses(sums, scale, bias, out), *sizes)
         launcher.launch_on(index, kernel, (row_blocks, token_blocks, 1), threads, args, pdl=True)
@@ -171,8 +172,7 @@ def _launch(
     experts: int,
 ) -> None:
     config, index, x = chosen.config, x.device.index, operands.aligned_rows(x)
-    spec = config.spec(weight.bits, x.dtype, weight.symmetric, offsets is not None)
-    kernel = launcher.load(spec, index, _FORMAT)
+    kernel = launcher.load(kernels_of(chosen, x.dtype, weight, offsets is not None)[0], index, _FORMAT)
     sizes = (x.shape[0], weight.out_features, weight.in_features, x.shape[1], int(weight.gated))
     tiled, codebook, scale = quantized
     args = operands.addresses(tiled, codebook, scale, x, bias, out, sums, offsets)

@@ -40,6 +40,11 @@ class Config(NamedTuple):
         """Warps of a block that have rows of their own, `WARP_TILES` row tiles each."""
         return WARPS // self.slices
 
+    @property
+    def rows(self) -> int:
+        """Rows of W of a block."""
+        return layout.TILE_ROWS * WARP_TILES * self.row_warps
+
     def shared_bytes(self, bits: int) -> int:
         """Dynamic shared memory of a block."""
         return operands.TABLE_BYTES + self.stages * _stage_bytes(self.tokens, self.slices, bits)

@@ -17,7 +17,6 @@ import torch
 from kbit.backends import environment
 from kbit.backends.cuda import mma, operands, stream, tables, wgmma, wgmma_config
 from kbit.backends.cuda.weight_shape import WeightShape
-from kbit.format import layout
 
 KERNELS = ("stream", "grouped", "resident", "wgmma", "mma", "cublas")
 # On Hopper, tokens up to which stream is faster: 4096 x 14336 by 8 tokens on an H200 14.4 us, wgmma 15.4; by
@@ -205,8 +204,7 @@ def reasons(
         words["stream"] += f": {launches} x {plan.grid} blocks of {plan.workers} + 1 warps"
     elif choice.kernel == "mma":
         config, (by_rows, by_tokens, parts) = mma.plan(m, weight)
-        rows = layout.TILE_ROWS * mma.WARP_TILES * config.row_warps
-        words["mma"] += f": {by_rows * by_tokens} blocks of {rows} rows by {config.tokens} tokens"
+        words["mma"] += f": {by_rows * by_tokens} blocks of {config.rows} rows by {config.tokens} tokens"
         words["mma"] += f" for each of {parts} parts of K" if parts > 1 else ""
     elif choice.plan is not None:
         tiling = choice.plan.tiling

@@ -103,8 +103,7 @@ def _told(original: Any) -> Any:
             _tell(self, QuantizationPolicy())
         elif quantizer is not None and not forget_if_plain(self) and not _saves_adapters(self):
             _restate(self, quantizer)
-        plain = contextlib.nullcontext() if quantized else _plain_config(self.config)
-        with plain, _untied(self) if quantized else contextlib.nullcontext():
+        with _untied(self) if quantized else _plain_config(self.config):
             return original(self, *args, **kwargs)
 
     return save_pretrained
