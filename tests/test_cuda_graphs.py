@@ -491,13 +491,13 @@ def test_streams_share_a_pool_one_after_the_other(monkeypatch):
 def test_calls_under_other_circumstances_are_recorded_apart():
     cpu = torch.device("cpu")
     with torch.autocast("cpu", torch.float16):
-        half = recordings._circumstances(cpu)
+        half = recordings.circumstances(cpu)
     with torch.autocast("cpu", torch.bfloat16):
-        brain = recordings._circumstances(cpu)
+        brain = recordings.circumstances(cpu)
     with torch.inference_mode():
-        inference = recordings._circumstances(cpu)
-    assert len({half, brain, inference, recordings._circumstances(cpu)}) == 4
-    assert recordings._circumstances(torch.device("meta")) == (False, None)  # of an offloaded model
+        inference = recordings.circumstances(cpu)
+    assert len({half, brain, inference, recordings.circumstances(cpu)}) == 4
+    assert recordings.circumstances(torch.device("meta")) == (False, None)  # of an offloaded model
 
 
 @gpu

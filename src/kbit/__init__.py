@@ -26,6 +26,7 @@ from kbit.integrations.transformers.cuda_graphs import (
     disable_cuda_graphs,
     enable_cuda_graphs,
 )
+from kbit.integrations.transformers.prefix_caching import disable_prefix_caching, enable_prefix_caching
 from kbit.nn import compile_kernels, dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
 
@@ -47,8 +48,10 @@ __all__ = [
     "dequantize",
     "dequantize_model",
     "disable_cuda_graphs",
+    "disable_prefix_caching",
     "embedding",
     "enable_cuda_graphs",
+    "enable_prefix_caching",
     "explain",
     "grouped_linear",
     "linear",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kbit.cli.bench_attention import attention
+from kbit.cli.bench_chat import chat
 from kbit.cli.bench_cpu import cpu
 from kbit.cli.bench_decode import decode
 from kbit.cli.bench_generate import generate
@@ -26,6 +27,7 @@ app.command()(plot)
 app.command()(workload)
 app.command()(model)
 app.command()(generate)
+app.command()(chat)
 app.command()(moe)
 app.command()(attention)
 app.command()(nvfp4)

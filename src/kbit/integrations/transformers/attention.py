@@ -21,7 +21,7 @@ from kbit.integrations.transformers.additive_masks import additive, additive_mas
 from kbit.nn.standing_in import standing_in
 
 SDPA = "sdpa"  # among transformers' ways of computing attention, the one that is another here
-STEPS, PROMPTS = "steps", "prompts"
+STEPS, PROMPTS, RESTS = "steps", "prompts", "rests of prompts"
 # What asks transformers' own function for more than this one does.
 _MORE = ("position_bias", "softcap", "cache", "output_attentions")
 
@@ -44,11 +44,15 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def shared_heads() -> Iterator[None]:
-    """Attention by "sdpa" runs as here in this thread."""
+def shared_heads(way: str = STEPS) -> Iterator[None]:
+    """Attention by "sdpa" runs as here in this thread.
+
+    Args:
+        way: `RESTS`: with a mask whatever the cache holds, which only its device knows.
+    """
     torch.compiler.assume_constant_result(_ask)
     torch.compiler.assume_constant_result(_way)
-    with _in_place_of_sdpa(STEPS):
+    with _in_place_of_sdpa(way):
         yield
 
 
@@ -100,11 +104,11 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
 
     if own is not sdpa_attention_forward:  # somebody's of that name
         return own
-    return _by_way(own, {STEPS: attention, PROMPTS: causal_attention})
+    return _by_way(own, {STEPS: attention, RESTS: attention, PROMPTS: causal_attention})
 
 
 def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
-    return _by_way(own, {STEPS: additive_mask, PROMPTS: _no_mask})
+    return _by_way(own, {STEPS: additive_mask, RESTS: _whole_mask, PROMPTS: _no_mask})
 
 
 def _by_way(own: Callable[..., Any], ways: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -122,6 +126,10 @@ def _no_mask(*_: Any, allow_is_causal_skip: bool = True, local_size: int | None 
     """None where transformers' mask would be causal and nothing else."""
     if not allow_is_causal_skip or local_size is not None:
         raise MaskWantedError
+
+
+def _whole_mask(*arguments: Any, **named: Any) -> torch.Tensor | None:
+    return additive_mask(*arguments, **{**named, "allow_is_causal_skip": False})
 
 
 def causal_attention(

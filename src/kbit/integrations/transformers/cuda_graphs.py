@@ -26,12 +26,13 @@ import torch
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.attention_steps import forget_tried
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
+from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
 from kbit.integrations.transformers.preconditions import preconditions, strangers
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
-from kbit.integrations.transformers.static_caches import LONGEST, LastCaches, why_not_recorded
+from kbit.integrations.transformers.static_caches import why_not_recorded
 from kbit.integrations.transformers.step_kernels import step_kernels
 
 WARM_STEPS = 2

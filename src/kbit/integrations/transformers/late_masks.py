@@ -1,4 +1,4 @@
-"""Masks of attention that recorded steps make themselves.
+"""Masks of attention that recorded steps, and rests of prompts, make themselves.
 
 `generate` makes the masks of each step, two dozen operators, in front of it. A step of one token can as well
 make them itself: then they are part of the graph, and cost no launches.
@@ -15,7 +15,7 @@ import torch
 from kbit.integrations.transformers.attention import SDPA
 
 MASKS = "create_masks_for_generate"  # of a model: what makes masks for its `generate`
-_LATE = "kbit_mask_of_tokens"  # an input of steps, in place of attention_mask
+LATE = "kbit_mask_of_tokens"  # an input of steps and of rests of prompts, in place of attention_mask
 # Arguments that say more about the tokens than a mask does; few models have them.
 _MORE = ("block_sequence_ids", "token_type_ids", "mm_token_type_ids")
 
@@ -67,19 +67,19 @@ def with_late_mask(model: Any, cache: Any, inputs: dict[str, Any]) -> dict[str, 
     if mask is not None:
         lengths = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
         mask = torch.nn.functional.pad(mask, (0, max(0, max(lengths, default=0) - mask.shape[1])))
-    return {_LATE: mask} | {name: value for name, value in inputs.items() if name != "attention_mask"}
+    return {LATE: mask} | {name: value for name, value in inputs.items() if name != "attention_mask"}
 
 
 def with_masks(model: Any, cache: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """What the model takes in place of inputs of `with_late_mask`: the masks that `generate` would make."""
-    if _LATE not in inputs:
+    if LATE not in inputs:
         return inputs
-    others = {name: value for name, value in inputs.items() if name != _LATE}
+    others = {name: value for name, value in inputs.items() if name != LATE}
     tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
     masks = _made(
         config=model.config,
-        inputs_embeds=torch.empty((tokens.shape[0], 1, 0), dtype=model.dtype, device=tokens.device),
-        attention_mask=inputs[_LATE],
+        inputs_embeds=torch.empty((*tokens.shape[:2], 0), dtype=model.dtype, device=tokens.device),
+        attention_mask=inputs[LATE],
         past_key_values=cache,
         position_ids=inputs.get("position_ids"),
     )

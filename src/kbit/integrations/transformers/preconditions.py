@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as every_module
 
+from kbit.format.versions import version_of
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.left_padding import MoveRight
 from kbit.nn.parts import QuantizedModule
@@ -50,6 +51,16 @@ def preconditions(model: Any) -> Hashable:
     hooks += _everywhere()
     ways = tuple(config._attn_implementation for config in all_of(model.config))
     return ways, tuple(places), tuple(settings), tuple(hooks), tuple(adapters)
+
+
+def changes(model: Any) -> int:
+    """How often a model's weights and buffers were changed in place; see `version_of`."""
+    total = 0
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                total += version_of(tensor)
+    return total
 
 
 def hooks_of(module: torch.nn.Module) -> dict[int, Any]:

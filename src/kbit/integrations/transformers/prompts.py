@@ -7,9 +7,9 @@ number of tokens would be recorded again and again, so prompts are padded on the
 * Logits are taken at the last token that is there.
 * The padding is the prompt's own beginning, which experts are loaded for anyway.
 
-They begin in an empty cache, and so need no mask, whatever room the cache has, nor for padding on the left:
-see `left_padding`. Others, and models in which attention goes other ways than `AttentionInterface`, run as
-transformers has it.
+Those that begin in an empty cache need no mask, whatever room the cache has, nor for padding on the left: see
+`left_padding`. For those whose beginning the cache holds there are `prompt_rests`. Others, and models whose
+attention goes other ways than `AttentionInterface`, run as transformers has it.
 Recorded or not, a prompt's kernels and so its logits are the same.
 """
 
@@ -28,11 +28,25 @@ from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.left_padding import (
     has_decoder,
     move_cache_right,
-    moved_left,
     padding_in_front,
     states_moved_right,
 )
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
+from kbit.integrations.transformers.prompt_inputs import (
+    COUNT,
+    KNOWN,
+    PADDING,
+    UnlikeOthersError,
+    growing_layers,
+    held_by,
+    is_absent,
+    layers_of,
+    padded,
+    prepared,
+    room_of,
+    take_back,
+)
+from kbit.integrations.transformers.prompt_rests import Rests
 from kbit.integrations.transformers.recordings import Record, Recordings
 from kbit.integrations.transformers.static_caches import (
     fused_updates,
@@ -43,10 +57,6 @@ from kbit.nn.gated_delta import padded_prompts
 from kbit.nn.rotary import fused_rotary, rotary_modules
 
 _RUNS_BEFORE = 1
-# What a prompt's call may be given; all else is transformers' own affair.
-_KNOWN = {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-# Inputs of recordings: how many tokens of each sequence are there, and how many it had in front that are not.
-_COUNT, _PADDING = "kbit_count", "kbit_padding"
 
 
 class Prompts:
@@ -61,11 +71,13 @@ class Prompts:
     def __init__(self, model: Callable[[], Any], record: Record, refused: Callable[[str], None]) -> None:
         self._model = model
         self._recordings = Recordings(self._run, record, refused, _RUNS_BEFORE, may_leave=True)
+        self._rests = Rests(self._model, record, refused)
         self._left_to_model = self._padding_left_to_model = False
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._recordings.clear()
+        self._rests.clear()
         self._left_to_model = self._padding_left_to_model = False
 
     def leave_to_model(self) -> None:
@@ -83,56 +95,52 @@ class Prompts:
         cache: Any = named.get("past_key_values")
         if self._left_to_model or not _may_take(model, input_ids, named):
             return None
+        if held := held_by(cache):
+            return self._rests(input_ids, named, held)
         padding, mask = None, named.get("attention_mask")
         if mask is not None and not mask.all():
             padding = padding_in_front(mask.to(input_ids.device))
             known = named.get("position_ids") is not None and has_decoder(model)
             if padding is None or not known or self._padding_left_to_model:
                 return None
-        given = {**named, "attention_mask": None}
-        inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
-        inputs = {name: value for name, value in inputs.items() if not _is_absent(value)}
-        if inputs.pop("past_key_values", None) is not cache or inputs.keys() - _KNOWN:
+        inputs = prepared(model, input_ids, named)
+        if inputs is None:
             return None
         tokens, length = input_ids.shape[1], recorded_length(*input_ids.shape)
-        if length is not None and length > _room(cache):
+        if length is not None and length > room_of(cache):
             length = None
-        inputs = _padded(inputs, padding, length or tokens)
+        inputs = padded(inputs, padding, length or tokens)
         try:
             if length is None:
                 output = self._run(cache, inputs)
             else:
                 output = self._recordings(cache, inputs, model.device)
-        except (_Unlike, MaskWantedError):
+        except (UnlikeOthersError, MaskWantedError):
             cache.reset()
             if padding is None:
                 self._left_to_model = True
             self._padding_left_to_model = True
             return None
-        _take_back(cache, inputs["input_ids"].shape[1] - tokens)
+        take_back(cache, inputs["input_ids"].shape[1] - tokens)
         if "logits_to_keep" not in inputs:
             output.logits = output.logits[:, :tokens]
         return output
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model, others = self._model(), dict(inputs)
-        count, padding = others.pop(_COUNT), others.pop(_PADDING, None)
+        count, padding = others.pop(COUNT), others.pop(PADDING, None)
         with contextlib.ExitStack() as stack:
             causal = stack.enter_context(prompt_kernels(model))
             linear = stack.enter_context(padded_prompts(count))
             moved = None if padding is None else stack.enter_context(states_moved_right(model, padding))
             output = model(past_key_values=cache, return_dict=True, **others)
-            if (causal(), linear()) != _layers(cache) or output.keys() - {"logits", "past_key_values"}:
-                raise _Unlike
+            if (causal(), linear()) != layers_of(cache) or output.keys() - {"logits", "past_key_values"}:
+                raise UnlikeOthersError
         if moved is not None:
             if moved.times != 1:
-                raise _Unlike
-            move_cache_right(_growing(cache), padding, others["input_ids"].shape[1])
+                raise UnlikeOthersError
+            move_cache_right(growing_layers(cache), padding, others["input_ids"].shape[1])
         return output
-
-
-class _Unlike(Exception):
-    """Not all layers of a model did what they do in others, or it returns more."""
 
 
 @contextlib.contextmanager
@@ -168,65 +176,8 @@ def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
         return False
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or why_not_recorded(cache) is not None:
         return False
-    if not all(_is_absent(value) for name, value in named.items() if name not in _KNOWN):
+    if not all(is_absent(value) for name, value in named.items() if name not in KNOWN):
         return False
-    if isinstance(named.get("logits_to_keep"), torch.Tensor) or not _is_empty(cache):
+    if isinstance(named.get("logits_to_keep"), torch.Tensor) or held_by(cache) is None:
         return False
     return mask is None or mask.shape == input_ids.shape
-
-
-def _is_absent(value: Any) -> bool:
-    """Whether an argument says nothing: models that see are given an empty dict where there is no image."""
-    return value is None or (isinstance(value, dict) and not value)
-
-
-def _is_empty(cache: Any) -> bool:
-    """Whether a cache holds nothing yet, in layers of the two known kinds."""
-    from transformers.cache_utils import LinearAttentionLayer, StaticLayer
-
-    if any(type(layer) not in (StaticLayer, LinearAttentionLayer) for layer in cache.layers):
-        return False
-    if any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
-        return False
-    growing = _growing(cache)
-    return bool(growing) and int(growing[0].get_seq_length()) == 0
-
-
-def _growing(cache: Any) -> list[Any]:
-    """A cache's layers of keys and values."""
-    return [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
-
-
-def _layers(cache: Any) -> tuple[int, int]:
-    """How many of a cache's layers are of attention, and of linear attention."""
-    growing = len(_growing(cache))
-    return growing, len(cache.layers) - growing
-
-
-def _room(cache: Any) -> int:
-    return min(layer.max_cache_len for layer in _growing(cache))
-
-
-def _padded(inputs: dict[str, Any], padding: torch.Tensor | None, length: int) -> dict[str, Any]:
-    """Inputs of a prompt made so long, padded behind its tokens, with how many of these there are."""
-    ids = inputs["input_ids"]
-    (batch, tokens), kept = ids.shape, inputs.get("logits_to_keep") or 0
-    at = torch.arange(length, device=ids.device)
-    in_front = at.new_zeros(batch) if padding is None else padding.to(at.device)
-    count = tokens - in_front
-    padded = {**inputs, "input_ids": moved_left(ids, in_front, at % count[:, None]), _COUNT: count}
-    if "position_ids" in inputs:
-        places = torch.minimum(at, count[:, None] - 1)
-        padded["position_ids"] = moved_left(inputs["position_ids"], in_front, places)
-    if padding is not None:
-        padded[_PADDING] = in_front
-    padded.pop("logits_to_keep", None)
-    if kept:
-        padded["logits_to_keep"] = at[max(0, tokens - kept) : tokens].clone()
-    return padded
-
-
-def _take_back(cache: Any, tokens: int) -> None:
-    """Have a cache's length be what it was some tokens before."""
-    if tokens:
-        torch._foreach_sub_([layer.cumulative_length for layer in _growing(cache)], tokens)

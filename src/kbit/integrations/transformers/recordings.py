@@ -136,7 +136,7 @@ class Recordings:
             self._refused(reason)
             return self._run(cache, inputs)
         sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
-        key = (*_circumstances(device), *inputs, *sizes)
+        key = (*circumstances(device), *inputs, *sizes)
         known = self._known.setdefault(cache, {})
         one = known.setdefault(key, _Recording())
         if one.is_stale(cache):
@@ -190,7 +190,7 @@ class Recordings:
         self._refused(reason)
 
 
-def _circumstances(device: torch.device) -> tuple[Hashable, ...]:
+def circumstances(device: torch.device) -> tuple[Hashable, ...]:
     """What a call depends on beside its inputs: inference mode, and the dtype of autocast."""
     return torch.is_inference_mode_enabled(), autocast_dtype(device)
 

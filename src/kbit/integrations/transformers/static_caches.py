@@ -1,30 +1,34 @@
-"""Caches of transformers that recorded steps write to: which can be, which are kept, what is in them, and how
-keys and values get there in one kernel, `kbit::cache_append`."""
+"""Caches of transformers that recorded steps write to: which can be, what is in them, and how keys and values
+get there in one kernel, `kbit::cache_append`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from kbit.format.autocast import autocast_dtype
-from kbit.integrations.transformers.stop_checks import check_late
 from kbit.nn.standing_in import standing_in
 
-LONGEST = "_previous_max_cache_length"  # of a model: transformers makes its caches as long as that
 MOST_TOKENS = 2048  # of recorded prompts, all sequences: beyond, the GPU takes longer than the host
-_LEAST_PADDING, _LENGTHS_PER_DOUBLING = 16, 4
+_LEAST_PADDING, _LEAST_ROOM, _LENGTHS_PER_DOUBLING = 16, 256, 4
 
 
 def padded_length(tokens: int) -> int:
     """To how many tokens a prompt is padded: a multiple of 16 up to 128, then less than a quarter more."""
-    step = max(_LEAST_PADDING, (1 << (tokens - 1).bit_length()) // (2 * _LENGTHS_PER_DOUBLING))
+    return _rounded(tokens, _LEAST_PADDING)
+
+
+def roomy_length(tokens: int) -> int:
+    """For how many tokens a cache is made that is to serve longer prompts, too: less than a quarter more."""
+    return _rounded(tokens, _LEAST_ROOM)
+
+
+def _rounded(tokens: int, least: int) -> int:
+    step = max(least, (1 << (tokens - 1).bit_length()) // (2 * _LENGTHS_PER_DOUBLING))
     return tokens + -tokens % step
 
 
@@ -53,23 +57,26 @@ class _Late(threading.local):
     Attributes:
         layers: by how many tokens layers of caches are still to grow; None outside.
         whole: whether what layers take is all that they hold.
+        keys: of how many tokens attention is given keys; None for all that there is room for.
     """
 
     layers: dict[Any, int] | None = None
     whole = False
+    keys: int | None = None
 
 
 _late = _Late()
 
 
 @contextlib.contextmanager
-def fused_updates(*, whole: bool = False) -> Iterator[None]:
+def fused_updates(*, whole: bool = False, keys: int | None = None) -> Iterator[None]:
     """Layers of static caches take keys and values in one kernel, where they took four.
 
     Their lengths grow in one for all layers, at the end, or when one is asked for.
 
     Args:
         whole: what layers take is all that they hold, and given back as it is, without the room behind it.
+        keys: more than layers will hold, given back without the room behind them, of which masks are, too.
     """
     from transformers.cache_utils import StaticLayer
 
@@ -85,7 +92,9 @@ def fused_updates(*, whole: bool = False) -> Iterator[None]:
                 held = layer.keys, layer.values
             else:
                 held = own(layer, key, value, *more, **named)
-            return (key, value) if _late.whole else held
+            if _late.whole:
+                return key, value
+            return held if _late.keys is None else tuple(each[:, :, : _late.keys] for each in held)
 
         return update
 
@@ -98,20 +107,30 @@ def fused_updates(*, whole: bool = False) -> Iterator[None]:
 
         return get_seq_length
 
+    def shortened(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def get_mask_sizes(layer: Any, *given: Any, **named: Any) -> Any:
+            length, offset = own(layer, *given, **named)
+            shorter = _late.keys is not None and type(layer) is StaticLayer
+            return (min(length, _late.keys) if shorter else length), offset
+
+        return get_mask_sizes
+
     lengths = standing_in(StaticLayer, "get_seq_length", settled)
-    with standing_in(StaticLayer, "update", fused), lengths, _growing_together(whole):
+    masks = standing_in(StaticLayer, "get_mask_sizes", shortened)
+    with standing_in(StaticLayer, "update", fused), lengths, masks, _growing_together(whole, keys):
         yield
 
 
 @contextlib.contextmanager
-def _growing_together(whole: bool) -> Iterator[None]:
-    before = _late.layers, _late.whole
-    _late.layers, _late.whole = {}, whole
+def _growing_together(whole: bool, keys: int | None) -> Iterator[None]:
+    before = _late.layers, _late.whole, _late.keys
+    _late.layers, _late.whole, _late.keys = {}, whole, keys
     try:
         yield
         _settle_all()
     finally:
-        _late.layers, _late.whole = before
+        _late.layers, _late.whole, _late.keys = before
 
 
 def grow(layer: Any, tokens: int) -> None:
@@ -146,85 +165,6 @@ def appends(layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
     plain = all(type(tensor) is torch.Tensor for tensor in (layer.keys, layer.values, key, value))
     alike = layer.keys.dtype == layer.values.dtype == key.dtype == value.dtype
     return plain and alike and isinstance(length, torch.Tensor) and length.dtype == torch.int64
-
-
-class LastCaches:
-    """Gives `generate(cache_implementation="static")` its cache."""
-
-    name = "_prepare_static_cache"
-
-    def __init__(self) -> None:
-        self.__name__ = self.name
-        self._last: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def __call__(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """What the model's own method would give, or the last cache, emptied; see `check_late`."""
-        cache = self._cache(model, *arguments, **named)
-        check_late(cache)
-        return cache
-
-    def forget(self, model: Any) -> None:
-        """Let go of a model's last cache."""
-        with self._lock:
-            self._last.pop(model, None)
-
-    def _cache(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        if "prefill_chunk_size" in named:  # for which the cache would allocate at once
-            named["prefill_chunk_size"] = None
-        named |= _room_for_padding(named)
-        fresh = type(model)._prepare_static_cache(model, *arguments, **named)
-        layers, batch = _layers(fresh), named.get("batch_size")
-        if layers is None or batch is None:
-            return fresh
-        offloading = getattr(fresh, "offloading", False)
-        narrow = autocast_dtype(model.device)  # which keys then have
-        kind = layers, batch, model.dtype, model.device, offloading, torch.is_inference_mode_enabled(), narrow
-        with self._lock:  # or two threads would be given one
-            if self._last.get(model, (None,))[0] != kind or _references(self._last, model) != _UNSHARED:
-                self._last[model] = kind, fresh
-                return fresh
-            last = self._last[model][1]
-        _empty(last)
-        return last
-
-
-def _empty(cache: Any) -> None:
-    """`cache.reset()`; tensors of all layers in a launch, where that has three for each layer."""
-    from transformers.cache_utils import StaticLayer
-
-    whole = [layer for layer in cache.layers if type(layer) is StaticLayer and layer.is_initialized]
-    for layer in cache.layers:
-        if layer not in whole:
-            layer.reset()
-    for names in (("keys", "values"), ("cumulative_length",)):
-        tensors = [getattr(layer, name) for layer in whole for name in names]
-        if tensors:
-            torch._foreach_zero_(tensors)
-
-
-def _room_for_padding(named: dict[str, Any]) -> dict[str, int]:
-    """The length of a cache that a prompt fits into when it is padded; none where it does anyhow."""
-    asked, batch, more = (named.get(name) for name in ("max_cache_len", "batch_size", "model_kwargs"))
-    of_tokens = ((more or {}).get(name) for name in ("attention_mask", "position_ids"))
-    tokens = next((one.shape[-1] for one in of_tokens if isinstance(one, torch.Tensor)), 0)
-    if asked is None or batch is None or not tokens:
-        return {}
-    length = recorded_length(batch, tokens)
-    return {} if length is None or length <= asked else {"max_cache_len": length}
-
-
-def _references(last: Mapping[Any, tuple[Any, Any]], model: Any) -> int:
-    return sys.getrefcount(last[model][1])
-
-
-_UNSHARED = _references({None: (None, object())}, None)  # to a cache that nobody else has
-
-
-def _layers(cache: Any) -> tuple[Any, ...] | None:
-    """Kinds and lengths of a cache's layers; None for caches of other kinds."""
-    layers = getattr(cache, "layers", None)
-    return layers and tuple((type(layer), getattr(layer, "max_cache_len", None)) for layer in layers)
 
 
 def states_of(cache: Any) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""What decoding steps run in place of transformers' own: attention and what comes before it, its mask,
-rotary embeddings and their angles, updates of caches, linear attention."""
+"""What decoding steps, and rests of prompts, run in place of transformers' own: attention and what is before
+it, its mask, rotary embeddings and their angles, updates of caches, linear attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kbit.integrations.transformers.angles import fused_angles
-from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.attention import RESTS, shared_heads
 from kbit.integrations.transformers.attention_heads import fused_heads
 from kbit.integrations.transformers.latent_attention import fused_latents
 from kbit.integrations.transformers.linear_attention import fused_linear_attention
@@ -28,4 +28,17 @@ def step_kernels(model: Any) -> Iterator[None]:
             stack.enter_context(each)
         stack.enter_context(fused_angles(model))
         stack.enter_context(fused_linear_attention())
+        yield
+
+
+@contextlib.contextmanager
+def rest_kernels(model: Any, keys: int) -> Iterator[None]:
+    """Those of `step_kernels` for several tokens behind those that a cache of a fixed size holds.
+
+    Args:
+        model: of transformers.
+        keys: as many as the cache holds behind these tokens, or more.
+    """
+    rotary, updates = fused_rotary(rotary_modules(model)), fused_updates(keys=keys)
+    with shared_heads(RESTS), rotary, updates, fused_angles(model), fused_linear_attention():
         yield
