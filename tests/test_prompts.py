@@ -14,7 +14,15 @@ import kbit
 from graph_tape import REFUSED, Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import cuda_graphs, left_padding, preconditions, prompts, static_caches
+from kbit.integrations.transformers import (
+    cuda_graphs,
+    last_caches,
+    left_padding,
+    preconditions,
+    prompt_inputs,
+    prompts,
+    static_caches,
+)
 from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
@@ -132,8 +140,8 @@ def test_caches_of_generate_have_room_for_padding(monkeypatch):
     assert enabled.counts == (1, 2)
     monkeypatch.setattr(static_caches, "MOST_TOKENS", 40)
     named = {"max_cache_len": 33, "batch_size": 1, "model_kwargs": {"attention_mask": torch.ones(1, 33)}}
-    assert not static_caches._room_for_padding(named)
-    assert not static_caches._room_for_padding(named | {"model_kwargs": {}})
+    assert not last_caches._room_for_padding(named)
+    assert not last_caches._room_for_padding(named | {"model_kwargs": {}})
 
 
 def test_latents_behind_a_prompt_are_not_expanded():
@@ -267,7 +275,7 @@ def test_heads_that_read_hidden_states_twice_get_masks(monkeypatch):
 
 def test_masks_may_be_elsewhere_than_the_model():
     inputs = {"input_ids": torch.ones(2, 5, device="meta"), "position_ids": torch.ones(2, 5, device="meta")}
-    padded = prompts._padded(inputs, torch.tensor([1, 0]), 16)
+    padded = prompt_inputs.padded(inputs, torch.tensor([1, 0]), 16)
     assert {value.device.type for value in padded.values()} == {"meta"}
 
 
@@ -298,7 +306,7 @@ def test_a_conversation_goes_on_behind_its_first_prompt():
     for _ in range(3):
         enabled.cache.reset()
         assert torch.equal(talk(enabled.cache), own)
-    assert enabled.counts == (1, 2)
+    assert enabled.counts == (2, 3)  # of the first prompt, and of what is behind it
 
 
 @pytest.mark.parametrize("kept", [0, 3, 40])

@@ -539,7 +539,7 @@ def test_a_second_signal_does_not_wait_for_an_answer(long_answers):
 
 def test_the_command_hands_every_option_over(monkeypatch):
     taken = []
-    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda given, _: taken.extend(given))
+    monkeypatch.setattr(sys.modules["kbit.cli.serve"], "serve", lambda given, *_: taken.extend(given))
     result = CliRunner().invoke(app, ["serve", "org/model", "--port", "0", "--continuous-batching"])
     assert result.exit_code == 0, result.output
     assert taken == ["org/model", "--port", "0", "--continuous-batching"]

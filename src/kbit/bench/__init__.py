@@ -7,6 +7,7 @@
     bench attention    attention
     bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
     bench generate     generate
+    bench chat         chat
     bench train        train
     bench serve        serve, random_models, child, ports
     bench quantize     quantize, random_models

@@ -44,12 +44,13 @@ def check_packages() -> None:
         )
 
 
-def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
+def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: int = 0) -> None:
     """Run `transformers serve ARGUMENTS` until it is stopped.
 
     Args:
         arguments: the model, then options.
         cuda_graphs: decode from CUDA graphs.
+        prefix_caches: how many conversations are kept, of each model; see `enable_prefix_caching`.
 
     Raises:
         ImportError: a package that the server needs is missing.
@@ -65,6 +66,7 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
     from kbit.cli.serve_gone import stop_for_clients_that_have_gone
     from kbit.cli.serve_loading import when_loaded
     from kbit.cli.serve_requests import refuse_malformed
+    from kbit.integrations.transformers.prefix_caching import enable_prefix_caching
 
     when_loaded(compile_ahead)
     if cuda_graphs:
@@ -72,6 +74,8 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False) -> None:
         arguments = serve_graphs.options(arguments)
     if serve_graphs.is_batched(arguments):
         serve_batching.speed_up()
+    elif prefix_caches:
+        when_loaded(functools.partial(enable_prefix_caching, conversations=prefix_caches))
     # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
     # with status 500 where there is no cache.
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
@@ -121,6 +125,12 @@ def command(
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="On a GPU, decode from CUDA graphs: several times as fast.")
     ] = False,
+    prefix_caches: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Conversations that are kept, whose next turn computes only what is new. 0: none."
+        ),
+    ] = 2,
 ) -> None:
     """Serve a model by an OpenAI-compatible API.
 
@@ -130,7 +140,7 @@ def command(
     _check_model(model)
     _check_address(context.args)
     _check_device(context.args)
-    serve([model, *context.args], cuda_graphs)
+    serve([model, *context.args], cuda_graphs, prefix_caches)
 
 
 def _check_model(name: str) -> None:

@@ -95,6 +95,22 @@ class Conversations:
         best, shared = max(may, key=lambda pair: pair[1], default=(None, 0))
         return (None, 0) if shared < LEAST_SHARED else (best, shared)
 
+    def make_room(self, tokens: int, free: int) -> None:
+        """Forget those used longest ago until a new cache fits into memory, as far as that helps.
+
+        Args:
+            tokens: of the new one; each takes what one of theirs takes.
+            free: bytes of memory.
+        """
+        with self._lock:
+            while self._kept and tokens * bytes_of(self._kept[0].cache) > free * len(self._kept[0].tokens):
+                free += bytes_of(self._kept.pop(0).cache)
+
+    def forget(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._kept.clear()
+
     def keep(self, kept: Kept) -> None:
         """Keep a cache, and forget those used longest ago."""
         with self._lock:
@@ -124,6 +140,14 @@ def room_of(cache: Any) -> int | None:
     """For how many tokens a cache has room; None where it grows."""
     rooms = (layer.max_cache_len for layer in cache.layers if type(layer).__name__ == _FIXED)
     return min(rooms, default=None)
+
+
+def bytes_of(cache: Any) -> int:
+    """How much memory a cache's keys and values take."""
+    held = (
+        tensor for layer in cache.layers for tensor in (vars(layer).get("keys"), vars(layer).get("values"))
+    )
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 def can_be_cut(cache: Any) -> bool:

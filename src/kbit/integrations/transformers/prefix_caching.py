@@ -142,7 +142,10 @@ class _Generate:
         with _calling(model, self.of(model), ids[0].to("cpu", torch.int64)):
             try:
                 sequences = type(model).generate(model, *given, **named)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    _call.conversations.forget()  # the next call may have the memory
+                    raise
                 with contextlib.suppress(Exception):  # the GPU's, say; the first error is to be raised
                     _keep(_call.prompt, interrupted=True)
                 raise
@@ -197,10 +200,19 @@ class _PrepareCache:
             if _call.cache is not None:
                 model_kwargs["past_key_values"] = _call.cache
                 return
+            if model.device.type == "cuda":
+                _call.conversations.make_room(max_cache_length, _free_memory(model.device))
         given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         type(model)._prepare_cache_for_generation(model, *given)
         if may and type(cache := model_kwargs.get("past_key_values")).__name__ in _CACHES:
             _call.cache = cache
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that a cache may take, with some left for what a prompt takes."""
+    cuda = torch.cuda
+    unused = cuda.memory_reserved(device) - cuda.memory_allocated(device)
+    return int(0.8 * (cuda.mem_get_info(device)[0] + unused))
 
 
 def _may_keep(generation_config: Any, mode: Any, model_kwargs: dict[str, Any]) -> bool:

@@ -80,46 +80,57 @@ def fused_updates(*, whole: bool = False, keys: int | None = None) -> Iterator[N
     """
     from transformers.cache_utils import StaticLayer
 
-    def fused(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or type(layer) is not StaticLayer:
-                return own(layer, key, value, *more, **named)
-            settle(layer)
-            if appends(layer, key, value):
-                torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
-                grow(layer, key.shape[2])
-                held = layer.keys, layer.values
-            else:
-                held = own(layer, key, value, *more, **named)
-            if _late.whole:
-                return key, value
-            return held if _late.keys is None else tuple(each[:, :, : _late.keys] for each in held)
-
-        return update
-
-    def settled(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def get_seq_length(layer: Any, *given: Any, **named: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                settle(layer)
-            return own(layer, *given, **named)
-
-        return get_seq_length
-
-    def shortened(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def get_mask_sizes(layer: Any, *given: Any, **named: Any) -> Any:
-            length, offset = own(layer, *given, **named)
-            shorter = _late.keys is not None and type(layer) is StaticLayer
-            return (min(length, _late.keys) if shorter else length), offset
-
-        return get_mask_sizes
-
-    lengths = standing_in(StaticLayer, "get_seq_length", settled)
-    masks = standing_in(StaticLayer, "get_mask_sizes", shortened)
-    with standing_in(StaticLayer, "update", fused), lengths, masks, _growing_together(whole, keys):
+    ours = {"update": _fused, "get_seq_length": _settled, "get_mask_sizes": _shortened}
+    with contextlib.ExitStack() as stack:
+        for name, make in ours.items():
+            stack.enter_context(standing_in(StaticLayer, name, make))
+        stack.enter_context(_growing_together(whole, keys))
         yield
+
+
+def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def update(layer: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+        if not _is_ours(layer):
+            return own(layer, key, value, *more, **named)
+        settle(layer)
+        if appends(layer, key, value):
+            torch.ops.kbit.cache_append(layer.keys, layer.values, key, value, layer.cumulative_length)
+            grow(layer, key.shape[2])
+            held = layer.keys, layer.values
+        else:
+            held = own(layer, key, value, *more, **named)
+        if _late.whole:
+            return key, value
+        return held if _late.keys is None else tuple(each[:, :, : _late.keys] for each in held)
+
+    return update
+
+
+def _settled(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def get_seq_length(layer: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            settle(layer)
+        return own(layer, *given, **named)
+
+    return get_seq_length
+
+
+def _shortened(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def get_mask_sizes(layer: Any, *given: Any, **named: Any) -> Any:
+        keys, offset = own(layer, *given, **named)
+        seen = _late.keys if _is_ours(layer) else None
+        return (keys if seen is None else min(keys, seen)), offset
+
+    return get_mask_sizes
+
+
+def _is_ours(layer: Any) -> bool:
+    from transformers.cache_utils import StaticLayer
+
+    return type(layer) is StaticLayer and not torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager
