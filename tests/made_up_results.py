@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbit.bench import attention, conversions, generate, nvfp4, quantize, serve, train
+from kbit.bench import attention, chat, conversions, generate, nvfp4, quantize, serve, train
 
 
 def training() -> dict[str, Any]:
@@ -29,6 +29,17 @@ def generating() -> dict[str, Any]:
     ]
     plan = {"prompt": 8, "new_tokens": 8}
     return {"model": "big", "layers": 2, "plan": plan, "rows": generate.as_json(rows)}
+
+
+def chatting() -> dict[str, Any]:
+    rows = [
+        chat.Row(arm, way, turn, 8 * turn, wait, speed)
+        for arm, speed in (("kbit k=4", 40.0), ("bf16", None))
+        for way, wait in ((chat.WHOLE, 0.5), (chat.KEPT, 0.25))
+        for turn in (1, 2)
+    ]
+    plan = vars(chat.Plan())
+    return {"model": "big", "layers": 2, "plan": plan, "machine": {}, "rows": chat.as_json(rows)}
 
 
 def quantizing() -> dict[str, Any]:
@@ -62,6 +73,7 @@ FILES = {
     "attention": attending,
     "train": training,
     "generate": generating,
+    "chat": chatting,
     "serve": serving,
     "quantize": quantizing,
     "nvfp4": nvfp4_parts,

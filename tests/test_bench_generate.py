@@ -1,4 +1,4 @@
-"""`kbit bench generate` and the times of tokens, on a CPU; its graphs on a GPU."""
+"""`kbit bench generate`, `kbit bench chat` and the times of tokens, on a CPU; their graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kbit.bench import chat, generate_plot
 from kbit.bench import generate as bench
-from kbit.bench import generate_plot
 from kbit.cli import app
 from kbit.integrations.transformers import token_times
 from tiny_models import ARCHITECTURES, write_config
@@ -74,6 +74,39 @@ def test_a_picture(tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "generate-tiny.png").read_bytes().startswith(b"\x89PNG")
     assert not generate_plot.is_generate({"rows": [{"perplexity": 1.0}]})
+
+
+def chat_of(config_file, *options):
+    out = config_file.with_name("chat.json")
+    sizes = ["--turns", "3", "--first", "30", "--message", "5", "--new-tokens", "4"]
+    command = ["bench", "chat", str(config_file), *sizes, *options, "--json", str(out)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(out.read_text()), result.output
+
+
+def test_a_chat(config_file, tmp_path):
+    found, output = chat_of(config_file, "--device", "cpu")
+    assert found["plan"] == {"turns": 3, "first": 30, "message": 5, "new_tokens": 4}
+    assert [(row["arm"], row["way"], row["turn"], row["prompt"]) for row in found["rows"]] == [
+        (arm, way, turn, 21 + 9 * turn)
+        for arm in ("kbit k=4", "bf16")
+        for way in (chat.WHOLE, chat.KEPT)
+        for turn in (1, 2, 3)
+    ]
+    assert all(row["first_token_s"] > 0 and row["tokens_s"] > 0 for row in found["rows"])
+    assert chat.KEPT in output
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "chat.json"), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "chat-tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert not generate_plot.is_generate(found)
+
+
+@pytest.mark.gpu
+def test_a_chat_on_a_gpu(config_file):
+    found, _ = chat_of(config_file)
+    assert len(found["rows"]) == 12
 
 
 def test_times_of_tokens(monkeypatch):

@@ -37,7 +37,9 @@ def tokens(count, seed=7):
 
 def answer(model, ids, **more):
     settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    return model.generate(ids, **({"attention_mask": torch.ones_like(ids)} | settings | more))
+    ids = ids.to(model.device)
+    found = model.generate(ids, **({"attention_mask": torch.ones_like(ids)} | settings | more))
+    return found.cpu() if isinstance(found, torch.Tensor) else found
 
 
 def chat(model, turns=4, **more):
@@ -380,6 +382,58 @@ def growing(count):
     for layer in range(2):
         cache.update(torch.arange(count * 2.0).view(1, 1, count, 2), torch.zeros(1, 1, count, 2), layer)
     return cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_on_a_gpu(architecture):
+    model = model_of(architecture).cuda()
+    want = chat(model, 6)
+    kbit.enable_cuda_graphs(model)
+    kbit.enable_prefix_caching(model)
+    for _ in range(2):
+        assert all(map(torch.equal, want, chat(model, 6, cache_implementation="static")))
+    (prompts,) = [steps.prompts for steps in model.get_compiled_call.__func__._steps.values()]
+    recorded = [one for known in prompts._rests._recordings._known.values() for one in known.values()]
+    assert any(one.replay for one in recorded)
+
+
+@pytest.mark.gpu
+def test_what_is_kept_makes_room_on_a_gpu(monkeypatch):
+    model = model_of().cuda()
+    kbit.enable_prefix_caching(model, 3)
+    for seed in (1, 2):
+        answer(model, tokens(FIRST, seed))
+    assert len(kept_of(model)) == 2
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (-(2**40), 2**40))
+    answer(model, tokens(FIRST, 3))
+    assert len(kept_of(model)) == 1
+
+
+def test_what_was_used_longest_ago_makes_room():
+    conversations = Conversations(4)
+    for count in (20, 30, 40):
+        conversations.keep(Kept(growing(count), torch.arange(count), "model"))
+    one = 2 * 2 * 2 * 4  # bytes of a token: layers, keys and values, columns, float32
+    conversations.make_room(100, free=100 * one)
+    assert len(conversations) == 3
+    conversations.make_room(100, free=90 * one)
+    assert len(conversations) == 2
+    conversations.make_room(10**6, free=0)
+    assert not len(conversations)
+
+
+def test_a_call_that_runs_out_of_memory_forgets_all(monkeypatch):
+    model = model_of()
+    kbit.enable_prefix_caching(model)
+    answer(model, tokens(FIRST))
+
+    def full(ids, scores, **_):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        answer(model, tokens(FIRST, 2), stopping_criteria=StoppingCriteriaList([full]))
+    assert not len(kept_of(model))
 
 
 BITS = st.integers(0, 1)

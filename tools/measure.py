@@ -138,6 +138,18 @@ JOBS = (
         "bench generate llama-3-8b --compile --json {results}/{gpu}-generate-llama-3-8b.json",
         after=("tune",),
     ),
+    *(
+        Job(
+            f"{short}-chat",
+            f"bench chat {name} --json {{results}}/{{gpu}}-chat-{name}.json",
+            after=("tune",),
+        )
+        for short, name in (
+            ("8b", "llama-3-8b"),
+            ("30b", "qwen3-30b-a3b"),
+            ("coder-next", "qwen3-coder-next"),
+        )
+    ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job("attention", f"bench attention {REPEATS} --json {{results}}/{{gpu}}-attention.json"),
@@ -193,6 +205,12 @@ JOBS = (
         "bench plot {results}/{gpu}-generate-qwen3-30b-a3b.json --out {plots}",
         gpus=0,
         after=("30b-generate",),
+    ),
+    Job(
+        "chat-plot",
+        "bench plot {results}/{gpu}-chat-qwen3-30b-a3b.json --out {plots}",
+        gpus=0,
+        after=("30b-chat",),
     ),
     # Its figures come from `kbit eval` on a CPU, with a model that is not in the repository.
     Job("quality-plot", "bench plot {results}/quality-tiny-moe.json --out docs/plots", gpus=0),

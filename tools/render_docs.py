@@ -50,6 +50,7 @@ WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
 CROSSOVER_TOKENS = (64, 128, 256, 512, 576, 1024, 2048, 4096, 8192)
+CHAT_FILES = "h200-chat-*.json"
 PARALLEL_FILES, TRAIN_FILE = ("h100-*-parallel-*.json", "h200-parallel-*.json"), "h200-train.json"
 # Column -> (key of a level, digits).
 _SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
@@ -285,6 +286,27 @@ def serving() -> str:
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
 
 
+def chats() -> str:
+    """How long turns of a chat wait for their first token, with and without prefix caching."""
+    results = [load(path.name) for path in sorted(RESULTS.glob(CHAT_FILES))]
+    if not results:
+        return "Not measured yet: `kbit bench chat` does."
+    plan, body = results[0]["plan"], []
+    for result in results:
+        waits: dict[tuple[str, str], list[str]] = {}
+        for row in result["rows"]:
+            waits.setdefault((row["arm"], row["way"]), []).append(f"{row['first_token_s'] * 1e3:.0f}")
+        for (arm, way), of_turns in waits.items():
+            body.append([f"{result['model']}, {arm.removeprefix('kbit ')}", way, *of_turns])
+    prompts = dict.fromkeys(row["prompt"] for row in results[0]["rows"])
+    text = (
+        "`kbit bench chat`: milliseconds until the first token, from CUDA graphs, random weights, messages "
+        f"of {plan['message']} tokens and answers of {plan['new_tokens']}."
+    )
+    header = ["model", "", *(f"{tokens} tokens" for tokens in prompts)]
+    return f"{text} {about(*results)}\n\n{markdown(header, body)}"
+
+
 def quantizing() -> str:
     """Quantizing a checkpoint from disk to disk."""
     result = load_if_there(QUANTIZE_FILE)
@@ -479,7 +501,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
     **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks, head)},
-    **{f.__name__: f for f in (serving, quantizing, dequantizing)},
+    **{f.__name__: f for f in (serving, chats, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 

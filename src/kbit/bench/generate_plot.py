@@ -12,9 +12,9 @@ _SHARE = 0.8  # of a way's place on the axis, taken by the bars of all arms
 
 
 def is_generate(result: Mapping[str, Any]) -> bool:
-    """Whether a result file is one of generating: rows with a way."""
-    rows = result.get("rows")
-    return isinstance(rows, list) and any(isinstance(row, Mapping) and "way" in row for row in rows)
+    """Whether a result file is one of generating: rows with a way, but not of turns."""
+    rows = [row for row in result.get("rows") or () if isinstance(row, Mapping)]
+    return any("way" in row and "turn" not in row for row in rows)
 
 
 def bars(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -262,12 +262,13 @@ def dequant(
 
 def plot(
     file: Annotated[
-        Path, typer.Argument(help="A result of `bench kernels`, `bench generate` or `eval --bits`, --json.")
+        Path,
+        typer.Argument(help="A --json of `bench kernels`, `bench generate`, `bench chat` or `eval --bits`."),
     ],
     out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result as PNGs. Speed-up and roofline, tokens a second, or quality; needs matplotlib."""
-    from kbit.bench import generate_plot, kernel_rows, plots, quality_plot
+    """Draw a result as PNGs. Speed-up and roofline, tokens a second, waits, or quality; needs matplotlib."""
+    from kbit.bench import chat_plot, generate_plot, kernel_rows, plots, quality_plot
     from kbit.bench.result_files import read_result
 
     found = read_result(file, kernel_rows.COMMAND)
@@ -275,12 +276,14 @@ def plot(
         written = [quality_plot.write(found, out)]
     elif generate_plot.is_generate(found):
         written = [generate_plot.write(found, out)]
+    elif chat_plot.is_chat(found):
+        written = [chat_plot.write(found, out)]
     else:
         try:
             rows = kernel_rows.rows_of(found, file)
         except ValueError as error:
-            others = "Results of `kbit bench generate` and `kbit eval --bits` can be drawn, too."
-            raise ValueError(f"{error}. {others}") from None
+            others = "`kbit bench generate`, `kbit bench chat` and `kbit eval --bits`"
+            raise ValueError(f"{error}. Results of {others} can be drawn, too.") from None
         written = plots.write(found, rows, out)
     for path in written:
         console.print(str(path), markup=False, soft_wrap=True)

@@ -34,6 +34,13 @@ _OF_ROWS = {
     "attention": "cache_bytes",
 }
 _OF_ARMS = {"train": "adapter_bytes"}
+_OF_TURNS = {"chat": "turn"}
+# By kind, which others its files may be, and of what that is told.
+_APART: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "kernels": (_OF_ROWS, "rows"),
+    "model": (_OF_ARMS, "arms"),
+    "generate": (_OF_TURNS, "rows"),
+}
 OTHER = "other"
 
 
@@ -65,7 +72,7 @@ class Result:
 def kind_of(data: Mapping[str, Any]) -> str:
     """What a file's content is."""
     kind = next((kind for kind, keys in KINDS.items() if all(key in data for key in keys)), OTHER)
-    others, items = {"kernels": (_OF_ROWS, "rows"), "model": (_OF_ARMS, "arms")}.get(kind, ({}, ""))
+    others, items = _APART.get(kind, ({}, ""))
     first = (data.get(items) or [{}])[0]
     return next((other for other, key in others.items() if key in first), kind)
 

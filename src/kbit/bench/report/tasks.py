@@ -80,6 +80,34 @@ def _ways(rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         previous = row["arm"]
 
 
+# -- chats ---------------------------------------------------------------------------------------------------
+
+
+def _chat(results: Sequence[Result]) -> str:
+    parts = []
+    headers = ["arm", "way", "turn", "tokens of prompt", "first token, ms", "tokens/s", "vs whole prompts"]
+    for result in results:
+        plan = result.data["plan"]
+        caption = (
+            f"{result.data['model']}, {result.data['layers']} layers, messages of {plan['message']} tokens, "
+            f"answers of {plan['new_tokens']}, {result.device}, {result.name}"
+        )
+        parts.append(markup.table(headers, _turns(result.data["rows"]), caption, left=2))
+    return "".join(parts)
+
+
+def _turns(rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    whole: dict[tuple[str, int], float] = {}
+    previous = None
+    for row in rows:
+        wait = row["first_token_s"]
+        first = whole.setdefault((row["arm"], row["turn"]), wait)
+        numbers = [markup.number(wait * 1e3, ".1f"), markup.number(row["tokens_s"], ".1f")]
+        cells = [row["arm"], row["way"], str(row["turn"]), str(row["prompt"]), *numbers]
+        yield Row([*cells, markup.heat(first / wait)], first=previous not in (None, row["arm"]))
+        previous = row["arm"]
+
+
 # -- serving -------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +183,14 @@ SECTIONS = (
         ("generate",),
         "kbit bench generate llama-3-8b --compile --json {folder}/generate.json",
         _generate,
+    ),
+    Section(
+        "chats",
+        "Chats",
+        "How long the turns of a chat wait for their first token, with and without prefix caching.",
+        ("chat",),
+        "kbit bench chat llama-3-8b --json {folder}/chat.json",
+        _chat,
     ),
     Section(
         "serving",
