@@ -24,11 +24,9 @@ from tiny_models import ARCHITECTURES, build
 NEW, FIRST = 12, 40
 
 
-def model_of(architecture="llama"):
+def model_of(architecture="llama", dtype=torch.float32):
     torch.manual_seed(0)
-    return kbit.quantize_model(
-        build(architecture, torch.float32, spread=False), QuantizationPolicy(search=False)
-    )
+    return kbit.quantize_model(build(architecture, dtype, spread=False), QuantizationPolicy(search=False))
 
 
 def tokens(count, seed=7):
@@ -388,14 +386,24 @@ def growing(count):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_on_a_gpu(architecture):
     model = model_of(architecture).cuda()
-    want = chat(model, 6)
+    want = chat(model, 4)
     kbit.enable_cuda_graphs(model)
     kbit.enable_prefix_caching(model)
     for _ in range(2):
-        assert all(map(torch.equal, want, chat(model, 6, cache_implementation="static")))
-    (prompts,) = [steps.prompts for steps in model.get_compiled_call.__func__._steps.values()]
-    recorded = [one for known in prompts._rests._recordings._known.values() for one in known.values()]
-    assert any(one.replay for one in recorded)
+        assert all(map(torch.equal, want, chat(model, 4, cache_implementation="static")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recorded_on_a_gpu_they_give_what_they_give_kernel_by_kernel(architecture):
+    model = model_of(architecture, torch.bfloat16).cuda()
+    kbit.enable_cuda_graphs(model)
+    kbit.enable_prefix_caching(model)
+    want = chat(model, 4, cache_implementation="static")
+    recorded = model.get_compiled_call(None).prompts._rests._recordings._known
+    assert any(one.replay for known in recorded.values() for one in known.values())
+    for _ in range(3):
+        assert all(map(torch.equal, want, chat(model, 4, cache_implementation="static")))
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ class Plan:
     """
 
     turns: int = 4
-    first: int = 8192
+    first: int = 6144
     message: int = 256
     new_tokens: int = 64
 

@@ -37,7 +37,7 @@ def chat(
     bits: ArmBits = "4",
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
     turns: Annotated[int, typer.Option(min=1, help="Prompts and answers.")] = 4,
-    first: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 8192,
+    first: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 6144,
     message: Annotated[int, typer.Option(min=1, help="Tokens that later prompts add.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
     layers: FirstLayers = None,

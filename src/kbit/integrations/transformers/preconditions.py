@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -22,12 +24,39 @@ _SETTLED = QuantizedModule, torch.nn.Linear  # whose numbers nobody changes
 _HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
+class _Asked(threading.local):
+    """What was asked in this thread, by model, where it is `asked_once`."""
+
+    known: dict[Any, Hashable] | None = None
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def asked_once() -> Iterator[None]:
+    """Models do not change meanwhile: they are looked through once."""
+    before, _asked.known = _asked.known, {}
+    try:
+        yield
+    finally:
+        _asked.known = before
+
+
 def preconditions(model: Any) -> Hashable:
     """Where weights lie, how attention is computed, which hooks there are, and which adapters of peft.
 
     And modules' classes, forwards of their own, and numbers, such as how many experts a token takes. It is
     asked in front of every prompt, so it may not take long.
     """
+    if _asked.known is None:
+        return _preconditions(model)
+    if model not in _asked.known:
+        _asked.known[model] = _preconditions(model)
+    return _asked.known[model]
+
+
+def _preconditions(model: Any) -> Hashable:
     places, settings, adapters = [], [], []
     hooks: list[int] = []
     for module in model.modules():

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from kbit.integrations.transformers.kept_caches import Conversations, Kept, can_be_cut, cut, length_of
-from kbit.integrations.transformers.preconditions import changes, preconditions
+from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions
 from kbit.integrations.transformers.recordings import circumstances
 from kbit.integrations.transformers.static_caches import roomy_length
 
@@ -141,7 +141,8 @@ class _Generate:
             return type(model).generate(model, *given, **named)
         with _calling(model, self.of(model), ids[0].to("cpu", torch.int64)):
             try:
-                sequences = type(model).generate(model, *given, **named)
+                with asked_once():
+                    sequences = type(model).generate(model, *given, **named)
             except BaseException as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     _call.conversations.forget()  # the next call may have the memory
