@@ -39,7 +39,7 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     axes.set_xlabel("tokens of the prompt, turn by turn")
     axes.set_ylabel("ms until the first token")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     axes.set_title(f"chat, {result['model']}, {result['machine'].get('gpu') or 'CPU'}")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"chat-{Path(result['model']).stem}.png"
