@@ -16,7 +16,7 @@ import kbit
 from graph_tape import Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import prompt_rests
+from kbit.integrations.transformers import attention, prompt_rests, static_caches
 from kbit.integrations.transformers.kept_caches import Conversations, Kept, length_of, lent
 from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
@@ -342,26 +342,29 @@ def test_recorded_rests_of_prompts_give_the_same_answers(architecture, small_hea
     assert steps.recorded == 2  # the second chat shares less than half of the first one's cache
 
 
-def test_rests_are_seen_without_the_room_behind_them(small_heads, monkeypatch):
-    """Attention of a rest reads as many keys as there may be, a power of two, not all the room."""
-    from transformers.cache_utils import StaticLayer
-
+def test_rests_do_not_attend_to_all_the_room(small_heads, monkeypatch):
     model = model_of()
     want = chat(model, 3)
     enable_on_cpu(model)
     kbit.enable_prefix_caching(model)
-    seen = []
-    update = StaticLayer.update
+    seen, own = set(), attention.attention
 
-    def noted(layer, key, value, *more, **named):
-        held = update(layer, key, value, *more, **named)
-        seen.append((key.shape[2], held[0].shape[2]))
-        return held
+    def noted(module, query, key, value, mask, **named):
+        if query.shape[2] > 1:
+            seen.add((key.shape[2], value.shape[2], mask.shape[3]))
+        return own(module, query, key, value, mask, **named)
 
-    monkeypatch.setattr(StaticLayer, "update", noted)
+    monkeypatch.setattr(attention, "attention", noted)
     have = chat(model, 3, cache_implementation="static", max_cache_len=3000)
     assert all(map(torch.equal, want, have))
-    assert {keys for new, keys in seen if new == 16} == {3072}
+    assert seen == {(1024, 1024, 1024)}
+
+
+@given(st.integers(1, 10**6))
+def test_keys_of_rests_are_less_than_1024_or_half_more(count):
+    keys = static_caches.recorded_keys(count)
+    assert count <= keys < max(count + 1024, 1.5 * count)
+    assert static_caches.recorded_keys(keys) == keys
 
 
 def test_a_rest_whose_layers_do_not_heed_padding_runs_as_transformers_has_it(small_heads, monkeypatch):

@@ -2,7 +2,7 @@
 
 As prompts are (see `prompts`), they are padded behind to few lengths, and recorded. They run by the kernels
 of steps, with the model's own mask, which the recording makes of the cache's length. Attention sees no more
-of the room that the cache has than the next power of two of tokens.
+of the room that the cache has than `recorded_keys` of what it holds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kbit.integrations.transformers.prompt_inputs import (
     take_back,
 )
 from kbit.integrations.transformers.recordings import Record, Recordings
-from kbit.integrations.transformers.static_caches import recorded_length
+from kbit.integrations.transformers.static_caches import recorded_keys, recorded_length
 from kbit.integrations.transformers.step_kernels import rest_kernels
 from kbit.nn.gated_delta import padded_prompts
 
 _RUNS_BEFORE = 2  # there are more lengths than of prompts, as they are behind others
-_KEYS, _LEAST_KEYS = "kbit_keys", 1024  # an input of recordings: of how many tokens attention sees keys
+_KEYS = "kbit_keys"  # an input of recordings: of how many tokens attention sees keys
 
 
 class Rests:
@@ -70,7 +70,7 @@ class Rests:
         inputs = prepared(model, input_ids, named, next_sequence_length=rest)
         if inputs is None:
             return None
-        keys = min(room_of(cache), max(_LEAST_KEYS, 1 << (held + length - 1).bit_length()))
+        keys = min(room_of(cache), recorded_keys(held + length))
         recorded = {**padded(inputs, None, length), LATE: None, _KEYS: keys}
         try:
             output = self._recordings(cache, recorded, model.device)

@@ -14,21 +14,26 @@ import torch
 from kbit.nn.standing_in import standing_in
 
 MOST_TOKENS = 2048  # of recorded prompts, all sequences: beyond, the GPU takes longer than the host
-_LEAST_PADDING, _LEAST_ROOM, _LENGTHS_PER_DOUBLING = 16, 256, 4
+_LEAST_PADDING, _LEAST_ROOM, _LEAST_KEYS = 16, 256, 1024
 
 
 def padded_length(tokens: int) -> int:
     """To how many tokens a prompt is padded: a multiple of 16 up to 128, then less than a quarter more."""
-    return _rounded(tokens, _LEAST_PADDING)
+    return _rounded(tokens, _LEAST_PADDING, 4)
 
 
 def roomy_length(tokens: int) -> int:
     """For how many tokens a cache is made that is to serve longer prompts, too: less than a quarter more."""
-    return _rounded(tokens, _LEAST_ROOM)
+    return _rounded(tokens, _LEAST_ROOM, 4)
 
 
-def _rounded(tokens: int, least: int) -> int:
-    step = max(least, (1 << (tokens - 1).bit_length()) // (2 * _LENGTHS_PER_DOUBLING))
+def recorded_keys(tokens: int) -> int:
+    """For how many keys attention behind others is recorded: less than half more, as each is a recording."""
+    return _rounded(tokens, _LEAST_KEYS, 2)
+
+
+def _rounded(tokens: int, least: int, per_doubling: int) -> int:
+    step = max(least, (1 << (tokens - 1).bit_length()) // (2 * per_doubling))
     return tokens + -tokens % step
 
 
