@@ -66,7 +66,6 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     from kbit.cli.serve_gone import stop_for_clients_that_have_gone
     from kbit.cli.serve_loading import when_loaded
     from kbit.cli.serve_requests import refuse_malformed
-    from kbit.integrations.transformers.prefix_caching import enable_prefix_caching
 
     when_loaded(compile_ahead)
     if cuda_graphs:
@@ -75,7 +74,7 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     if serve_graphs.is_batched(arguments):
         serve_batching.speed_up()
     elif prefix_caches:
-        when_loaded(functools.partial(enable_prefix_caching, conversations=prefix_caches))
+        when_loaded(lambda model: _keep_conversations(model, prefix_caches))
     # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
     # with status 500 where there is no cache.
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
@@ -91,6 +90,13 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     sys.argv = ["transformers", "serve", *arguments]
     with _batching_ends():
         main()
+
+
+def _keep_conversations(model: Any, most: int) -> None:
+    from kbit.integrations.transformers.prefix_caching import enable_prefix_caching
+
+    if hasattr(model, "_prepare_cache_for_generation"):  # others classify, say
+        enable_prefix_caching(model, most)
 
 
 @contextmanager

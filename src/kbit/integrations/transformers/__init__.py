@@ -18,7 +18,7 @@ transformers; asking it for `KbitConfig` does.
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
     prompt_rests, prompt_inputs  prompts whose beginning a cache holds; what both ask of inputs and caches
     last_caches                  which of these are given to `generate` again
-    prefix_caching, kept_caches  prompts that begin as earlier ones did, and what is kept of those
+    prefix_caching, kept_caches, kept_calls  prompts that begin as earlier ones did; what is kept of which
     left_padding                 prompts of several lengths in one batch
     late_masks, additive_masks   masks that such steps make themselves, as what is added to scores
     step_kernels, attention      what such steps run: fewer kernels, no copies of the cache

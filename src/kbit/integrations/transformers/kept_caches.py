@@ -1,11 +1,13 @@
 """Caches that earlier calls of `generate` left, with the tokens that they hold.
 
-A prompt takes the one that shares most of its beginning:
-* A cache that grows: its tensors are replaced at every step, so what is shared is lent, and the cache stays.
-  Where at least half of it is shared, it is taken instead: the rest will hardly be asked for again.
-* A cache of a fixed size, which recorded steps write to, is taken if at least half of it is shared.
-* Linear attention and sliding windows have no way back. Caches with such layers are taken by prompts that
-  begin with all that they hold.
+A prompt gets the one that shares most of its beginning:
+* If it begins with all tokens of the cache, it takes it.
+* Else it is lent what it shares, and the cache stays for its own conversation; if there is no place for both,
+  and it shares most of the cache, it takes that, and what is behind is cut off. Caches that grow lend their
+  tensors themselves, which every step replaces; of a cache of fixed size, which recorded steps write to, what
+  is shared is copied into another one.
+* Linear attention and sliding windows have no way back. Caches with such layers are taken as a whole or not
+  at all.
 At least one token is left to compute, whose logits are asked for.
 """
 
@@ -44,9 +46,30 @@ class Kept:
         unlike = (self.tokens[:most] != prompt[:most]).nonzero()
         return int(unlike[0]) if len(unlike) else most
 
-    def is_mostly(self, shared: int) -> bool:
-        """Whether so many tokens are at least half of it."""
-        return 2 * shared >= len(self.tokens)
+    def usable_for(self, prompt: torch.Tensor, room: int | None) -> int:
+        """How many of a prompt's first tokens a call can get of it; see `Conversations.find`."""
+        its_room, shared = room_of(self.cache), self.shared_with(prompt)
+        if (its_room is None) != (room is None):
+            return 0
+        whole = shared == len(self.tokens) and (room or 0) <= (its_room or 0)
+        return shared if whole or can_be_cut(self.cache) else 0
+
+
+@dataclass
+class Found:
+    """What a prompt begins with; the caller has it alone.
+
+    Attributes:
+        shared: tokens of the prompt.
+        cache: that holds these; None if they are still to be copied into a new one.
+        source: of which, then.
+        stays: whether the source is to be kept, after that.
+    """
+
+    shared: int
+    cache: Any = None
+    source: Kept | None = None
+    stays: bool = False
 
 
 class Conversations:
@@ -64,36 +87,41 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, prompt: torch.Tensor, room: int | None, rests_on: Callable[[], Hashable]) -> Any:
-        """A cache that holds the beginning of a prompt, but not its last token; None if there is no such.
-
-        The caller has it alone. If there is none, one less than may be kept are, so that there is a place.
+    def find(self, prompt: torch.Tensor, room: int | None, rests_on: Callable[[], Hashable]) -> Found | None:
+        """What holds the beginning of a prompt, but not its last token; None if nothing does.
 
         Args:
             prompt: int64 [tokens], on the CPU.
-            room: tokens that one of a fixed size must have room for; None for one that grows.
+            room: tokens that a cache of a fixed size must have room for; None for one that grows.
             rests_on: tells what the cache must rest on; asked where one would do else.
         """
         with self._lock:
             best, shared = self._best(prompt, room)
             if best is not None:
-                rests = rests_on()
-                self._kept = [kept for kept in self._kept if kept.rests_on == rests]
+                self._drop_others(rests_on())
                 best, shared = self._best(prompt, room)
             if best is None:
                 del self._kept[: len(self._kept) + 1 - self._most]
                 return None
-            if not best.is_mostly(shared):
-                return lent(best.cache, shared)
+            fits = (room or 0) <= (room_of(best.cache) or 0)
+            full = len(self._kept) >= self._most
+            taken = shared == len(best.tokens) or (full and 2 * shared >= len(best.tokens))
+            if not taken and not room:
+                return Found(shared, lent(best.cache, shared))
             self._kept.remove(best)
-        cut(best.cache, shared)
-        return best.cache
+        if taken and fits:
+            cut(best.cache, shared)
+            return Found(shared, best.cache)
+        return Found(shared, None, best, not taken)
 
     def _best(self, prompt: torch.Tensor, room: int | None) -> tuple[Kept | None, int]:
         """What shares most, and how much that is; None where it is little."""
-        may = [(kept, _shared(kept, prompt[:-1], room)) for kept in self._kept]
+        may = [(kept, kept.usable_for(prompt[:-1], room)) for kept in self._kept]
         best, shared = max(may, key=lambda pair: pair[1], default=(None, 0))
         return (None, 0) if shared < LEAST_SHARED else (best, shared)
+
+    def _drop_others(self, rests_on: Hashable) -> None:
+        self._kept = [kept for kept in self._kept if kept.rests_on == rests_on]
 
     def make_room(self, tokens: int, free: int) -> None:
         """Forget those used longest ago until a new cache fits into memory, as far as that helps.
@@ -103,7 +131,7 @@ class Conversations:
             free: bytes of memory.
         """
         with self._lock:
-            while self._kept and tokens * bytes_of(self._kept[0].cache) > free * len(self._kept[0].tokens):
+            while self._kept and tokens * _bytes_of_a_token(self._kept[0]) > free:
                 free += bytes_of(self._kept.pop(0).cache)
 
     def forget(self) -> None:
@@ -112,19 +140,10 @@ class Conversations:
             self._kept.clear()
 
     def keep(self, kept: Kept) -> None:
-        """Keep a cache, and forget those used longest ago."""
+        """Keep a cache, and forget those that rest on something else, and those used longest ago."""
         with self._lock:
+            self._drop_others(kept.rests_on)
             self._kept = [*self._kept, kept][-self._most :]
-
-
-def _shared(kept: Kept, prompt: torch.Tensor, room: int | None) -> int:
-    """How many of a prompt's tokens a cache can begin with."""
-    its_room, shared = room_of(kept.cache), kept.shared_with(prompt)
-    if (its_room is None) != (room is None) or (room or 0) > (its_room or 0):
-        return 0
-    if not can_be_cut(kept.cache):
-        return shared if shared == len(kept.tokens) else 0
-    return shared if room is None or kept.is_mostly(shared) else 0
 
 
 def length_of(cache: Any) -> int | None:
@@ -147,7 +166,11 @@ def bytes_of(cache: Any) -> int:
     held = (
         tensor for layer in cache.layers for tensor in (vars(layer).get("keys"), vars(layer).get("values"))
     )
-    return sum(tensor.nbytes for tensor in held if tensor is not None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+
+
+def _bytes_of_a_token(kept: Kept) -> float:
+    return bytes_of(kept.cache) / (room_of(kept.cache) or len(kept.tokens))
 
 
 def can_be_cut(cache: Any) -> bool:
@@ -155,20 +178,39 @@ def can_be_cut(cache: Any) -> bool:
     return {type(layer).__name__ for layer in cache.layers} <= {_GROWS, _FIXED}
 
 
+def has_states(cache: Any) -> bool:
+    """Whether some of a cache's layers hold states, as of linear attention."""
+    return any(type(layer).__name__ == _STATES for layer in cache.layers)
+
+
 def cut(cache: Any, tokens: int) -> None:
     """Have a cache hold its first tokens alone, which it can, or all that it holds."""
-    if length_of(cache) == tokens:
+    held = length_of(cache)
+    if held == tokens:
         return
     for layer in cache.layers:
         if type(layer).__name__ == _FIXED:
             layer.cumulative_length.fill_(tokens)
-        else:
-            layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+            continue
+        layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+        if held is not None and 2 * tokens < held:  # or what is behind would stay in memory
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 def lent(cache: Any, tokens: int) -> Any:
     """Another cache that holds a growing one's first tokens, in the same memory until it grows."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
-    cut(other, tokens)
+    for layer in other.layers:
+        layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
     return other
+
+
+def copy_tokens(cache: Any, other: Any, tokens: int) -> None:
+    """Have an empty cache of fixed size hold the first tokens of another one of the same model."""
+    for layer, its in zip(cache.layers, other.layers, strict=True):
+        if not its.is_initialized:
+            its.lazy_initialization(layer.keys[:, :, :1], layer.values[:, :, :1])
+        its.keys[:, :, :tokens].copy_(layer.keys[:, :, :tokens])
+        its.values[:, :, :tokens].copy_(layer.values[:, :, :tokens])
+        its.cumulative_length.fill_(tokens)

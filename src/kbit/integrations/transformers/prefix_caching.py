@@ -19,17 +19,20 @@ from typing import Any, TypeGuard
 
 import torch
 
-from kbit.integrations.transformers.kept_caches import Conversations, Kept, can_be_cut, cut, length_of
-from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions
+from kbit.integrations.transformers.kept_caches import (
+    Conversations,
+    Kept,
+    can_be_cut,
+    copy_tokens,
+    cut,
+    length_of,
+)
+from kbit.integrations.transformers.kept_calls import goes_on, may_keep
+from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions, strangers
 from kbit.integrations.transformers.recordings import circumstances
 from kbit.integrations.transformers.static_caches import roomy_length
 
-_MODES = {"greedy_search", "sample"}
-_IMPLEMENTATIONS = {None, "dynamic", "static"}
-# Settings by which `generate` computes other tokens than the prompt's, or gives its cache away.
-_OTHER_WAYS = ("prefill_chunk_size", "return_dict_in_generate", "token_healing", "is_assistant")
-_CACHES = {"DynamicCache", "StaticCache"}
-_OF_NO_PROMPT = {"logits_to_keep", "use_cache"}  # what `generate` has for a model beside that
+_CACHES = {"DynamicCache", "StaticCache"}  # classes of transformers
 
 
 def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
@@ -38,9 +41,11 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
     It does so for single prompts that are drawn or greedily decoded, with caches that grow (transformers' own
     choice) or of a fixed size (`cache_implementation="static"`, see `enable_cuda_graphs`). Logits are sums in
     another order than of the whole prompt, so their last bits differ, and a choice between two nearly equal
-    tokens may. Everything kept is forgotten when the model's weights, modules, hooks or adapters change.
-    Prompts with images, calls that return their cache (`return_dict_in_generate`) and several prompts at once
-    run as without.
+    tokens may. What is kept is not used again once the model's weights, modules, hooks or adapters change;
+    after changes that PyTorch does not count (`weight.data.copy_()`) enable it again. Prompts with images,
+    calls that return their cache (`return_dict_in_generate`), several prompts at once, and models with hooks
+    of yours, with rotary embeddings that depend on the text's length, with masks of their own or with states
+    other than Qwen3-Next's and Qwen3.5's run as without.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -90,7 +95,7 @@ class _Call(threading.local):
     Attributes:
         model: whose.
         conversations: its.
-        prompt: int64 [tokens], on the CPU.
+        prompt: int64 [tokens], on the CPU; None where it is not one.
         cache: of the call, if it may be kept.
     """
 
@@ -104,7 +109,7 @@ _call = _Call()
 
 
 @contextlib.contextmanager
-def _calling(model: Any, conversations: Conversations, prompt: torch.Tensor) -> Iterator[None]:
+def _calling(model: Any, conversations: Conversations, prompt: torch.Tensor | None) -> Iterator[None]:
     before = dict(vars(_call))
     vars(_call).update(model=model, conversations=conversations, prompt=prompt, cache=None)
     try:
@@ -137,20 +142,21 @@ class _Generate:
     def __call__(self, model: Any, *given: Any, **named: Any) -> Any:
         """As the model's class has it."""
         ids = named.get("input_ids", named.get("inputs", given[0] if given else None))
-        if not _is_one_prompt(ids) or named.get("custom_generate") is not None:
-            return type(model).generate(model, *given, **named)
-        with _calling(model, self.of(model), ids[0].to("cpu", torch.int64)):
+        conversations, prompt = self.of(model), None
+        if _is_one_prompt(ids) and named.get("custom_generate") is None:
+            prompt = ids[0].to("cpu", torch.int64)
+        with _calling(model, conversations, prompt):
             try:
-                with asked_once():
+                with contextlib.nullcontext() if prompt is None else asked_once():
                     sequences = type(model).generate(model, *given, **named)
-            except BaseException as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    _call.conversations.forget()  # the next call may have the memory
-                    raise
+            except torch.OutOfMemoryError:
+                conversations.forget()  # the next call may have the memory
+                raise
+            except BaseException:
                 with contextlib.suppress(Exception):  # the GPU's, say; the first error is to be raised
                     _keep(_call.prompt, interrupted=True)
                 raise
-            if isinstance(sequences, torch.Tensor):
+            if isinstance(sequences, torch.Tensor) and _call.cache is not None:
                 _keep(sequences[0].to("cpu", torch.int64))
             return sequences
 
@@ -166,9 +172,14 @@ def _keep(tokens: torch.Tensor, interrupted: bool = False) -> None:
     """
     cache = _call.cache
     length = None if cache is None else length_of(cache)
-    if not length or ((interrupted or length > len(tokens)) and not can_be_cut(cache)):
+    if not length or (interrupted and (length < len(tokens) or not can_be_cut(cache))):
         return
-    cut(cache, min(length, len(tokens)))
+    if any(strangers(_call.model)):  # hooks, which may do to keys what nobody else knows
+        return
+    if interrupted:
+        cut(cache, len(tokens))
+    elif length > len(tokens):  # it holds something else, such as a soft prompt
+        return
     _call.conversations.keep(Kept(cache, tokens[:length], _rests_on(_call.model)))
 
 
@@ -190,23 +201,35 @@ class _PrepareCache:
         max_cache_length: int,
     ) -> None:
         """Puts a cache into `model_kwargs`: one that is kept, or what the model's class puts there."""
-        may = _call.model is model and batch_size == 1
-        may = may and _may_keep(generation_config, generation_mode, model_kwargs)
+        may = _call.model is model and _call.prompt is not None and batch_size == 1
+        may = may and may_keep(model, generation_config, generation_mode, model_kwargs)
+        found = None
         if may:
             room = None
             if generation_config.cache_implementation == "static":
                 asked = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-                room = max_cache_length = roomy_length(asked)
-            _call.cache = _call.conversations.take(_call.prompt, room, lambda: _rests_on(model))
-            if _call.cache is not None:
-                model_kwargs["past_key_values"] = _call.cache
+                room, max_cache_length = asked, roomy_length(asked)
+            found = _call.conversations.find(_call.prompt, room, lambda: _rests_on(model))
+            if found is not None and found.cache is not None:
+                model_kwargs["past_key_values"] = _call.cache = found.cache
                 return
-            if model.device.type == "cuda":
+            if model.device.type == "cuda" and not _is_a_rank():
                 _call.conversations.make_room(max_cache_length, _free_memory(model.device))
         given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         type(model)._prepare_cache_for_generation(model, *given)
-        if may and type(cache := model_kwargs.get("past_key_values")).__name__ in _CACHES:
-            _call.cache = cache
+        cache = model_kwargs.get("past_key_values")
+        if not may or type(cache).__name__ not in _CACHES or not goes_on(model, cache):
+            return
+        _call.cache = cache
+        if found is not None:
+            copy_tokens(found.source.cache, cache, found.shared)
+            if found.stays:
+                _call.conversations.keep(found.source)
+
+
+def _is_a_rank() -> bool:
+    """Whether other processes compute parts of the model, and have to do what this one does."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _free_memory(device: torch.device) -> int:
@@ -214,33 +237,6 @@ def _free_memory(device: torch.device) -> int:
     cuda = torch.cuda
     unused = cuda.memory_reserved(device) - cuda.memory_allocated(device)
     return int(0.8 * (cuda.mem_get_info(device)[0] + unused))
-
-
-def _may_keep(generation_config: Any, mode: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a call is of one prompt that is its tokens alone, and nobody else gets its cache."""
-    if mode.value not in _MODES or (generation_config.num_return_sequences or 1) != 1:
-        return False
-    if generation_config.cache_implementation not in _IMPLEMENTATIONS:
-        return False
-    if any(getattr(generation_config, name, None) for name in _OTHER_WAYS):
-        return False
-    if (generation_config.guidance_scale or 1) != 1:  # which computes another prompt beside it
-        return False
-    if model_kwargs.get("use_cache") is False:
-        return False
-    return all(_says_nothing(name, value) for name, value in model_kwargs.items())
-
-
-def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an argument of the model is as if it were not there."""
-    if name in _OF_NO_PROMPT or value is None or (isinstance(value, dict) and not value):
-        return True
-    if not isinstance(value, torch.Tensor) or value.is_floating_point():
-        return False
-    if name == "position_ids":
-        return bool((value == torch.arange(value.shape[-1], device=value.device)).all())
-    # 0 are types of tokens that are text.
-    return bool((value == (name == "attention_mask")).all())
 
 
 def _rests_on(model: Any) -> Hashable:

@@ -78,7 +78,7 @@ class Rests:
             self._left_to_model = True
             return None
         take_back(cache, length - rest)
-        if "logits_to_keep" not in inputs:
+        if "logits_to_keep" not in recorded:
             output.logits = output.logits[:, :rest]
         return output
 

@@ -14,7 +14,7 @@ import torch
 from kbit.nn.standing_in import standing_in
 
 MOST_TOKENS = 2048  # of recorded prompts, all sequences: beyond, the GPU takes longer than the host
-_LEAST_PADDING, _LEAST_ROOM, _LEAST_KEYS = 16, 256, 1024
+_LEAST_PADDING, _LEAST_ROOM, _LEAST_MORE, _LEAST_KEYS = 16, 256, 512, 1024
 
 
 def padded_length(tokens: int) -> int:
@@ -23,8 +23,11 @@ def padded_length(tokens: int) -> int:
 
 
 def roomy_length(tokens: int) -> int:
-    """For how many tokens a cache is made that is to serve longer prompts, too: less than a quarter more."""
-    return _rounded(tokens, _LEAST_ROOM, 4)
+    """For how many tokens a cache is made that serves a longer conversation, too: half as many more, or 512.
+
+    Another one would mean other recordings, and a copy of what it is to hold.
+    """
+    return _rounded(tokens + max(_LEAST_MORE, tokens // 2), _LEAST_ROOM, 4)
 
 
 def recorded_keys(tokens: int) -> int:
