@@ -34,8 +34,8 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     figure, (axes,) = figure_of(1, 1)
     for (arm, way), waits in lines(result).items():
         color = COLORS[int(arm.rpartition("=")[2])] if arm.startswith("kbit") else BASELINE_COLOR
-        style = {"linestyle": "-" if way == KEPT else "--", "marker": "o"}
-        axes.plot(list(waits), list(waits.values()), color=color, label=f"{arm}, {way}", **style)
+        style = "o-" if way == KEPT else "o--"
+        axes.plot(list(waits), list(waits.values()), style, color=color, label=f"{arm}, {way}")
     axes.set_xlabel("tokens of the prompt, turn by turn")
     axes.set_ylabel("ms until the first token")
     axes.set_ylim(bottom=0)
