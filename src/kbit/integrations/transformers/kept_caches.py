@@ -2,10 +2,10 @@
 
 A prompt gets the one that shares most of its beginning:
 * If it begins with all tokens of the cache, it takes it.
-* Else it is lent what it shares, and the cache stays for its own conversation; if there is no place for both,
-  and it shares most of the cache, it takes that, and what is behind is cut off. Caches that grow lend their
-  tensors themselves, which every step replaces; of a cache of fixed size, which recorded steps write to, what
-  is shared is copied into another one.
+* Else it is lent what it shares, and the cache stays for its own conversation; where a single one is kept and
+  it shares most of that, it takes it, and what is behind is cut off. Caches that grow lend their tensors
+  themselves, which every step replaces; of a cache of fixed size, which recorded steps write to, what is
+  shared is copied into another one.
 * Linear attention and sliding windows have no way back. Caches with such layers are taken as a whole or not
   at all.
 At least one token is left to compute, whose logits are asked for.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class Conversations:
         self._most = most
         self._kept: list[Kept] = []  # the one used last at the end
         self._lock = threading.Lock()
+        self._told: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -104,8 +106,10 @@ class Conversations:
                 del self._kept[: len(self._kept) + 1 - self._most]
                 return None
             fits = (room or 0) <= (room_of(best.cache) or 0)
-            full = len(self._kept) >= self._most
-            taken = shared == len(best.tokens) or (full and 2 * shared >= len(best.tokens))
+            alone = self._most == 1 and 2 * shared >= len(best.tokens)
+            taken = alone or shared == len(best.tokens)
+            if not taken and len(self._kept) >= self._most > 1:
+                self._kept.remove(next(kept for kept in self._kept if kept is not best))
             if not taken and not room:
                 return Found(shared, lent(best.cache, shared))
             self._kept.remove(best)
@@ -122,6 +126,12 @@ class Conversations:
 
     def _drop_others(self, rests_on: Hashable) -> None:
         self._kept = [kept for kept in self._kept if kept.rests_on == rests_on]
+
+    def tell(self, why: str) -> None:
+        """Warn, once, of what is not kept."""
+        if why not in self._told:
+            self._told.add(why)
+            warnings.warn(why, UserWarning, stacklevel=2)
 
     def make_room(self, tokens: int, free: int) -> None:
         """Forget those used longest ago until a new cache fits into memory, as far as that helps.

@@ -53,7 +53,7 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
             used last.
 
     Raises:
-        TypeError: the model has no `generate` of transformers.
+        TypeError: the model has no `generate` of transformers, or `conversations` is no whole number.
         ValueError: `conversations` is less than 1.
 
     >>> kbit.enable_prefix_caching(model)
@@ -63,6 +63,8 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
         raise TypeError(
             f"enable_prefix_caching needs a model with transformers' generate(), got {type(model).__name__}."
         )
+    if not isinstance(conversations, int):
+        raise TypeError(f"conversations must be a whole number, got {conversations!r}.")
     if conversations < 1:
         raise ValueError(
             f"conversations must be at least 1, got {conversations}; for none, disable_prefix_caching(model)."
@@ -174,7 +176,11 @@ def _keep(tokens: torch.Tensor, interrupted: bool = False) -> None:
     length = None if cache is None else length_of(cache)
     if not length or (interrupted and (length < len(tokens) or not can_be_cut(cache))):
         return
-    if any(strangers(_call.model)):  # hooks, which may do to keys what nobody else knows
+    if (found := next(strangers(_call.model), None)) is not None:  # what it does to keys nobody else knows
+        _call.conversations.tell(
+            f"{found[0] or 'The model'} of {type(_call.model).__name__} has a hook or its own forward, "
+            f"{found[1]}. Its prompts are computed whole: prefix caching would show it their rests alone."
+        )
         return
     if interrupted:
         cut(cache, len(tokens))
