@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kbit.bench.chat import KEPT
+from kbit.bench.generate_plot import rows_in
 from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
 
 
 def is_chat(result: Mapping[str, Any]) -> bool:
     """Whether a result file is one of a chat: rows with a turn."""
-    rows = [row for row in result.get("rows") or () if isinstance(row, Mapping)]
-    return any("turn" in row for row in rows)
+    return any("turn" in row for row in rows_in(result))
 
 
 def lines(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, float]]:

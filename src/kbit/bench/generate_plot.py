@@ -13,8 +13,13 @@ _SHARE = 0.8  # of a way's place on the axis, taken by the bars of all arms
 
 def is_generate(result: Mapping[str, Any]) -> bool:
     """Whether a result file is one of generating: rows with a way, but not of turns."""
-    rows = [row for row in result.get("rows") or () if isinstance(row, Mapping)]
-    return any("way" in row and "turn" not in row for row in rows)
+    return any("way" in row and "turn" not in row for row in rows_in(result))
+
+
+def rows_in(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A result's rows, whatever it is a result of; none where it has no list of them."""
+    rows = result.get("rows")
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
 
 
 def bars(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
