@@ -261,8 +261,8 @@ def test_dequantize_table_shows_the_ratio_and_its_bandwidth():
 def test_plots_say_what_can_be_drawn(tmp_path):
     (tmp_path / "other.json").write_text('{"rows": 5}')
     message = refuse("plot", tmp_path / "other.json", "--out", tmp_path)
+    assert "kbit bench kernels --json FILE" in message
     assert "`kbit bench chat` and `kbit eval --bits`" in message
-    assert "`kbit bench generate` and `kbit eval --bits`" in message
 
 
 def test_plots_are_drawn_from_a_result(tmp_path):
