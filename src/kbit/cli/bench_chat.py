@@ -9,7 +9,7 @@ import typer
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, check_device, quantized_arms
+from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, all_arms, check_device
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -49,15 +49,13 @@ def chat(
 
     from kbit.bench import chat as bench
     from kbit.bench import gpu_timing, model_build
-    from kbit.bench.model import BASELINE
 
     check_device("kbit bench chat", device)
     config = model_build.load_config(name, layers)
     plan = bench.Plan(turns, first, message, new_tokens)
     found = {"machine": gpu_timing.describe(device), "model": name, "layers": config.num_hidden_layers}
     found |= {"plan": asdict(plan)}
-    # Plain scales: random weights need no search.
-    policies = quantized_arms(bits, search=False) | ({BASELINE: None} if baseline else {})
+    policies = all_arms(bits, baseline)
     rows: list[Row] = []
     with console.status(name) as status:
         try:

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
-from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, check_device, quantized_arms
+from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, all_arms, check_device
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -47,7 +47,6 @@ def generate(
 
     from kbit.bench import generate as bench
     from kbit.bench import gpu_timing, model_build
-    from kbit.bench.model import BASELINE
     from kbit.integrations.transformers.compiled_layers import overlap_kernels
 
     check_device("kbit bench generate", device)
@@ -56,8 +55,7 @@ def generate(
     config = model_build.load_config(name, layers)
     found = {"machine": gpu_timing.describe(device), "model": name, "layers": config.num_hidden_layers}
     found |= {"plan": {"prompt": prompt, "new_tokens": new_tokens}}
-    # Plain scales: random weights need no search.
-    policies = quantized_arms(bits, search=False) | ({BASELINE: None} if baseline else {})
+    policies = all_arms(bits, baseline)
     rows: list[Row] = []
     with console.status(name) as status:
         arms = bench.measure(

@@ -24,6 +24,13 @@ def quantized_arms(bits: str, **options: Any) -> dict[str, QuantizationPolicy | 
     return {f"kbit k={width}": QuantizationPolicy(bits=width, **options) for width in widths(bits)}
 
 
+def all_arms(bits: str, baseline: bool) -> dict[str, QuantizationPolicy | None]:
+    """Those of the widths, and 16 bits if asked for. With plain scales: random weights need no search."""
+    from kbit.bench.model import BASELINE
+
+    return quantized_arms(bits, search=False) | ({BASELINE: None} if baseline else {})
+
+
 def check_device(command: str, device: str) -> None:
     """Raises ValueError for another --device than cuda and cpu, RuntimeError for cuda without a GPU."""
     from kbit.bench import gpu_timing

@@ -17,6 +17,7 @@ transformers; asking it for `KbitConfig` does.
     preconditions                what they rest on in a model
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
     prompt_rests, prompt_inputs  prompts whose beginning a cache holds; what both ask of inputs and caches
+    own_methods                  methods that a model has in place of its class's
     last_caches                  which of these are given to `generate` again
     prefix_caching, kept_caches, kept_calls  prompts that begin as earlier ones did; what is kept of which
     left_padding                 prompts of several lengths in one batch

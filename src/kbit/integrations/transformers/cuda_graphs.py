@@ -15,7 +15,6 @@ the last one again where that has the right size and nobody else has kept it.
 from __future__ import annotations
 
 import contextlib
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
@@ -29,7 +28,8 @@ from kbit.integrations.transformers.compiled_layers import compiled_layers, deco
 from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
-from kbit.integrations.transformers.preconditions import preconditions, strangers
+from kbit.integrations.transformers.own_methods import generating, put, take_away
+from kbit.integrations.transformers.preconditions import preconditions, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import why_not_recorded
@@ -66,7 +66,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
 
     >>> kbit.enable_cuda_graphs(model)
     """
-    tuned, model = getattr(model, "active_peft_config", None), _generating(model)
+    tuned, model = getattr(model, "active_peft_config", None), generating(model)
     if not hasattr(model, "get_compiled_call"):
         raise TypeError(
             f"enable_cuda_graphs needs a model with transformers' generate(), got {type(model).__name__}. "
@@ -87,8 +87,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
         decoder_layers(model)
     forget_tried(model)
     steps = _StepsOfModels(compile_layers)
-    for what in (steps, _PromptsOfModels(steps), LastCaches()):
-        setattr(model, what.name, types.MethodType(what, model))
+    put(model, steps, _PromptsOfModels(steps), LastCaches())
     vars(model).update(late_masks(model))
 
 
@@ -98,17 +97,9 @@ def disable_cuda_graphs(model: Any) -> None:
     Args:
         model: any module; nothing happens where it was not enabled.
     """
-    model = _generating(model)
-    for name in (_StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, MASKS, LONGEST):
-        method = vars(model).pop(name, None)
-        if forget := getattr(getattr(method, "__func__", None), "forget", None):
-            forget(model)  # copies of the model may share what has it
+    model = generating(model)
+    take_away(model, _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, MASKS, LONGEST)
     forget_decoded(model)
-
-
-def _generating(model: Any) -> Any:
-    """The model whose `generate` runs: the one inside, for models of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _StepsOfModels:
@@ -210,15 +201,13 @@ class Steps:
 
     def _look_for_hooks(self) -> None:
         """Of padded prompts hooks would see other hidden states; steps do what they did, and call none."""
-        model = self._model()
-        for name, whose in strangers(model):
+        if (stranger := stranger_in(self._model())) is not None:
             self.prompts.leave_to_model()
             self._tell(
-                f"{name or 'The model'} of {type(model).__name__} has a hook or its own forward, {whose}. "
+                f"{stranger} "
                 f"Prompts run without CUDA graphs. Steps replay what it did on the GPU, do not call it, and "
                 f"overwrite tensors that it kept. If it has to be called, disable_cuda_graphs(model)."
             )
-            return
 
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""

@@ -114,7 +114,7 @@ class Conversations:
                 return Found(shared, lent(best.cache, shared))
             self._kept.remove(best)
         if taken and fits:
-            cut(best.cache, shared)
+            cut(best.cache, len(best.tokens), shared)
             return Found(shared, best.cache)
         return Found(shared, None, best, not taken)
 
@@ -193,17 +193,14 @@ def has_states(cache: Any) -> bool:
     return any(type(layer).__name__ == _STATES for layer in cache.layers)
 
 
-def cut(cache: Any, tokens: int) -> None:
-    """Have a cache hold its first tokens alone, which it can, or all that it holds."""
-    held = length_of(cache)
-    if held == tokens:
-        return
-    for layer in cache.layers:
+def cut(cache: Any, held: int, tokens: int) -> None:
+    """Have a cache that holds some tokens, and can be cut or is to keep all, hold the first of them."""
+    for layer in cache.layers if tokens < held else ():
         if type(layer).__name__ == _FIXED:
             layer.cumulative_length.fill_(tokens)
             continue
-        layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
-        if held is not None and 2 * tokens < held:  # or what is behind would stay in memory
+        _shorten(layer, tokens)
+        if 2 * tokens < held:  # or what is behind would stay in memory
             layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
@@ -212,8 +209,12 @@ def lent(cache: Any, tokens: int) -> Any:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in other.layers:
-        layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+        _shorten(layer, tokens)
     return other
+
+
+def _shorten(layer: Any, tokens: int) -> None:
+    layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
 
 def copy_tokens(cache: Any, other: Any, tokens: int) -> None:

@@ -129,6 +129,13 @@ def strangers(model: Any) -> Iterator[tuple[str, str]]:
         yield "", _where(hook)
 
 
+def stranger_in(model: Any) -> str | None:
+    """The beginning of a sentence that names the first of a model's `strangers`; None if there is none."""
+    for name, whose in strangers(model):
+        return f"{name or 'The model'} of {type(model).__name__} has a hook or its own forward, {whose}."
+    return None
+
+
 def _where(hook: Any) -> str:
     """Module and name of a hook."""
     while isinstance(hook, functools.partial):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import types
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, TypeGuard
@@ -28,7 +27,8 @@ from kbit.integrations.transformers.kept_caches import (
     length_of,
 )
 from kbit.integrations.transformers.kept_calls import goes_on, may_keep
-from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions, strangers
+from kbit.integrations.transformers.own_methods import generating, put, take_away
+from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions, stranger_in
 from kbit.integrations.transformers.recordings import circumstances
 from kbit.integrations.transformers.static_caches import roomy_length
 
@@ -58,7 +58,7 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
 
     >>> kbit.enable_prefix_caching(model)
     """
-    model = _generating(model)
+    model = generating(model)
     if not hasattr(model, "_prepare_cache_for_generation"):
         raise TypeError(
             f"enable_prefix_caching needs a model with transformers' generate(), got {type(model).__name__}."
@@ -69,8 +69,7 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
         raise ValueError(
             f"conversations must be at least 1, got {conversations}; for none, disable_prefix_caching(model)."
         )
-    for what in (_Generate(conversations), _PrepareCache()):
-        setattr(model, what.name, types.MethodType(what, model))
+    put(model, _Generate(conversations), _PrepareCache())
 
 
 def disable_prefix_caching(model: Any) -> None:
@@ -79,16 +78,7 @@ def disable_prefix_caching(model: Any) -> None:
     Args:
         model: any module; nothing happens where it was not enabled.
     """
-    model = _generating(model)
-    for name in (_Generate.name, _PrepareCache.name):
-        method = getattr(vars(model).pop(name, None), "__func__", None)
-        if isinstance(method, _Generate):
-            method.forget(model)  # copies of the model may share what has it
-
-
-def _generating(model: Any) -> Any:
-    """The model whose `generate` runs: the one inside, for models of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    take_away(generating(model), _Generate.name, _PrepareCache.name)
 
 
 class _Call(threading.local):
@@ -176,14 +166,12 @@ def _keep(tokens: torch.Tensor, interrupted: bool = False) -> None:
     length = None if cache is None else length_of(cache)
     if not length or (interrupted and (length < len(tokens) or not can_be_cut(cache))):
         return
-    if (found := next(strangers(_call.model), None)) is not None:  # what it does to keys nobody else knows
-        _call.conversations.tell(
-            f"{found[0] or 'The model'} of {type(_call.model).__name__} has a hook or its own forward, "
-            f"{found[1]}. Its prompts are computed whole: prefix caching would show it their rests alone."
-        )
+    if (stranger := stranger_in(_call.model)) is not None:  # what it does to keys nobody else knows
+        whole = "Its prompts are computed whole: prefix caching would show it their rests alone."
+        _call.conversations.tell(f"{stranger} {whole}")
         return
     if interrupted:
-        cut(cache, len(tokens))
+        cut(cache, length, len(tokens))
     elif length > len(tokens):  # it holds something else, such as a soft prompt
         return
     _call.conversations.keep(Kept(cache, tokens[:length], _rests_on(_call.model)))
