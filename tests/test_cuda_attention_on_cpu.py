@@ -9,6 +9,7 @@ import attention_steps
 import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
+from kbit.backends import reference
 from kbit.backends.cuda import attention
 from kbit.backends.cuda.driver import DeviceLimits
 
@@ -53,3 +54,13 @@ def test_steps(batch, heads, columns, turned, room, lengths, how, dtype, monkeyp
             tensors = attention_steps.operands(batch, heads, columns, turned, dtype, **options)
             written = run(tensors, how, monkeypatch, kernels, device)
             attention_steps.require(*written, tensors, how)
+
+
+def test_a_head_without_numbers_stays_without(monkeypatch, kernels):
+    tensors = attention_steps.operands(1, (2, 1), 64, 64, torch.float16, length=40, norms=False)
+    tensors["query"][0, 1, 3] = float("nan")
+    out, *_ = run(tensors, attention_steps.HOW, monkeypatch, kernels)
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all()
+    reference.attention_step(*tensors.values(), *attention_steps.HOW, want := torch.empty_like(out))
+    assert torch.equal(want.isnan(), out.isnan())

@@ -143,6 +143,8 @@ def test_prompts_of_which_other_tokens_are_there():
         for mine, other in zip(run_inputs(given | alone, gated_delta), have, strict=True):
             assert torch.equal(mine[0], other[at])
     compare_inputs(have, run_inputs(given, reference))
+    beside = torch.tensor(counts)[:, None].repeat(1, 2)[:, 0]
+    assert all(map(torch.equal, run_inputs(given | {"count": beside}, gated_delta), have))
 
 
 def test_a_prompt_in_parts_is_that_prompt():

@@ -8,6 +8,7 @@ import torch
 import cuda_on_cpu
 import cuda_wgmma_on_cpu
 import nvfp4_cuda_cases as cases
+from kbit.backends import reference
 from kbit.backends.cuda import driver, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import constants, exact, exact_wgmma, moe, products
@@ -165,3 +166,13 @@ def test_tiles_of_experts_are_never_more_than_the_grid() -> None:
             for tokens in products.TOKENS:
                 needed = int(((sizes + tokens - 1) // tokens).sum())
                 assert needed <= moe.most_tiles(count, experts, tokens)
+
+
+def test_choices_beyond_what_blocks_take_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU go on where as many as it runs have been launched."""
+    tiny = driver.DeviceLimits(multiprocessors=1, shared_bytes=99 * 1024, arch="89")
+    monkeypatch.setattr(driver, "device_limits", lambda index: tiny)
+    monkeypatch.setattr(moe.routing, "moe_align", reference.moe_align)
+    ids = torch.randint(3, (9001, 1), dtype=torch.int32)
+    _, slots, _, inverse = moe.align(ids, 3)
+    assert torch.equal(inverse.view(-1)[slots.long()], torch.arange(9001, dtype=torch.int32))

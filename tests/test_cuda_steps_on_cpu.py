@@ -199,3 +199,17 @@ def test_latent_attention(batch, heads, room, lengths, how, dtype, monkeypatch):
             written = (out, given["latents"], given["keys"])
             assert all(map(untouched, written))
             latent_steps.require(*written, tensors, how)
+
+
+def test_latent_attention_without_numbers():
+    tensors = latent_steps.operands(1, 5, 512, 64, torch.float16, "cpu", 40)
+    tensors["query"][0, 2, 3] = float("nan")
+    outs = []
+    for backend in (latent, reference):
+        given = {name: one.clone() for name, one in tensors.items()}
+        out = torch.empty(1, 5, 512).half()
+        backend.latent_attention_step(*given.values(), *latent_steps.HOW, out)
+        outs.append(out)
+    for out in outs:
+        assert out[0, 2].isnan().all()
+        assert out[0, [0, 1, 3, 4]].isfinite().all()

@@ -2,6 +2,7 @@
 
 from kbit.dispatch import (  # noqa: F401  (imported for their registrations)
     attention,
+    attention_rests,
     caches,
     gated_delta,
     heads,

@@ -2,6 +2,7 @@
 
 # Imported for their registrations.
 from kbit.ops import (  # noqa: F401
+    attention_rest_schemas,
     attention_schemas,
     autograd,
     cache_schemas,

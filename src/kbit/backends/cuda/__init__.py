@@ -13,6 +13,7 @@ import torch
 
 from kbit.backends.cuda import compiler, driver
 from kbit.backends.cuda.attention import attention_step
+from kbit.backends.cuda.attention_rests import attention_rest
 from kbit.backends.cuda.caches import cache_append
 from kbit.backends.cuda.decoded import linear
 from kbit.backends.cuda.delta_rule import gated_delta_rule
@@ -38,6 +39,7 @@ from kbit.format.errors import KbitError
 
 __all__ = [
     "append_heads",
+    "attention_rest",
     "attention_step",
     "available",
     "cache_append",

@@ -158,6 +158,7 @@ def gated_delta_inputs(
         KbitError: the kernel cannot be compiled or loaded.
     """
     (batch, tokens, _), ratio, dtype = projected.shape, heads.values // heads.keys, projected.dtype
+    count = None if count is None else count.contiguous()  # by name: a copy must live until the launch
     given = [tensor for tensor in (taps, log_decay, bias, window) if tensor is not None]
     plain = takes(heads.columns, taps.shape[1], ratio, by_heads) and dtype in operands.DTYPES
     row = _row_pieces(projected)

@@ -79,6 +79,6 @@ def _refusals(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> 
         "resident": resident.refusal(dtype, experts, weight),
         "grouped": grouped.refusal(dtype, experts, weight),
         "wgmma": wgmma.arch_refusal(weight.device.arch) or of_both,
-        "mma": mma.grouped_refusal(m, experts) or of_both,
+        "mma": of_both,
         "cublas": None,
     }

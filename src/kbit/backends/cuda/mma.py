@@ -47,12 +47,6 @@ def refusal(m: int, dtype: torch.dtype, out_features: int, silu_and_mul: bool) -
     return operands.refusal(dtype, out_features, silu_and_mul)
 
 
-def grouped_refusal(m: int, experts: int) -> str | None:
-    """Why the kernel may not take so many rows of so many experts, or None, whatever else they are."""
-    most = (driver.MAX_GRID_Y - experts) * 32
-    return f"it takes up to {most} rows of {experts} experts, got {m}" if m > most else None
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, weight: WeightShape) -> Plan:
     """The launch for a legal problem: the cheapest by estimate."""

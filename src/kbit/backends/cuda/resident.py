@@ -30,7 +30,7 @@ class Config:
 
     Attributes:
         blocks: blocks that run at once on a multiprocessor.
-        in_holes: whether activations lie in what the look-up table of 3 and 4 bits leaves free.
+        in_holes: whether activations lie in what the look-up table of 3 to 5 bits leaves free.
         warps: warps of a block.
         tiles: column tiles of a warp, at most.
     """

@@ -1,7 +1,7 @@
 """The small-batch kernel, csrc/stream.cu: which configuration takes a problem, and its launch.
 
 Legality is `refusal`; `plan` lays out what stream_preference.py chooses, which changes speed alone: results
-depend on N, K and whether there are 1, 2 to 4, 5 to 8 or more tokens.
+depend on N, K, the GPU and whether there are 1, 2, 3 or 4, 5 to 8 or more tokens (of NVFP4 2, 3 or 4, too).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _by_shape(m: int, groups: int, share: float, bits: int) -> Wanted:
             stages = 1 if bits == 5 and share <= 2 else 2
             return Wanted(8, stages, compiled_for=12 if share > 4 else 16)
         return Wanted(16, 1 if groups <= 40 and 1 < share <= 4 else 2)
-    return _by_groups(m, groups)
+    return _by_groups(groups)
 
 
 def _in_clusters(m: int, groups: int, share: float, bits: int) -> Wanted | None:
@@ -129,10 +129,10 @@ def _in_wide_groups(m: int, groups: int, share: float, bits: int) -> Wanted | No
     return Wanted(8 if m > 1 and 20 < groups <= 32 and share <= 4 else 16, 2, wide=True)
 
 
-def _by_groups(m: int, groups: int) -> Wanted:
+def _by_groups(groups: int) -> Wanted:
     """What to use where nothing has been measured."""
     # Between 17 and 24 groups, three passes of a narrow block keep fewer activations in flight.
-    narrow = (groups <= 8 and m != 2) or (16 < groups <= 24 and m > 2)
+    narrow = groups <= 8 or 16 < groups <= 24
     return Wanted(8, 2, compiled_for=8) if narrow else Wanted(16, 2)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kbit import quantizers
 from kbit.backends.reference.attention import attention_step
+from kbit.backends.reference.attention_rests import attention_rest
 from kbit.backends.reference.caches import cache_append
 from kbit.backends.reference.gated_delta import (
     gated_delta_inputs,
@@ -36,6 +37,7 @@ from kbit.format.layout import from_tiled, to_tiled
 
 __all__ = [
     "append_heads",
+    "attention_rest",
     "attention_step",
     "cache_append",
     "causal_mask",

@@ -41,5 +41,5 @@ def attention_step(
     # Copies for every query head, as transformers makes them; rows that nothing was written to may be NaN.
     k, v = (x.masked_fill(~there[:, None], 0.0).repeat_interleave(shared, 1) for x in (keys, values))
     y = F.scaled_dot_product_attention(made.transpose(1, 2), k, v, attn_mask=scores, scale=scaling)
-    y = y[:, :, 0].nan_to_num(0.0)
+    y = y[:, :, 0].masked_fill((scores[:, :, 0] == -torch.inf).all(-1, keepdim=True), 0.0)
     out.copy_(y if gate is None else y * torch.sigmoid(gate))

@@ -40,7 +40,8 @@ def latent_attention_step(
     if mask is not None:
         scores = scores + mask.float()[:, None]
     there = torch.arange(room, device=query.device) <= length
-    weights = scores.masked_fill(~there, -math.inf).softmax(-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~there, -math.inf)
+    weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     out.copy_(weights @ latents.float().masked_fill(~there[:, None], 0.0))
 
 

@@ -1,4 +1,5 @@
-"""Attention of decoding steps by cuDNN, without copies of keys and values; that of prompts without masks.
+"""Attention of decoding steps by cuDNN, without copies of keys and values; that of prompts, and of what a
+cache lacks of them, without masks.
 
 Several query heads often share a head of keys and values. Where there is a mask, as with every cache of a
 fixed size, transformers copies keys and values for each of them, since most of PyTorch's kernels take a mask
@@ -17,11 +18,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
+from kbit.backends.cuda.attention_rests import takes as takes_rests
 from kbit.integrations.transformers.additive_masks import additive, additive_mask
 from kbit.nn.standing_in import standing_in
 
 SDPA = "sdpa"  # among transformers' ways of computing attention, the one that is another here
-STEPS, PROMPTS, RESTS = "steps", "prompts", "rests of prompts"
+STEPS, PROMPTS = "steps", "prompts"
+RESTS, MASKED_RESTS = "rests of prompts", "rests of prompts, with masks"
 # What asks transformers' own function for more than this one does.
 _MORE = ("position_bias", "softcap", "cache", "output_attentions")
 
@@ -38,6 +41,7 @@ class _Here(threading.local):
 
     way: str | None = None
     layers = 0
+    lengths: dict[torch.device, torch.Tensor] | None = None  # of caches, in front of rests of prompts
 
 
 _here = _Here()
@@ -48,7 +52,7 @@ def shared_heads(way: str = STEPS) -> Iterator[None]:
     """Attention by "sdpa" runs as here in this thread.
 
     Args:
-        way: `RESTS`: with a mask whatever the cache holds, which only its device knows.
+        way: `MASKED_RESTS`: with a mask whatever the cache holds, which only its device knows.
     """
     torch.compiler.assume_constant_result(_ask)
     torch.compiler.assume_constant_result(_way)
@@ -76,17 +80,34 @@ def causal_without_masks() -> Iterator[Callable[[], int]]:
 
 
 @contextlib.contextmanager
-def _in_place_of_sdpa(way: str) -> Iterator[None]:
+def rests_without_masks(lengths: dict[torch.device, torch.Tensor]) -> Iterator[Callable[[], int]]:
+    """Attention by "sdpa" is causal behind what a cache holds, and gets no mask, in this thread.
+
+    Args:
+        lengths: how many tokens that is, int64, one number, on every device of the cache.
+
+    Yields:
+        In how many layers' calls that was so: other models' attention goes other ways.
+
+    Raises:
+        MaskWantedError: from within, where a model wants another mask, or a layer has no kernel for that.
+    """
+    with _in_place_of_sdpa(RESTS, lengths):
+        yield lambda: _here.layers
+
+
+@contextlib.contextmanager
+def _in_place_of_sdpa(way: str, lengths: dict[torch.device, torch.Tensor] | None = None) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    before = _here.way, _here.layers
-    _here.way, _here.layers = way, 0
+    before = _here.way, _here.layers, _here.lengths
+    _here.way, _here.layers, _here.lengths = way, 0, lengths
     try:
         with standing_in(functions, SDPA, _attention), standing_in(masks, SDPA, _mask):
             yield
     finally:
-        _here.way, _here.layers = before
+        _here.way, _here.layers, _here.lengths = before
 
 
 def runs_by(config: Any, way: str) -> bool:
@@ -104,11 +125,12 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
 
     if own is not sdpa_attention_forward:  # somebody's of that name
         return own
-    return _by_way(own, {STEPS: attention, RESTS: attention, PROMPTS: causal_attention})
+    ways = {STEPS: attention, MASKED_RESTS: attention, RESTS: rest_attention, PROMPTS: causal_attention}
+    return _by_way(own, ways)
 
 
 def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
-    return _by_way(own, {STEPS: additive_mask, RESTS: _whole_mask, PROMPTS: _no_mask})
+    return _by_way(own, {STEPS: additive_mask, MASKED_RESTS: _whole_mask, RESTS: _no_mask, PROMPTS: _no_mask})
 
 
 def _by_way(own: Callable[..., Any], ways: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -138,12 +160,37 @@ def causal_attention(
     """Attention as transformers calls it, as in `causal_without_masks`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    causal = named.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     whole = key.shape[2] == value.shape[2] == query.shape[2]
-    if attention_mask is None and whole and causal and not asks_for_more(named):
+    if attention_mask is None and whole and _is_causal(module, named):
         _here.layers += 1
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+def rest_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, as in `rests_without_masks`."""
+    length = (_here.lengths or {}).get(query.device)
+    plain = attention_mask is None and not dropout and _is_causal(module, named)
+    if length is None or not plain or not takes_rests(query, key, value):
+        raise MaskWantedError
+    _here.layers += 1
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.kbit.attention_rest(query, key, value, length, scaling), None
+
+
+def _is_causal(module: Any, named: dict[str, Any]) -> bool:
+    """Whether a layer's attention is causal and nothing more."""
+    causal = named.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return bool(causal) and not asks_for_more(named)
 
 
 def with_additive_masks(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

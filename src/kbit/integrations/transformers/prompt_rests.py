@@ -1,8 +1,9 @@
 """Rests of prompts, whose beginning a cache holds, from CUDA graphs: the next turn of a chat.
 
 As prompts are (see `prompts`), they are padded behind to few lengths, and recorded. They run by the kernels
-of steps, with the model's own mask, which the recording makes of the cache's length. Attention sees no more
-of the room that the cache has than `recorded_keys` of what it holds.
+of steps. Behind many tokens attention gets no mask, and reads the cache's length; behind few it gets the
+model's own, which the recording makes of that length, as it does in models that want more than causal
+attention, and sees no more of the room that the cache has than `recorded_keys` of what it holds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.attention import MaskWantedError
 from kbit.integrations.transformers.late_masks import LATE, with_masks
 from kbit.integrations.transformers.prompt_inputs import (
     COUNT,
@@ -29,7 +31,8 @@ from kbit.integrations.transformers.step_kernels import rest_kernels
 from kbit.nn.gated_delta import padded_prompts
 
 _RUNS_BEFORE = 2  # there are more lengths than of prompts, as they are behind others
-_KEYS = "kbit_keys"  # an input of recordings: of how many tokens attention sees keys
+_KEYS = "kbit_keys"  # an input of recordings: of how many tokens attention sees keys; None: without a mask
+_FEW_KEYS = 1024  # up to which attention with a mask is faster
 
 
 class Rests:
@@ -44,12 +47,12 @@ class Rests:
     def __init__(self, model: Callable[[], Any], record: Record, refused: Callable[[str], None]) -> None:
         self._model = model
         self._recordings = Recordings(self._run, record, refused, _RUNS_BEFORE)
-        self._left_to_model = False
+        self._left_to_model = self._wants_masks = False
 
     def clear(self) -> None:
         """Forget all recordings."""
         self._recordings.clear()
-        self._left_to_model = False
+        self._left_to_model = self._wants_masks = False
 
     def __call__(self, input_ids: torch.Tensor, named: dict[str, Any], held: int) -> Any:
         """The model's output for what a cache lacks of a prompt; None: not one for graphs.
@@ -70,10 +73,9 @@ class Rests:
         inputs = prepared(model, input_ids, named, next_sequence_length=rest)
         if inputs is None:
             return None
-        keys = min(room_of(cache), recorded_keys(held + length))
-        recorded = {**padded(inputs, None, length), LATE: None, _KEYS: keys}
+        recorded = {**padded(inputs, None, length), LATE: None}
         try:
-            output = self._recordings(cache, recorded, model.device)
+            output = self._behind(cache, recorded, held + length)
         except UnlikeOthersError:
             self._left_to_model = True
             return None
@@ -82,17 +84,36 @@ class Rests:
             output.logits = output.logits[:, :rest]
         return output
 
+    def _behind(self, cache: Any, inputs: dict[str, Any], held: int) -> Any:
+        """The output behind which a cache holds so many tokens."""
+        model: Any = self._model()
+        keys = min(room_of(cache), recorded_keys(held))
+        if keys > _FEW_KEYS and not self._wants_masks:
+            try:
+                return self._recordings(cache, {**inputs, _KEYS: None}, model.device)
+            except MaskWantedError:
+                self._wants_masks = True
+        return self._recordings(cache, {**inputs, _KEYS: keys}, model.device)
+
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model, others = self._model(), dict(inputs)
-        keys = others.pop(_KEYS)
-        changed = [*(layer.cumulative_length for layer in growing_layers(cache)), *_states(cache)]
+        keys, growing = others.pop(_KEYS), growing_layers(cache)
+        changed = [*(layer.cumulative_length for layer in growing), *_states(cache)]
         before = [tensor.clone() for tensor in changed]
-        with rest_kernels(model, keys), padded_prompts(others.pop(COUNT)) as linear:
-            output = model(past_key_values=cache, return_dict=True, **with_masks(model, cache, others))
-            as_others = linear() == layers_of(cache)[1]
-        if not as_others or output.keys() - {"logits", "past_key_values"}:
+        lengths = {length.device: length for length in before[: len(growing)]}
+        try:
+            with (
+                rest_kernels(model, lengths, keys) as unmasked,
+                padded_prompts(others.pop(COUNT)) as linear,
+            ):
+                output = model(past_key_values=cache, return_dict=True, **with_masks(model, cache, others))
+                if unmasked is not None and unmasked() != len(growing):
+                    raise MaskWantedError
+                if linear() != layers_of(cache)[1] or output.keys() - {"logits", "past_key_values"}:
+                    raise UnlikeOthersError
+        except (MaskWantedError, UnlikeOthersError):
             torch._foreach_copy_(changed, before)
-            raise UnlikeOthersError
+            raise
         return output
 
 

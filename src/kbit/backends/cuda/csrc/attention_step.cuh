@@ -283,7 +283,7 @@ struct Output {
         return gate ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
     }
     DEVICE void write(int head, int column, const Part& all, uint2 its_gate) const {
-        const float one = all.weights > 0.0f ? __fdiv_rn(1.0f, all.weights) : 0.0f;
+        const float one = one_over(all.weights);
         float y[4] = {all.sums.x * one, all.sums.y * one, all.sums.z * one, all.sums.w * one};
         if (gate) {
             const u16 gates[4] = {u16(its_gate.x), u16(its_gate.x >> 16), u16(its_gate.y),

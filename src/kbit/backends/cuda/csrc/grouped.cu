@@ -27,7 +27,7 @@
 // Order of float32 sums: k16 steps, a 32-block's times its scale, blocks ascending, then warps of a team.
 //
 // Shared memory: table, barriers of the rings, scratch, rings (warps * stages * 4 tiles), list of jobs, sums
-// of teams, x of some jobs (in_holes: in what a table of 3 or 4 bits leaves free).
+// of teams, x of some jobs (in_holes: in what a table of 3 to 5 bits leaves free).
 #include "grouped.cuh"
 
 // A warp's columns of a unit. x: a lane's place in the first column tile, x_tile: the job's first, x_bytes:

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
         for (int other = 1; other < warps; ++other) {
             add_scaled(total, parts[other * 32 + thread], 1.0f);
         }
-        const float one = all > 0.0f ? __fdiv_rn(1.0f, all) : 0.0f;
+        const float one = one_over(all);
         out[(i64(batch) * heads + head) * kLanes + lane] =
             make_uint2(H::pack(total.x * one, total.y * one), H::pack(total.z * one, total.w * one));
     }

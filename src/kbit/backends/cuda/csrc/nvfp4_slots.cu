@@ -5,8 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(256) nvfp4_slots(const int* inverse, int* slots, int count) {
     follow_previous(inverse);
-    const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
-    if (i < count) {
-        slots[inverse[i]] = i;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < u32(count); i += gridDim.x * blockDim.x) {
+        slots[inverse[i]] = int(i);
     }
 }

@@ -17,7 +17,7 @@ DEVICE void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// ---- dense elements: 0 float32, 1 float16, 2 bfloat16 (the order of _DTYPES in rows.py)
+// ---- dense elements: 0 float32, 1 float16, 2 bfloat16 (the order of DTYPES in dtype_codes.py)
 
 template <int DTYPE>
 struct Dense {

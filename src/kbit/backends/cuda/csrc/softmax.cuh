@@ -8,7 +8,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 DEVICE float minus_infinity() {
     return __uint_as_float(0xff800000u);
 }
-// 2^(score - largest), 0 if there is no score yet.
+// 2^(score - largest), 0 if there is no score yet. `largest` is of numbers: a score that is none gives none.
 DEVICE float weight_of(float score, float largest) {
-    return largest == minus_infinity() ? 0.0f : exp2f(score - largest);
+    return score == minus_infinity() ? 0.0f : exp2f(score - largest);
+}
+// What sums are multiplied by: 0 where no score was above -inf.
+DEVICE float one_over(float weights) {
+    return weights == 0.0f ? 0.0f : __fdiv_rn(1.0f, weights);
 }

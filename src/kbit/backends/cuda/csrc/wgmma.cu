@@ -39,7 +39,7 @@
 // codebook or scale ends with a kernel that is launched without it.
 //
 // Shared memory: table, ring of activations, staging for y, ring of weights, sums of a cluster, barriers,
-// scratch, list of experts; the list and the sums lie in what a table of 3 or 4 bits leaves free, as far as
+// scratch, list of experts; the list and the sums lie in what a table of 3 to 5 bits leaves free, as far as
 // that reaches, and sums of 96 tokens and more where activations were.
 // Technique: decode into registers as the A operand (operands swapped) from FLUTE and Machete.
 #include "wgmma_finish.cuh"

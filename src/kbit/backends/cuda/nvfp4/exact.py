@@ -163,7 +163,8 @@ def multiply(
     chosen = plan(m, out_features, columns, device)
     check_token_tiles(m, -(-m // chosen.tokens), chosen.tokens)
     partial = torch.zeros_like(y, dtype=torch.int64) if chosen.splits > 1 else None
-    pointers = [address(t) for t in (a_codes, a_scales, ready(tiled), row_scale, y, partial)]
+    tiled = ready(tiled)  # by name: a copy must live until the launch
+    pointers = [address(t) for t in (a_codes, a_scales, tiled, row_scale, y, partial)]
     _launch(chosen, spec(chosen.tokens), (*pointers, 0, 0, 0, 0), y, columns, w_scale)
     if partial is not None:
         finish(partial, row_scale, w_scale, y)

@@ -226,7 +226,8 @@ def _launch(
     near = wgmma.near(columns, tokens, token_blocks)
     tiles = (columns // TILE_COLUMNS, -(-n // TILE_ROWS))
     sizes = (n, m, experts, *tiles, row_blocks, token_blocks, alone, near, w_scale, DTYPES[y.dtype])
-    maps = weight_map(ready(tiled).view(torch.int32), ROWS // TILE_ROWS), activation_map(x, tokens)
+    tiled = ready(tiled)  # by name: a copy must live until the launch
+    maps = weight_map(tiled.view(torch.int32), ROWS // TILE_ROWS), activation_map(x, tokens)
     before = [address(t) for t in (constant(CODEBOOK, y.device), norms)]
     launcher.launch_on(
         index,

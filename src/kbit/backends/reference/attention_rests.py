@@ -1,0 +1,26 @@
+"""Attention of tokens behind those that a cache holds, in PyTorch: the definition that others are tested
+against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def attention_rest(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    length: torch.Tensor,
+    scaling: float,
+    out: torch.Tensor,
+) -> None:
+    """`kbit::attention_rest`, into `out` [B, T, H, D]."""
+    tokens, shared = query.shape[2], query.shape[1] // keys.shape[1]
+    at, own = (torch.arange(count, device=query.device) for count in (keys.shape[2], tokens))
+    first = length.view(1)
+    there, seen = at < first + tokens, at <= (first + own)[:, None]
+    # Copies for every query head, as transformers makes them; rows that nothing was written to may be NaN.
+    k, v = (x.masked_fill(~there[:, None], 0.0).repeat_interleave(shared, 1) for x in (keys, values))
+    y = F.scaled_dot_product_attention(query, k, v, attn_mask=seen, scale=scaling)
+    out.copy_(y.transpose(1, 2))

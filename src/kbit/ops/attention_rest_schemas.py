@@ -1,0 +1,64 @@
+"""Attention of tokens behind those that a cache holds as one op: schema, checks, fake kernel.
+
+    y = torch.ops.kbit.attention_rest(query, keys, values, length, scaling)
+
+    query       [B, H, T, D]    of T tokens, T <= L
+    keys, values    [B, H', L, D]   of a cache with room for L tokens, H' dividing H: of those in front,
+                                and of these behind them; what is behind these is not looked at
+    length      int64, one number: tokens in front of these, 0 to L - T; else y is no number of use
+    scaling     of the scores
+    y           [B, T, H, D]    sums of values by the softmax of (query . key) * scaling over the keys in
+                                front of each token and its own
+
+Everything but `length` is of one dtype. Methods: Dao 2023 (arXiv:2307.08691); putting parts together: Milakov
+and Gimelshein 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kbit.ops import checks, operand_checks
+from kbit.ops.schemas import LIBRARY
+
+NAME = "attention_rest"
+
+LIBRARY.define(
+    f"{NAME}(Tensor query, Tensor keys, Tensor values, Tensor length, float scaling) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> None:
+    """Check the arguments of `kbit::attention_rest`.
+
+    Raises:
+        TypeError: query is not float, a cache of another dtype, or length is not one int64.
+        ValueError: shapes or devices do not belong together.
+    """
+    checks.float_dtype(NAME, "query", query.dtype)
+    operand_checks.one_length(NAME, length)
+    if query.dim() != 4 or keys.dim() != 4:
+        dims = query.dim(), keys.dim()
+        raise ValueError(f"{NAME}: query and keys must have 4 dimensions, got {dims}.")
+    (batch, heads, tokens, columns), (_, shared, room, _) = query.shape, keys.shape
+    if not shared or heads % shared:
+        raise ValueError(f"{NAME}: heads of keys must divide the {heads} of query, got {shared}.")
+    if tokens > room:
+        raise ValueError(f"{NAME}: keys has room for {room} tokens, query has {tokens}.")
+    cache = query.dtype, (batch, shared, room, columns)
+    expected = {"query": (query, query.dtype, tuple(query.shape)), "keys": (keys, *cache)}
+    expected |= {"values": (values, *cache), "length": (length, torch.int64, tuple(length.shape))}
+    operand_checks.operands(NAME, expected)
+
+
+def output(query: torch.Tensor) -> torch.Tensor:
+    """[B, T, H, D] of any values, contiguous."""
+    batch, heads, tokens, columns = query.shape
+    return query.new_empty(batch, tokens, heads, columns)
+
+
+@torch.library.register_fake(f"kbit::{NAME}", lib=LIBRARY)
+def attention_rest(query, keys, values, length, scaling):  # noqa: D103
+    check(query, keys, values, length)
+    return output(query)
