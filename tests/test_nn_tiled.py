@@ -14,7 +14,7 @@ from torch import nn
 
 import kbit
 from kbit.format import SUPPORTED_BITS
-from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule, quantize_model
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule, quantize_model, tied
 from kbit.ops import forms
 from test_nn import Experts, Toy, decoded, routed, tiny_weights
 from tiny_models import ARCHITECTURES, build
@@ -291,6 +291,82 @@ def test_tied_weights_stay_canonical_and_shared(tiles_pay):
     second.share(first)
     assert second.weight_packed is first.weight_packed
     assert torch.equal(first(torch.ones(1, 64)) - first.bias, second(torch.ones(1, 64)) - second.bias)
+
+
+@pytest.fixture
+def tied_model(tiles_pay):
+    model = Toy().eval()
+    return quantize_model(model, kbit.QuantizationPolicy(embedding_bits=4, search=False))
+
+
+def test_a_tied_head_has_tiles_beside_the_table(tied_model, monkeypatch):
+    forms.set_rule(lambda op, device: False)
+    plain = tied_model(torch.arange(3))
+    forms.set_rule(lambda op, device: True)
+    made = []
+    own = KbitLinear._to_tiles
+    monkeypatch.setattr(KbitLinear, "_to_tiles", lambda *given: made.append(given[0]) or own(*given))
+    for _ in range(3):
+        close(tied_model(torch.arange(3)), plain)
+    assert made.count(tied_model.lm_head) == 1
+    assert tied_model.lm_head.weight_packed is tied_model.embed_tokens.weight_packed
+    assert not any("tiled" in name for name in tied_model.lm_head.state_dict())
+    copied = copy.deepcopy(tied_model)
+    close(copied(torch.arange(3)), plain)
+    assert made.count(copied.lm_head) == 1
+
+
+def test_tiles_of_a_tied_head_follow_its_codes_in_place(tied_model):
+    other = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False))
+    tied_model(torch.arange(3))
+    tiles = tied.tiles_beside(tied_model.lm_head, "weight")
+    tied_model.load_state_dict(other.state_dict())
+    assert tied.tiles_beside(tied_model.lm_head, "weight") is tiles
+    assert torch.equal(tiles, tied.tiles_beside(other.lm_head, "weight"))
+    close(tied_model(torch.arange(3)), other(torch.arange(3)))
+    table = tied_model.embed_tokens
+    with torch.no_grad():
+        table.weight_packed[0] = table.weight_packed[1]
+        table.weight_absmax[0] = table.weight_absmax[1]
+    logits = tied_model(torch.arange(3))
+    assert torch.equal(logits[:, 0], logits[:, 1])
+
+
+@pytest.mark.gpu
+def test_a_tied_head_on_a_gpu():
+    model = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False)).cuda()
+    ids = torch.arange(3, device="cuda")
+    stale = tied.tiles_beside(model.lm_head, "weight").clone()
+    with torch.no_grad():
+        model.half()(ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(ids)
+        other = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False))
+        model.load_state_dict(other.state_dict())
+        assert not torch.equal(stale, tied.tiles_beside(model.lm_head, "weight"))
+        graph.replay()
+        assert torch.equal(logits, model(ids))
+        want = other(ids.cpu())
+        torch.testing.assert_close(logits.cpu().float(), want, rtol=0.02, atol=0.02)
+
+
+def test_tied_heads_without_tiles(tied_model, monkeypatch):
+    """Of other scales than tiles have, while torch.compile traces, on a CPU, for an accelerate hook."""
+    want = tied_model(torch.arange(3))
+    head = tied_model.lm_head
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert tied.tiles_beside(head, "weight") is None
+    monkeypatch.undo()
+    forms.set_rule(lambda op, device: False)
+    assert tied.tiles_beside(head, "weight") is None
+    forms.set_rule(lambda op, device: True)
+    policy = kbit.QuantizationPolicy(embedding_bits=4, absmax_format="float16")
+    other = quantize_model(Toy().eval(), policy)
+    other(torch.arange(3))
+    assert tied.tiles_beside(other.lm_head, "weight") is None
+    compiled = torch.compile(tied_model, fullgraph=True)
+    close(compiled(torch.arange(3)), want)
 
 
 def test_a_quantized_model_computes_the_same_in_either_form(tiles_pay):

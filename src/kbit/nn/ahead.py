@@ -175,7 +175,8 @@ def products(model: nn.Module, device: torch.device) -> Iterator[Product]:
                     symmetric = is_symmetric(first.codebook)
                     yield Product(rows, first.in_features, first.bits, gated, symmetric=symmetric)
     for layer, name in _weights(model, device):
-        if layer._held(name) is None or layer in merged:
+        beside = layer.is_tied and layer._tiles_pay(device)  # see kbit.nn.tied
+        if layer in merged or (layer._held(name) is None and not beside):
             continue
         *count, rows, columns = layer.shapes[name]
         symmetric = is_symmetric(layer.codebook)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kbit.format.autocast import autocast
+from kbit.nn import tied
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.nn.sizes import refuse_other_sizes
@@ -64,6 +65,15 @@ class KbitLinear(QuantizedModule, nn.Linear):
         self._init_parts({"weight": shape}, bits, codebook, absmax_format, device, name)
         empty = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
+
+    def _tiles_for_call(self, name: str) -> torch.Tensor | None:
+        tiled = super()._tiles_for_call(name)
+        return tied.tiles_beside(self, name) if tiled is None and self.is_tied else tiled
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.is_tied:
+            tied.tiles_beside(self, "weight")  # which CUDA graphs read
 
     @property
     def local_part(self) -> str:

@@ -50,10 +50,11 @@ class QuantizedModule(TileableModule):
         layer_name: dotted name in the model, for error messages; "" if unknown.
         levels: the codebook's, where no device can lose them.
         shapes: {weight name: its shape}, such as {"weight": (N, K)}.
-        tied_to: the layer whose weight `share` took; in a tuple, for it is no child of this one.
+        is_tied, tied_to: whether it shares its weight; the layer whose weight `share` took, as no child.
     """
 
     tied_to: tuple[QuantizedModule, ...] = ()
+    is_tied = False
     bits: int
     layer_name: str
     codebook: torch.Tensor
@@ -141,8 +142,7 @@ class QuantizedModule(TileableModule):
     def share(self, other: QuantizedModule, name: str = "weight") -> None:
         """Use the very parameters of `other`, of equal shape and width: tied weights, stored once.
 
-        Both keep the canonical form, which an embedding needs for its rows. A linear layer then decodes the
-        weight at every call on a GPU; tiles of its own would be a second copy.
+        Both keep the canonical form, of which an embedding reads rows; see `kbit.nn.tied`.
 
         Raises:
             ValueError: `other` has another shape or width.
@@ -155,7 +155,7 @@ class QuantizedModule(TileableModule):
             )
         other.restore(name)
         self._parameters.pop(name + TILED, None)
-        self.stays_canonical = other.stays_canonical = True
+        self.stays_canonical = other.stays_canonical = self.is_tied = other.is_tied = True
         tied.take(self, other, [name + part for part in PARTS])
         self.tied_to = (other,)
         other.tied_to = tuple(one for one in other.tied_to if one is not self)

@@ -1,17 +1,59 @@
-"""Layers with one weight between them: an embedding and the output head that is tied to it."""
+"""Layers with one weight between them: an embedding and the output head that is tied to it.
+
+Both have the canonical form, of which the embedding reads rows. A head that a GPU multiplies has tiles
+beside it: decoding the whole weight for every token would take longer than reading it in 16 bits.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from kbit.format.names import PACKED, SCALE
-from kbit.nn.tiling import TileableModule
+from kbit.format.versions import version_of
+from kbit.nn.tiling import TileableModule, lock, wait_for
 
 if TYPE_CHECKING:
     from kbit.nn.parts import QuantizedModule
+
+
+# Of a layer: from which parts its tiles were made, and these.
+_beside: weakref.WeakKeyDictionary[Any, tuple[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def tiles_beside(layer: QuantizedModule, name: str) -> torch.Tensor | None:
+    """Tiles of a weight that stays canonical, made where there are none, or of other codes.
+
+    Those of other codes are written in place, where a CUDA graph reads them. Codes that are written past
+    PyTorch's count of changes are not seen.
+
+    Returns:
+        None where no kernel multiplies tiles, and where none can be made: torch.compile traces the call, or a
+        CUDA graph records it.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    parts = layer._plain_parts(name)
+    if parts is None or not layer._tiles_pay(parts[0].device) or layer._offloaded():
+        return None
+    key = tuple((part.data_ptr(), version_of(part), part.device) for part in parts)
+    made, tiles = _beside.get(layer, (None, None))
+    if made == key:
+        return tiles
+    capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or parts[1].dtype != torch.uint8:
+        return None
+    with lock, torch.inference_mode(False), torch.no_grad():
+        new = layer._to_tiles(name, *(part.detach() for part in parts))
+        if tiles is not None and (tiles.shape, tiles.device) == (new.shape, new.device):
+            new = tiles.copy_(new)
+        wait_for(new.device)
+        _beside[layer] = key, new
+    return new
 
 
 def distinct_weights(model: nn.Module) -> Iterator[tuple[str, TileableModule, str]]:

@@ -21,7 +21,7 @@ from kbit.format.adjacent import adjoin, as_one
 TILED = "_tiled"
 
 # One thread at a time changes a form. Held once per weight, for as long as its tiles are made.
-_lock = threading.Lock()
+lock = threading.Lock()
 
 
 def wait_for(device: torch.device) -> None:
@@ -38,7 +38,7 @@ def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
     """
     if as_one(tiles) is not None or any(type(one) is not nn.Parameter for one in tiles):
         return False  # no parameters: replicas of DataParallel
-    with _lock, torch.inference_mode(False), torch.no_grad():
+    with lock, torch.inference_mode(False), torch.no_grad():
         together = adjoin(tiles)
         wait_for(together[0].device)
         for one, moved in zip(tiles, together, strict=True):
@@ -148,7 +148,7 @@ class TileableModule(nn.Module):
         if parts is None or not self._may_tile(name, *parts, force):
             return
         # Not as inference tensors, even if a generation makes them: training may follow.
-        with _lock, torch.inference_mode(False), torch.no_grad():
+        with lock, torch.inference_mode(False), torch.no_grad():
             parts = self._plain_parts(name)
             if parts is None:
                 return  # another thread was faster
@@ -160,7 +160,7 @@ class TileableModule(nn.Module):
                 self._parameters.pop(name + part, None)
 
     def _change_to_canonical(self, name: str) -> None:
-        with _lock, torch.inference_mode(False), torch.no_grad():
+        with lock, torch.inference_mode(False), torch.no_grad():
             canonical = self._canonical(name)
             wait_for(canonical[0].device)
             for part, tensor in zip(self._canonical_parts, canonical, strict=True):
