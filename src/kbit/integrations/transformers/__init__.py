@@ -14,6 +14,7 @@ transformers; asking it for `KbitConfig` does.
     tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
+    next_steps                   those that follow each other, whose inputs are made on the GPU
     preconditions                what they rest on in a model
     prompts, static_caches       its prompts, padded and replayed; the caches that both write to
     prompt_rests, prompt_inputs  prompts whose beginning a cache holds; what both ask of inputs and caches

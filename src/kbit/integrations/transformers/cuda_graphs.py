@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers import next_steps
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.attention_steps import forget_tried
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
+from kbit.integrations.transformers.next_steps import NEXT
 from kbit.integrations.transformers.own_methods import generating, put, take_away
 from kbit.integrations.transformers.preconditions import preconditions, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
@@ -87,7 +89,8 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
         decoder_layers(model)
     forget_tried(model)
     steps = _StepsOfModels(compile_layers)
-    put(model, steps, _PromptsOfModels(steps), LastCaches())
+    of_loops = next_steps.methods(model, lambda model: steps.of(model).loops)
+    put(model, steps, _PromptsOfModels(steps), LastCaches(), *of_loops)
     vars(model).update(late_masks(model))
 
 
@@ -98,7 +101,8 @@ def disable_cuda_graphs(model: Any) -> None:
         model: any module; nothing happens where it was not enabled.
     """
     model = generating(model)
-    take_away(model, _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, MASKS, LONGEST)
+    names = _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, *next_steps.NAMES
+    take_away(model, *names, MASKS, LONGEST)
     forget_decoded(model)
 
 
@@ -186,11 +190,13 @@ class Steps:
         self._compiled: dict[torch.nn.Module, Any] = {}
         self._rests_on: Hashable = None
         self.is_prepared = False
+        self.loops = next_steps.Loops()
         self._told: set[str] = set()
 
     def prepare(self) -> None:
         """Before a call of `generate`: forget recordings that do not hold any more."""
         self.is_prepared = True
+        self.loops.clear()
         rests_on = preconditions(self._model())
         if rests_on != self._rests_on:
             self._rests_on = rests_on
@@ -212,6 +218,8 @@ class Steps:
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
         cache = inputs.pop("past_key_values", None)
+        if (loop := self.loops.loop) is not None and NEXT in inputs:
+            return loop.step(inputs[NEXT])
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
         inputs = with_late_mask(self._model(), cache, inputs)
@@ -220,7 +228,9 @@ class Steps:
             if reason is not None:
                 self._warn(reason)
                 return self._run(cache, inputs)
-        return self._recordings(cache, inputs, self._model().device)
+        outputs = self._recordings(cache, inputs, self._model().device)
+        self.loops.begin(self._recordings, cache, inputs, outputs)
+        return outputs
 
     def _run(self, cache: Any, inputs: dict[str, Any]) -> Any:
         model = self._model()

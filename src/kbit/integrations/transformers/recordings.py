@@ -87,6 +87,44 @@ class _Recording:
         return bool(self.left) and not all(map(is_same, states_of(cache), self.found))
 
 
+class Following:
+    """Runs the steps behind a replayed one, whose inputs it makes of the last one's, on the device.
+
+    Args:
+        one: the recording.
+        inputs: of the step that was replayed.
+        lock: see `Recordings`.
+        output_type: of outputs.
+    """
+
+    def __init__(
+        self, one: _Recording, inputs: dict[str, Any], lock: threading.Lock, output_type: Any
+    ) -> None:
+        self._one, self._lock, self._output_type = one, lock, output_type
+        names = [name for name, value in inputs.items() if _is_tensor(value)]
+        self._inputs = dict(zip(names, one.inputs, strict=True))
+
+    def holds(self, cache: Any) -> bool:
+        """Whether the recording may be replayed."""
+        return not self._one.is_stale(cache)
+
+    def lengthen(self, name: str, tokens: int) -> None:
+        """Have the mask of tokens of that name, if there is one, have ones behind so many tokens."""
+        if name in self._inputs:
+            with self._lock:
+                self._inputs[name][:, tokens:].fill_(1)
+
+    def __call__(self, ids: torch.Tensor, cache: Any) -> Any:
+        """The output for the token behind the last one, [batch, 1]."""
+        with self._lock:
+            self._inputs["input_ids"].copy_(ids)
+            if "position_ids" in self._inputs:
+                self._inputs["position_ids"].add_(1)
+            self._one.replay()  # type: ignore[misc]
+            outputs = {name: value.clone() for name, value in self._one.outputs.items()}
+        return self._output_type(**outputs, past_key_values=cache)
+
+
 class Recordings:
     """Recordings of calls of a model, by cache and by what inputs look like.
 
@@ -135,9 +173,7 @@ class Recordings:
         if (reason := _why_not_copied(leaves)) is not None:
             self._refused(reason)
             return self._run(cache, inputs)
-        sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
-        key = (*circumstances(device), *inputs, *sizes)
-        known = self._known.setdefault(cache, {})
+        key, known = _key(inputs, leaves, device), self._known.setdefault(cache, {})
         one = known.setdefault(key, _Recording())
         if one.is_stale(cache):
             one = known[key] = _Recording()
@@ -157,6 +193,17 @@ class Recordings:
         for state, left in zip(states_of(cache), one.left, strict=False):
             put_back(state, left)
         return self._output_type(**outputs, past_key_values=cache)
+
+    def following(self, cache: Any, inputs: dict[str, Any], device: torch.device) -> Following | None:
+        """What runs the steps behind one with such arguments, if that is recorded and gives logits alone.
+
+        Args:
+            cache, inputs, device: see `__call__`; the inputs are in no tuples, lists or dicts.
+        """
+        one = self._known.get(cache, {}).get(_key(inputs, list(inputs.values()), device))
+        if one is None or one.replay is None or one.left or one.outputs.keys() != {"logits"}:
+            return None
+        return Following(one, inputs, self._lock, self._output_type)
 
     def _try_to_record(
         self, one: _Recording, cache: Any, inputs: dict[str, Any], device: torch.device
@@ -188,6 +235,12 @@ class Recordings:
             return
         one.replay, one.failed = None, True
         self._refused(reason)
+
+
+def _key(inputs: dict[str, Any], leaves: list[Any], device: torch.device) -> tuple[Hashable, ...]:
+    """What a recording is found by."""
+    sizes = ((leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves)
+    return (*circumstances(device), *inputs, *sizes)
 
 
 def circumstances(device: torch.device) -> tuple[Hashable, ...]:

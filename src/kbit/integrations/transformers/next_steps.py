@@ -1,0 +1,212 @@
+"""Steps of `generate` that follow each other: what differs from one to the next is made on the GPU.
+
+Between two steps `generate` extends the mask and the positions, takes the last of each, and hands them to
+the model: a dozen small operators, and more Python than a small model's step takes on the GPU. Behind a
+recorded step the next one is known. Its positions are those of the last one and 1, which is added in place,
+and its mask has ones behind, which causal attention does not look at before their time. So `generate` is told
+to leave both as they are, and the recording gets the new token alone. If the loop goes another way, what was
+left out is made up for first.
+
+Only where the model's class has transformers' own methods for both, and its inputs are tokens, positions, a
+mask of tokens and a cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kbit.integrations.transformers.late_masks import LATE
+from kbit.integrations.transformers.recordings import Following, Recordings, circumstances
+
+NEXT = "kbit_next_ids"  # an input of steps, in place of all others but the cache
+_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+_TENSORS = {"input_ids", "position_ids", LATE}
+_OTHERS = {"use_cache", "return_dict", "logits_to_keep"}
+# Of what a loop hands to the model: tensors that grow, and what stays.
+_GROWING, _STAYING = ("attention_mask", "position_ids"), {"use_cache", "past_key_values", "logits_to_keep"}
+
+
+class _Grown:
+    """A loop's mask and positions, which `lack` as many steps.
+
+    Args:
+        mask, positions: as `generate` has them; or None.
+    """
+
+    def __init__(self, mask: Any, positions: Any) -> None:
+        self.mask, self.positions, self.lack = mask, positions, 0
+
+    def are(self, named: dict[str, Any]) -> bool:
+        """Whether arguments of a loop hold them."""
+        mask, positions = (named.get(name) for name in _GROWING)
+        return mask is self.mask and positions is self.positions
+
+    def made_up(self, model: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a loop that hold them, with what they lack."""
+        for _ in range(self.lack if self.are(named) else 0):
+            named = getattr(type(model), _UPDATE)(model, {}, dict(named))
+        return named
+
+
+class Loop:
+    """A loop of `generate` behind a recorded step.
+
+    Args:
+        cache: which it is of; not kept alive.
+        outputs: what the step returned.
+        following: runs those behind it.
+        where: `circumstances` of the step.
+    """
+
+    def __init__(self, cache: Any, outputs: Any, following: Following, where: Any) -> None:
+        self._cache: Any = weakref.ref(cache)
+        self._outputs: Any = weakref.ref(outputs)
+        self._following, self._where = following, where
+        self._grown: _Grown | None = None
+        self._length: int | None = None  # of its ids before the first step that got its token alone
+
+    def gave(self, outputs: Any) -> bool:
+        """Whether a step's output is the last one."""
+        return outputs is not None and self._outputs() is outputs
+
+    def begins(self, named: dict[str, Any]) -> bool:
+        """Take note of the loop's arguments behind the recorded step; False: they are not known, or others."""
+        if self._grown is not None or not named.keys() <= {*_GROWING, *_STAYING}:
+            return False
+        self._grown = _Grown(*(named.get(name) for name in _GROWING))
+        return True
+
+    def grown(self, named: dict[str, Any]) -> _Grown | None:
+        """The loop's mask and positions, if its arguments hold them still."""
+        if self._grown is None or not named.keys() <= {*_GROWING, *_STAYING}:
+            return None
+        is_its = self._grown.are(named) and named.get("past_key_values") is self._cache()
+        return self._grown if is_its else None
+
+    def goes_on(self, ids: torch.Tensor, named: dict[str, Any]) -> bool:
+        """Whether the next step is the one behind the last, with these ids so far."""
+        grown = self.grown(named)
+        if grown is None:
+            return False
+        if self._length is None:
+            self._length = ids.shape[1]
+            if grown.mask is not None:
+                self._following.lengthen(LATE, grown.mask.shape[1] - 1)
+        here = ids.shape[1] == self._length + grown.lack and circumstances(ids.device) == self._where
+        return here and self._following.holds(self._cache())
+
+    def step(self, ids: torch.Tensor) -> Any:
+        """The next step's output."""
+        outputs = self._following(ids, self._cache())
+        self._outputs = weakref.ref(outputs)
+        return outputs
+
+
+class Loops(threading.local):
+    """A model's loop of this thread, if it is in one.
+
+    Attributes:
+        loop: it.
+        lacking: mask and positions that were left as they are.
+    """
+
+    loop: Loop | None = None
+    lacking: _Grown | None = None
+
+    def clear(self) -> None:
+        """A call of `generate` begins."""
+        self.loop = self.lacking = None
+
+    def made_up(self, model: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a loop, with what they lack."""
+        return named if self.lacking is None else self.lacking.made_up(model, named)
+
+    def begin(self, recordings: Recordings, cache: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        """A step has run, maybe from a recording: then others may follow.
+
+        Args:
+            recordings: that it may be from.
+            cache, inputs, outputs: of the step.
+        """
+        self.loop = None
+        tensors = {name for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        if "input_ids" not in tensors or not (tensors <= _TENSORS and inputs.keys() <= {*_TENSORS, *_OTHERS}):
+            return
+        device = inputs["input_ids"].device
+        following = recordings.following(cache, inputs, device)
+        if following is not None:
+            self.loop = Loop(cache, outputs, following, circumstances(device))
+
+
+class Prepare:
+    """In place of a model's `prepare_inputs_for_generation`."""
+
+    name = _PREPARE
+
+    def __init__(self, kind: type, loops_of: Callable[[Any], Loops]) -> None:
+        self.__name__ = self.name
+        self.__signature__ = inspect.signature(
+            getattr(kind, self.name)
+        )  # by which `generate` checks arguments
+        self._loops_of = loops_of
+
+    def __call__(
+        self, model: Any, input_ids: Any, next_sequence_length: int | None = None, **named: Any
+    ) -> dict[str, Any]:
+        """As the model's own; of a step that follows a recorded one, its token and its cache."""
+        loops = self._loops_of(model)
+        if loops.loop is not None and next_sequence_length == 1 and loops.loop.goes_on(input_ids, named):
+            return {NEXT: input_ids[:, -1:], "past_key_values": named["past_key_values"]}
+        named = loops.made_up(model, named)
+        own = getattr(type(model), self.name)
+        return own(model, input_ids, next_sequence_length=next_sequence_length, **named)
+
+
+class Update:
+    """In place of a model's `_update_model_kwargs_for_generation`."""
+
+    name = _UPDATE
+
+    def __init__(self, loops_of: Callable[[Any], Loops]) -> None:
+        self.__name__ = self.name
+        self._loops_of = loops_of
+
+    def __call__(
+        self, model: Any, outputs: Any, model_kwargs: dict[str, Any], *given: Any, **named: Any
+    ) -> dict[str, Any]:
+        """As the model's own; behind a step that another may follow, what it was given."""
+        loops = self._loops_of(model)
+        of_one = not given and named.get("num_new_tokens", 1) == 1
+        loop = loops.loop if of_one and loops.loop is not None and loops.loop.gave(outputs) else None
+        if loop is not None and (grown := loop.grown(model_kwargs)) is not None:
+            grown.lack += 1
+            loops.lacking = grown
+            return model_kwargs
+        own = getattr(type(model), self.name)
+        model_kwargs = own(model, outputs, loops.made_up(model, model_kwargs), *given, **named)
+        loops.loop, loops.lacking = loop if loop is not None and loop.begins(model_kwargs) else None, None
+        return model_kwargs
+
+
+def methods(model: Any, loops_of: Callable[[Any], Loops]) -> list[Any]:
+    """What stands in for a model's methods, if they are transformers' own.
+
+    Args:
+        model: of transformers.
+        loops_of: model -> its `Loops`.
+    """
+    from transformers import GenerationMixin
+
+    kind = type(model)
+    if any(getattr(kind, name) is not getattr(GenerationMixin, name) for name in (_PREPARE, _UPDATE)):
+        return []
+    return [Prepare(kind, loops_of), Update(loops_of)]
+
+
+NAMES = (_PREPARE, _UPDATE)

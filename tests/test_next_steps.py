@@ -1,0 +1,220 @@
+"""Steps that follow each other give the tokens of steps that are prepared one by one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StaticCache
+
+import kbit
+from graph_tape import enable_on_cpu
+from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers import next_steps
+from kbit.integrations.transformers.recordings import Following
+from tiny_models import build
+
+IDS = torch.arange(2, 14).view(2, 6)
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """The tokens that recordings got alone."""
+    seen = []
+    own = Following.__call__
+    monkeypatch.setattr(Following, "__call__", lambda *given: seen.append(given[1].clone()) or own(*given))
+    return seen
+
+
+def generated(model, **more):
+    settings = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "attention_mask": PADDED}
+    torch.manual_seed(3)
+    return model.generate(IDS, **(settings | more))
+
+
+class Noted:
+    """A streamer."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens.append(value.tolist())
+
+    def end(self):
+        self.tokens.append("end")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"attention_mask": torch.ones_like(IDS)},
+        {"do_sample": True, "temperature": 2.0, "top_k": 10},
+        {"repetition_penalty": 1.3, "min_new_tokens": 14},
+        {"eos_token_id": 5},
+        {"use_cache": True, "logits_to_keep": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
+def test_tokens_are_those_of_steps_one_by_one(architecture, more, followed):
+    model = build(architecture, torch.float32, spread=False)
+    want = generated(model, **more)
+    enable_on_cpu(model)
+    for _ in range(2):
+        assert torch.equal(generated(model, cache_implementation="static", **more), want)
+    assert followed
+    assert torch.equal(followed[-1], want[:, -2:-1]) or more.get("eos_token_id")
+
+
+def test_streamers_and_one_sequence(followed):
+    model = build("llama", torch.float32, spread=False)
+    found = []
+    for static in ({}, {"cache_implementation": "static"}):
+        streamer = Noted()
+        model.generate(
+            IDS[:1], max_new_tokens=12, do_sample=False, pad_token_id=0, streamer=streamer, **static
+        )
+        found.append(streamer.tokens)
+        enable_on_cpu(model)
+    assert found[0] == found[1]
+    assert followed
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_loop_goes_on_where_a_recording_does_not_hold(times, followed, monkeypatch):
+    """What masks and positions lack is made up for, and steps follow again behind the next recording."""
+    model = build("llama", torch.float32, spread=False)
+    want = generated(model)
+    enable_on_cpu(model)
+    asked = []
+    own = Following.holds
+    monkeypatch.setattr(
+        Following, "holds", lambda *given: asked.append(0) or (own(*given) and len(asked) % 5 >= times)
+    )
+    masks = []
+    of_class = GenerationMixin.prepare_inputs_for_generation
+
+    def prepare(self, input_ids, **named):
+        if named["next_sequence_length"] == 1:
+            sizes = (named[name].shape[1] for name in ("attention_mask", "position_ids"))
+            masks.append((input_ids.shape[1], *sizes))
+        return of_class(self, input_ids, **named)
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", prepare)
+    for _ in range(2):
+        assert torch.equal(generated(model, cache_implementation="static"), want)
+    assert 4 < len(followed) < 24
+    assert all(ids == mask == positions for ids, mask, positions in masks)
+
+
+def test_another_loop_gets_whole_masks(followed):
+    """One that updates its arguments twice, or prepares more than a token."""
+    model = build("llama", torch.float32, spread=False)
+    enable_on_cpu(model)
+    call = model.get_compiled_call(None)
+    cache = StaticCache(model.config, 32)
+    named = {"past_key_values": cache, "attention_mask": PADDED, "position_ids": PADDED.cumsum(-1) - 1}
+    named["use_cache"] = True
+    ids, outputs = IDS, model(IDS, attention_mask=PADDED, past_key_values=cache)
+    for _ in range(8):
+        named = model._update_model_kwargs_for_generation(outputs, named)
+        ids = torch.cat((ids, outputs.logits[:, -1:].argmax(-1)), 1)
+        outputs = call(
+            **model.prepare_inputs_for_generation(ids, next_sequence_length=1, **named), return_dict=True
+        )
+    assert followed
+    assert named["attention_mask"].shape[1] < ids.shape[1]
+    several = model.prepare_inputs_for_generation(ids, next_sequence_length=2, **named)
+    assert several["position_ids"].shape == (2, 2)
+    assert several["position_ids"][1].tolist() == [ids.shape[1] - 2, ids.shape[1] - 1]
+    named = model._update_model_kwargs_for_generation({}, named, num_new_tokens=3)
+    assert named["attention_mask"].shape[1] == ids.shape[1] + 3
+    assert named["position_ids"][1].tolist() == list(range(ids.shape[1] + 3))
+
+
+def test_two_threads_have_loops_of_their_own(followed):
+    model = build("llama", torch.float32, spread=False)
+    prompts = [IDS[:, :4], IDS[:, 1:]]
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    want = [model.generate(ids, **settings) for ids in prompts]
+    enable_on_cpu(model)
+    wrong = []
+
+    def run(ids, expected):
+        for _ in range(3):
+            if not torch.equal(model.generate(ids, cache_implementation="static", **settings), expected):
+                wrong.append(ids)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(prompts, want, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_processors_that_look_at_ids_see_all_of_them(followed):
+    seen = []
+
+    class Look(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(input_ids.shape[1])
+            return scores
+
+    model = build("llama", torch.float32, spread=False)
+    enable_on_cpu(model)
+    generated(model, cache_implementation="static", logits_processor=LogitsProcessorList([Look()]))
+    assert seen == list(range(6, 20))
+
+
+def test_arguments_are_checked_as_before():
+    model = build("llama", torch.float32, spread=False)
+    kbit.enable_cuda_graphs(model)
+    with pytest.raises(ValueError, match="no_such_argument"):
+        generated(model, no_such_argument=1)
+
+
+def test_models_with_methods_of_their_own_keep_them(monkeypatch):
+    model = build("llama", torch.float32, spread=False)
+    own = type(model)._update_model_kwargs_for_generation
+    monkeypatch.setattr(
+        type(model), "_update_model_kwargs_for_generation", lambda *given, **named: own(*given, **named)
+    )
+    kbit.enable_cuda_graphs(model)
+    assert not {*next_steps.NAMES} & {*vars(model)}
+
+
+def test_copies_and_disabled_models(followed):
+    model = build("llama", torch.float32, spread=False)
+    want = generated(model)
+    enable_on_cpu(model)
+    assert {*next_steps.NAMES} <= {*vars(model)}
+    assert torch.equal(generated(copy.deepcopy(model)), want)
+    assert torch.equal(generated(pickle.loads(pickle.dumps(model))), want)
+    kbit.disable_cuda_graphs(model)
+    assert not {*next_steps.NAMES} & {*vars(model)}
+    assert torch.equal(generated(model), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_on_a_gpu(architecture, batch, followed):
+    model = build(architecture, torch.bfloat16, spread=False).eval()
+    model = kbit.quantize_model(model, QuantizationPolicy(search=False)).cuda()
+    kbit.enable_cuda_graphs(model)
+    settings = {"max_new_tokens": 60, "pad_token_id": 0, "cache_implementation": "static"}
+    given = {"attention_mask": PADDED[:batch].cuda(), "do_sample": False, **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Following, "holds", lambda *given: False)
+        want = [model.generate(IDS[:batch].cuda(), **given) for _ in range(2)][1]
+    assert not followed
+    for _ in range(20):
+        assert torch.equal(model.generate(IDS[:batch].cuda(), **given), want)
+    assert len(followed) > 20 * 50
