@@ -72,6 +72,26 @@ def run_cases(bits: int, symmetric: bool = True) -> None:
     torch.cuda.synchronize()
 
 
+def _attend_to_parts() -> None:
+    """What is around FlashAttention, without it: PyTorch's kernels are not looked at."""
+    import torch
+
+    from kbit.backends.cuda import attention_rests
+
+    def made_up(query, *_):
+        return query.contiguous(), torch.zeros(query.shape[1], len(query), device="cuda")
+
+    with mock.patch.object(attention_rests, "_flash", made_up):
+        for dtype in (torch.float16, torch.bfloat16):
+            for batch, heads, tokens, columns in ((1, 6, 5, 64), (2, 3, 17, 24), (1, 16, 300, 256)):
+                query = torch.randn(batch, tokens, heads, columns, device="cuda").to(dtype).transpose(1, 2)
+                keys = torch.zeros(batch, 1, tokens + 9, columns, device="cuda", dtype=dtype)
+                for length in (0, 3, 9, 20):
+                    at = torch.tensor(length, device="cuda")
+                    y = torch.ops.kbit.attention_rest(query, keys, keys, at, 0.1)
+                    torch.testing.assert_close(y, query.transpose(1, 2), rtol=0.01, atol=0.01)
+
+
 def run_around_products() -> None:
     """Experts chosen from logits, ids whose sorting takes several launches, what steps have around them."""
     import torch
@@ -139,6 +159,7 @@ def run_around_products() -> None:
         positions = torch.randint(2**18, (2, tokens), device="cuda")
         both = torch.ops.kbit.rotary_angles(torch.rand(keys, device="cuda"), positions, 1.0, torch.half)
         assert all(torch.isfinite(angles).all() for angles in both)
+    _attend_to_parts()
     for heads, columns, room in (((6, 2), 64, 150), ((12, 1), 128, 300), ((4, 2), 256, 70)):
         for length in (room - 2, room):  # there is room for one more, and not
             new = torch.randn(3, 2, heads[0], columns, device="cuda").half()

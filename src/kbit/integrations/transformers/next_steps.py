@@ -76,7 +76,7 @@ class Loop:
         return outputs is not None and self._outputs() is outputs
 
     def begins(self, named: dict[str, Any]) -> bool:
-        """Take note of the loop's arguments behind the recorded step; False: they are not known, or others."""
+        """Take note of arguments behind the recorded step; False: they are not known, or others now."""
         if self._grown is not None or not named.keys() <= {*_GROWING, *_STAYING}:
             return False
         self._grown = _Grown(*(named.get(name) for name in _GROWING))
