@@ -200,7 +200,7 @@ def test_the_command_on_a_cpu(config_file, tmp_path):
     command = ["bench", "model", config_file, "--device", "cpu", *sizes, "--profile", "--json", str(out)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "where a step goes" in result.output
+    assert "kernels of a step" in result.output
     result = json.loads(out.read_text())
     ours, plain = result["arms"]
     assert (ours["name"], plain["name"]) == ("kbit k=4", "bf16")

@@ -47,8 +47,9 @@ def _arms(result: Result) -> Iterator[str]:
     for row in rows:
         if row["profile"]:
             kinds = [{"purpose": kind, "us": us} for kind, us in row["profile"]["by_kind_us"].items()]
-            words = f"{row['arm']}, batch {row['batch']}: where a step goes"
-            yield markup.details(words, markup.generic(kinds, "Microseconds by purpose"))
+            words = f"{row['arm']}, batch {row['batch']}: kernels of a step"
+            caption = "Microseconds by purpose, each kernel in full: they overlap, so sums are more than a step"
+            yield markup.details(words, markup.generic(kinds, caption))
 
 
 def _arm_row(row: Mapping[str, Any]) -> Row:
