@@ -134,7 +134,9 @@ def command(
     prefix_caches: Annotated[
         int,
         typer.Option(
-            min=0, help="Conversations that are kept, whose next turn computes only what is new. 0: none."
+            min=0,
+            help="Conversations that are kept, whose next turn computes only what is new; not with "
+            "--continuous-batching. 0: none.",
         ),
     ] = 2,
 ) -> None:

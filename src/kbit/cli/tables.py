@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from rich import box
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from kbit.cli.consoles import Console
 
 # Wider than any table.
 _UNLIMITED = 10_000
-# Characters that a column keeps whose words may be broken.
+# Characters that a column keeps whose words may be broken, if it has such long ones.
 _FOLDED = 16
-# Characters that padding and lines between columns take, at most.
-_BETWEEN = 3
 
 
 def show(table: Table) -> None:
@@ -27,12 +25,30 @@ def show(table: Table) -> None:
     wanted = Console(width=_UNLIMITED).measure(table).maximum
     if console.is_terminal and wanted > console.width:
         table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
-        for column in table.columns:
-            column.min_width = _FOLDED if column.overflow == "fold" else _longest_word(column)
-        wanted = sum((column.min_width or 0) + _BETWEEN for column in table.columns)
+        _set_widths(table, console.width)
+        wanted = Console(width=_UNLIMITED).measure(table).maximum
     Console(width=max(console.width, wanted)).print(table)
 
 
-def _longest_word(column: Column) -> int:
-    texts = [Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)]
-    return max((len(word) for text in texts for word in text.split()), default=0)
+def _set_widths(table: Table, width: int) -> None:
+    """Give columns the least that they need, and what is left of a width to those that lack least for a line.
+
+    Rich itself takes from the widest columns, whatever their least is, and then drops the last ones.
+    """
+    for column in table.columns:
+        texts = [_plain(column.header), *map(_plain, column.cells)]
+        longest = max((len(word) for text in texts for word in text.split()), default=0)
+        column.width = min(_FOLDED, longest) if column.overflow == "fold" else longest
+    spare = width - Console(width=_UNLIMITED).measure(table).maximum
+    lacking = []
+    for column in table.columns:
+        whole = max((len(line) for cell in column.cells for line in _plain(cell).splitlines()), default=0)
+        lacking.append((whole - (column.width or 0), column))
+    for lacks, column in sorted(lacking, key=lambda pair: pair[0]):
+        more = max(0, min(spare, lacks))
+        column.width = (column.width or 0) + more
+        spare -= more
+
+
+def _plain(cell: object) -> str:
+    return Text.from_markup(str(cell)).plain

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kbit.backends.cuda import (
+    attention_rests,
     caches,
     driver,
     grouped,
@@ -41,8 +42,8 @@ from kbit.backends.dtype_codes import DTYPES
 ROWS = (*range(1, 65), *range(72, 513, 8), *range(576, 2049, 64), *range(2560, 16385, 512))
 
 
-# Modules of kernels that steps of any model may run between its products.
-BETWEEN = (norm, position, caches, heads, masks)
+# Modules of kernels that steps and rests of prompts of any model may run between its products.
+BETWEEN = (norm, position, caches, heads, masks, attention_rests)
 
 
 class Product(NamedTuple):

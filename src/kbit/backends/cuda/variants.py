@@ -5,7 +5,6 @@ from __future__ import annotations
 from kbit.backends.cuda import (
     ahead,
     attention,
-    attention_rests,
     delta_rule,
     gated_delta,
     grouped,
@@ -24,7 +23,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
-_AROUND = (attention_rests, routing, norm_logits, latent_prompts, ranks, *ahead.BETWEEN)  # the products
+_AROUND = (routing, norm_logits, latent_prompts, ranks, *ahead.BETWEEN)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}

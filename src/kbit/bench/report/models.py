@@ -48,7 +48,9 @@ def _arms(result: Result) -> Iterator[str]:
         if row["profile"]:
             kinds = [{"purpose": kind, "us": us} for kind, us in row["profile"]["by_kind_us"].items()]
             words = f"{row['arm']}, batch {row['batch']}: kernels of a step"
-            caption = "Microseconds by purpose, each kernel in full: they overlap, so sums are more than a step"
+            caption = (
+                "Microseconds by purpose, each kernel in full: they overlap, so sums are more than a step"
+            )
             yield markup.details(words, markup.generic(kinds, caption))
 
 

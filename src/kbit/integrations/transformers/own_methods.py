@@ -27,7 +27,8 @@ def take_away(model: Any, *names: str) -> None:
 
     Methods that `forget` a model do, since copies of the model may share them.
     """
+    own = getattr(model, "__dict__", {})
     for name in names:
-        method = vars(model).pop(name, None)
+        method = own.pop(name, None)
         if forget := getattr(getattr(method, "__func__", None), "forget", None):
             forget(model)
