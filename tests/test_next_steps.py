@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -111,6 +113,17 @@ def test_a_loop_goes_on_where_a_recording_does_not_hold(times, followed, monkeyp
         assert torch.equal(generated(model, cache_implementation="static"), want)
     assert 4 < len(followed) < 24
     assert all(ids == mask == positions for ids, mask, positions in masks)
+
+
+def test_a_loop_keeps_no_cache_alive(followed):
+    model = build("llama", torch.float32, spread=False)
+    enable_on_cpu(model)
+    cache = StaticCache(model.config, 32)
+    generated(model, past_key_values=cache)
+    assert followed
+    keys, cache = weakref.ref(cache.layers[0].keys), None
+    gc.collect()
+    assert keys() is None
 
 
 def test_another_loop_gets_whole_masks(followed):

@@ -29,7 +29,7 @@ def tiles_beside(layer: QuantizedModule, name: str) -> torch.Tensor | None:
     """Tiles of a weight that stays canonical, made where there are none, or of other codes.
 
     Those of other codes are written in place, where a CUDA graph reads them. Codes that are written past
-    PyTorch's count of changes are not seen.
+    PyTorch's count of changes are not seen: `forget_tiles`.
 
     Returns:
         None where no kernel multiplies tiles, and where none can be made: torch.compile traces the call, or a
@@ -54,6 +54,12 @@ def tiles_beside(layer: QuantizedModule, name: str) -> torch.Tensor | None:
         wait_for(new.device)
         _beside[layer] = key, new
     return new
+
+
+def forget_tiles(model: nn.Module) -> None:
+    """Drop what `tiles_beside` made for a model's layers; calls to come make it anew."""
+    for module in model.modules():
+        _beside.pop(module, None)
 
 
 def distinct_weights(model: nn.Module) -> Iterator[tuple[str, TileableModule, str]]:

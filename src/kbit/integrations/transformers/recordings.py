@@ -91,7 +91,7 @@ class Following:
     """Runs the steps behind a replayed one, whose inputs it makes of the last one's, on the device.
 
     Args:
-        one: the recording.
+        one: the recording; not kept alive, for it keeps its cache's tensors.
         inputs: of the step that was replayed.
         lock: see `Recordings`.
         output_type: of outputs.
@@ -100,13 +100,14 @@ class Following:
     def __init__(
         self, one: _Recording, inputs: dict[str, Any], lock: threading.Lock, output_type: Any
     ) -> None:
-        self._one, self._lock, self._output_type = one, lock, output_type
+        self._one, self._lock, self._output_type = weakref.ref(one), lock, output_type
         names = [name for name, value in inputs.items() if _is_tensor(value)]
         self._inputs = dict(zip(names, one.inputs, strict=True))
 
     def holds(self, cache: Any) -> bool:
         """Whether the recording may be replayed."""
-        return not self._one.is_stale(cache)
+        one = self._one()
+        return one is not None and not one.is_stale(cache)
 
     def lengthen(self, name: str, tokens: int) -> None:
         """Have the mask of tokens of that name, if there is one, have ones behind so many tokens."""
@@ -116,12 +117,13 @@ class Following:
 
     def __call__(self, ids: torch.Tensor, cache: Any) -> Any:
         """The output for the token behind the last one, [batch, 1]."""
+        one: Any = self._one()
         with self._lock:
             self._inputs["input_ids"].copy_(ids)
             if "position_ids" in self._inputs:
                 self._inputs["position_ids"].add_(1)
-            self._one.replay()  # type: ignore[misc]
-            outputs = {name: value.clone() for name, value in self._one.outputs.items()}
+            one.replay()
+            outputs = {name: value.clone() for name, value in one.outputs.items()}
         return self._output_type(**outputs, past_key_values=cache)
 
 
