@@ -68,7 +68,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _profile(arm: str, batch: int, profile: dict[str, Any]) -> Table:
-    title = f"{arm}, batch {batch}: kernels of a step, each in full; they overlap, so sums are more than it"
+    title = f"{arm}, batch {batch}: kernels of a step, each in full; where they overlap, sums are more"
     table = text_table(title, ("kernel", "us", "calls"), left=("kernel",), overflow="fold")
     for kind, us in profile["by_kind_us"].items():
         table.add_row(kind, f"{us:.1f}", "")

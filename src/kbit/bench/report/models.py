@@ -49,7 +49,7 @@ def _arms(result: Result) -> Iterator[str]:
             kinds = [{"purpose": kind, "us": us} for kind, us in row["profile"]["by_kind_us"].items()]
             words = f"{row['arm']}, batch {row['batch']}: kernels of a step"
             caption = (
-                "Microseconds by purpose, each kernel in full: they overlap, so sums are more than a step"
+                "Microseconds by purpose, each kernel in full: where they overlap, sums are more than a step"
             )
             yield markup.details(words, markup.generic(kinds, caption))
 

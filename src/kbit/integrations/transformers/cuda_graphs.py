@@ -29,7 +29,6 @@ from kbit.integrations.transformers.compiled_layers import compiled_layers, deco
 from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
-from kbit.integrations.transformers.next_steps import NEXT
 from kbit.integrations.transformers.own_methods import generating, put, take_away
 from kbit.integrations.transformers.preconditions import preconditions, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
@@ -221,8 +220,8 @@ class Steps:
     def __call__(self, **inputs: Any) -> Any:
         """A step of the model: what `model(**inputs)` returns."""
         cache = inputs.pop("past_key_values", None)
-        if (loop := self.loops.loop) is not None and NEXT in inputs:
-            return loop.step(inputs[NEXT])
+        if (loop := self.loops.loop) is not None and next_steps.NEXT in inputs:
+            return loop.step(inputs[next_steps.NEXT])
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
         inputs = with_late_mask(self._model(), cache, inputs)

@@ -25,11 +25,12 @@ from kbit.integrations.transformers.late_masks import LATE
 from kbit.integrations.transformers.recordings import Following, Recordings, circumstances
 
 NEXT = "kbit_next_ids"  # an input of steps, in place of all others but the cache
-_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+NAMES = _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 _TENSORS = {"input_ids", "position_ids", LATE}
 _OTHERS = {"use_cache", "return_dict", "logits_to_keep"}
-# Of what a loop hands to the model: tensors that grow, and what stays.
-_GROWING, _STAYING = ("attention_mask", "position_ids"), {"use_cache", "past_key_values", "logits_to_keep"}
+# What a loop may hand to the model: tensors that grow, and what stays.
+_GROWING = "attention_mask", "position_ids"
+_HANDED = {*_GROWING, "use_cache", "past_key_values", "logits_to_keep"}
 
 
 class _Grown:
@@ -77,14 +78,14 @@ class Loop:
 
     def begins(self, named: dict[str, Any]) -> bool:
         """Take note of arguments behind the recorded step; False: they are not known, or others now."""
-        if self._grown is not None or not named.keys() <= {*_GROWING, *_STAYING}:
+        if self._grown is not None or not named.keys() <= _HANDED:
             return False
         self._grown = _Grown(*(named.get(name) for name in _GROWING))
         return True
 
     def grown(self, named: dict[str, Any]) -> _Grown | None:
         """The loop's mask and positions, if its arguments hold them still."""
-        if self._grown is None or not named.keys() <= {*_GROWING, *_STAYING}:
+        if self._grown is None or not named.keys() <= _HANDED:
             return None
         is_its = self._grown.are(named) and named.get("past_key_values") is self._cache()
         return self._grown if is_its else None
@@ -151,9 +152,8 @@ class Prepare:
 
     def __init__(self, kind: type, loops_of: Callable[[Any], Loops]) -> None:
         self.__name__ = self.name
-        self.__signature__ = inspect.signature(
-            getattr(kind, self.name)
-        )  # by which `generate` checks arguments
+        # By which `generate` checks its arguments.
+        self.__signature__ = inspect.signature(getattr(kind, self.name))
         self._loops_of = loops_of
 
     def __call__(
@@ -204,9 +204,6 @@ def methods(model: Any, loops_of: Callable[[Any], Loops]) -> list[Any]:
     from transformers import GenerationMixin
 
     kind = type(model)
-    if any(getattr(kind, name) is not getattr(GenerationMixin, name) for name in (_PREPARE, _UPDATE)):
+    if any(getattr(kind, name) is not getattr(GenerationMixin, name) for name in NAMES):
         return []
     return [Prepare(kind, loops_of), Update(loops_of)]
-
-
-NAMES = (_PREPARE, _UPDATE)

@@ -1,9 +1,8 @@
 // Attention to parts of a cache and to the tokens' own keys, put together.
 //
-//   parts   16-bit [splits, tokens, heads, 8 * pieces], sums float32 [heads, splits, tokens]: of each part
-//   what
-//           it gives alone, and the logarithm of its weights' sum; where it has no keys zeros and inf, and
-//           where it has NaN also inf
+//   parts   16-bit [splits, tokens, heads, 8 * pieces]: what each part gives alone; zeros if it has no keys
+//   sums    float32 [heads, splits, tokens]: the logarithms of its weights' sums; inf where it has no keys,
+//           or NaN
 //   own     16-bit [tokens, heads, 8 * pieces], own_sums float32 [heads, tokens]: of the tokens' own
 //   out     16-bit [tokens, heads, 8 * pieces]
 //
