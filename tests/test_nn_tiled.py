@@ -332,6 +332,34 @@ def test_tiles_of_a_tied_head_follow_its_codes_in_place(tied_model):
     assert torch.equal(logits[:, 0], logits[:, 1])
 
 
+@pytest.mark.parametrize("was, comes", [(1, 1), (1, 1e-6), (1e-6, 1), (1e-6, 1e-6)])
+@pytest.mark.parametrize("tie", [False, True])
+def test_loaded_tensors_stay_where_a_cuda_graph_has_recorded_them(tiles_pay, tie, was, comes):
+    """With factors and without, in tied layers that a move has given factors of their own."""
+
+    def model_of(factor):
+        toy = Toy(tie).eval()
+        with torch.no_grad():
+            for parameter in toy.parameters():
+                parameter.mul_(factor)
+        return quantize_model(toy, kbit.QuantizationPolicy(embedding_bits=4, search=False))
+
+    def held(module):
+        tensors = {**module._parameters, **module._buffers}
+        return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+
+    model, other = model_of(was)._apply(torch.clone), model_of(comes)
+    before = {module: held(module) for module in model.modules()}
+    kept = [*model.parameters(), *model.buffers()]  # so that no address is given away again
+    model.load_state_dict(other.state_dict())
+    del kept
+    ids = torch.arange(3)
+    close(model(ids), other(ids))
+    for module, addresses in before.items():
+        if not (tie and was != comes and module is model.embed_tokens):  # which has the head's factors then
+            assert held(module) == addresses
+
+
 @pytest.mark.gpu
 def test_a_tied_head_on_a_gpu():
     model = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False)).cuda()
@@ -345,6 +373,8 @@ def test_a_tied_head_on_a_gpu():
         other = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False))
         model.load_state_dict(other.state_dict())
         assert not torch.equal(stale, tied.tiles_beside(model.lm_head, "weight"))
+        dirt = [torch.full((512,), torch.nan, device="cuda") for _ in range(5000)]  # over all that was freed
+        del dirt
         graph.replay()
         assert torch.equal(logits, model(ids))
         want = other(ids.cpu())

@@ -23,7 +23,7 @@ from kbit.format.symmetry import is_symmetric
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
 from kbit.nn import tied
-from kbit.nn.fuse import Parts
+from kbit.nn.fuse import Parts, factors_of_1
 from kbit.nn.tiling import TILED, TileableModule, without_casts
 from kbit.ops import forms
 
@@ -114,11 +114,11 @@ class QuantizedModule(TileableModule):
         shape = self.shapes[name][:-2] if scale is None else tuple(scale.shape)
         if hasattr(self, key) and shape != tuple(getattr(self, key).shape):
             self.restore(name)  # tiles are those of one matrix per factor
+        held = getattr(self, key, None) if scale is None else None
         self._parameters.pop(key, None)
         self._drop_buffer(key)
         if scale is None or (scale.device.type != "meta" and bool((scale == 1).all())):
-            shape = self.shapes[name][:-2]
-            ones = torch.ones(shape, dtype=torch.float32, device=self._device_of(name))
+            ones = factors_of_1(self.shapes[name][:-2], self._device_of(name), held)
             self.register_buffer(key, ones, persistent=False)
         else:
             self._set_parameter(key, scale)
@@ -235,10 +235,10 @@ class QuantizedModule(TileableModule):
             if stored is None and key in self._parameters and prefix + name + PACKED in state_dict:
                 self.set_scale(name, None)
             elif stored is not None and self._is_scale_shape(name, stored.shape):
-                device = self._device_of(name)
-                if key in self._buffers or getattr(self, key).shape != stored.shape:
+                held = getattr(self, key)
+                if key in self._buffers or held.shape != stored.shape:
                     self._drop_buffer(key)
-                    self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
+                    self._set_parameter(key, factors_of_1(stored.shape, self._device_of(name), held))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

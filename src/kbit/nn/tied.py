@@ -88,7 +88,8 @@ def agree_on_factors(layer: QuantizedModule, stored: Container[str], prefix: str
     """After a layer was loaded, give it and the one that it is tied to the factors of the same of them.
 
     Codes are written in place, so both have them; factors become a parameter, or cease to be one, where they
-    were loaded. A file may hold tied tensors under one name only.
+    were loaded. A file may hold tied tensors under one name only. Factors of 1 that both have already stay
+    where they are: moved to a GPU each has its own, and a CUDA graph may have recorded both addresses.
 
     Args:
         layer: a layer.
@@ -100,5 +101,7 @@ def agree_on_factors(layer: QuantizedModule, stored: Container[str], prefix: str
             codes = layer._parameters.get(name + PACKED)
             if codes is None or codes is not other._parameters.get(name + PACKED):
                 continue  # not tied any more
+            if name + SCALE in layer._buffers and name + SCALE in other._buffers:
+                continue
             mine = prefix + name + PACKED in stored
             take(*((other, layer) if mine else (layer, other)), [name + SCALE])
