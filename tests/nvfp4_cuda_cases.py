@@ -96,6 +96,16 @@ def few_or_many() -> Iterator[bool]:
             yield few
 
 
+def check_cuts(device: str, shape: tuple[int, int]) -> None:
+    """Every way to deal rows to threads gives the same bytes."""
+    x = normal(*shape, dtype=torch.bfloat16)
+    want = reference.quantize(x, True, False, 0.37)
+    for cut in cuda_rows.CUTS:
+        have = cuda_rows.quantize_cut(x.to(device), cut, True, False, 0.37)
+        for name, *pair in zip(("codes", "scales"), have, want, strict=True):
+            assert_same(name, *pair, cut)
+
+
 def check_quantize(device: str, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> None:
     """Columns that are no multiple of 16, factors, magnitudes, a zero block, NaN and Inf."""
     for m, k in shapes:

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from kbit.bench import gpu_timing, nvfp4, nvfp4_layer
+from kbit.bench import gpu_timing, nvfp4, nvfp4_layer, nvfp4_levers
 from kbit.bench.gpu_timing import GpuTiming
 from kbit.bench.routings import ROUTINGS
 from kbit.bench.shapes import LayerShape
+from kbit.nvfp4 import reference, tiles_nvfp4
 from kbit.nvfp4.moe import DEDUP
 
 SIZE = nvfp4_layer.LayerSize(hidden=64, experts=6, chosen=2, width=32)
@@ -25,7 +26,7 @@ def call_each(arms, repeats) -> dict[str, GpuTiming]:
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (nvfp4, nvfp4_layer):
+    for module in (nvfp4, nvfp4_layer, nvfp4_levers):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_timing, "l2_bytes", lambda: 1)
 
@@ -48,6 +49,25 @@ def test_outliers_are_some_channels_of_all_tokens() -> None:
     changed = nvfp4._with_outliers(x) != x
     assert changed.sum(1).tolist() == [2, 2, 2]
     assert torch.equal(changed.all(0), changed.any(0))
+
+
+def test_levers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every choice that changes no bit, and one that does is refused."""
+    cuts = nvfp4_levers.kernels
+    monkeypatch.setattr(cuts, "quantize_cut", lambda x, cut, *how: reference.quantize(x, *how))
+    rows = list(nvfp4_levers.quantizer_rows([3], 7, call_each))
+    assert [row.arm for row in rows] == [nvfp4_levers.CHOSEN, *cuts.CUTS]
+    assert rows[0].nbytes == 3 * 2048 * (2 * 16 + 9) // 16
+    rows = list(nvfp4_levers.product_rows(LayerShape("tiny", "none", 128, 48, 1, "test"), [2], 7, call_each))
+    assert [row.problem for row in rows if row.arm == nvfp4_levers.CHOSEN] == [
+        "tiny, tc",
+        "tiny, seq16",
+        "tiny, exact",
+    ]
+    assert [row.arm for row in rows if row.problem == "tiny, exact"][1:] == list(tiles_nvfp4("exact"))
+    monkeypatch.setattr(cuts, "quantize_cut", lambda x, cut, *how: reference.quantize(x + 1, *how))
+    with pytest.raises(ValueError, match="8 lanes, at 3 rows differs"):
+        list(nvfp4_levers.quantizer_rows([3], 7, call_each))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

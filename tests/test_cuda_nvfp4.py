@@ -30,6 +30,11 @@ def test_quantize_beside_every_threshold() -> None:
     cases.check_scales(DEVICE)
 
 
+def test_quantize_in_every_cut() -> None:
+    for shape in ((1, 40), (33, 2048)):
+        cases.check_cuts(DEVICE, shape)
+
+
 def test_quantize_takes_views_that_are_not_aligned() -> None:
     x = cases.normal(1, 16 * 64 + 1, dtype=torch.bfloat16).to(DEVICE).flatten()[1:].view(16, 64)
     want = reference.quantize_rows(x.cpu(), True, False, 1.0)

@@ -155,6 +155,11 @@ JOBS = (
     Job("attention", f"bench attention {REPEATS} --json {{results}}/{{gpu}}-attention.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job(
+        "nvfp4-levers",
+        f"bench nvfp4 --part levers --shape gateup,l8b --rows 1,8,32,128 {REPEATS} "
+        "--json {results}/{gpu}-nvfp4-levers.json",
+    ),
+    Job(
         "serve",
         "bench serve --random llama-3-8b --option=--cuda-graphs --json {results}/{gpu}-serve.json",
         after=("tune",),

@@ -44,7 +44,7 @@ H100_FILES = {name: f"{H100}{name}.json" for name in ("kernels", "widths", "moe"
 H100_MODEL_FILES = [name.replace("h200-", H100) for name in MODEL_FILES]
 SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
-NVFP4_FILE = "h200-nvfp4.json"
+NVFP4_FILE, LEVERS_FILE = "h200-nvfp4.json", "h200-nvfp4-levers.json"
 HEAD_QUALITY_FILES = "quality-tiny-moe.json", "quality-tiny-moe-head.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
@@ -377,6 +377,28 @@ def nvfp4() -> str:
     return "\n\n".join(parts)
 
 
+def levers() -> str:
+    """What calls of NVFP4 take, and with every lever of blocks that changes no bit forced to its best."""
+    result = load_if_there(LEVERS_FILE)
+    if not result:
+        return "Not measured yet: `kbit bench nvfp4 --part levers` does."
+    rows = result["rows"]
+    counts = sorted({row["rows"] for row in rows})
+    body = []
+    for part, problem in dict.fromkeys((row["part"], row["problem"]) for row in rows):
+        cells = []
+        for count in counts:
+            key = (part, problem, count)
+            us = {row["arm"]: row["us"] for row in rows if (row["part"], row["problem"], row["rows"]) == key}
+            chosen = us.pop("chosen", None)
+            best = min(us, key=lambda arm: us[arm], default="")
+            cells.append(f"{chosen:.1f}, {us[best]:.1f} ({best})" if us else "")
+        body.append([part, problem, *cells])
+    text = "Microseconds of what is chosen, and of the best choice forced (which that was), by rows."
+    table = markdown(["lever", "problem", *(str(count) for count in counts)], body)
+    return f"{text} {about(result)}\n\n{table}"
+
+
 def sanitizer() -> str:
     """What compute-sanitizer found, on every GPU where it ran."""
     found = []
@@ -500,7 +522,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "models_h100": lambda: models(H100_MODEL_FILES),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
-    **{f.__name__: f for f in (nvfp4, sanitizer, provenance, codebooks, head)},
+    **{f.__name__: f for f in (nvfp4, levers, sanitizer, provenance, codebooks, head)},
     **{f.__name__: f for f in (serving, chats, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }

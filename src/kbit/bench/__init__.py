@@ -3,7 +3,7 @@
     bench kernels      kernels, kernel_rows, kernel_tables, peers, ncu
     bench check, plot  check; plots, quality_plot, generate_plot, chat_plot; targets
     bench dequant      dequant, conversions
-    bench moe, nvfp4   moe, moe_layer, moe_router; nvfp4, nvfp4_layer; both with routings
+    bench moe, nvfp4   moe, moe_layer, moe_router; nvfp4, nvfp4_layer, nvfp4_levers; both with routings
     bench attention    attention
     bench model        model, model_build, model_decode, model_profile; --gpus: model_ranks, model_split
     bench generate     generate

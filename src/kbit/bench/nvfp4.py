@@ -1,6 +1,7 @@
 """`kbit bench nvfp4`: the activation quantizer's bandwidth, and products against bf16 cuBLAS.
 
-The layer of experts, with the four ways to quantize for it, is in `kbit.bench.nvfp4_layer`.
+The layer of experts, with the four ways to quantize for it, is in `kbit.bench.nvfp4_layer`; the same kernels
+cut into other blocks in `kbit.bench.nvfp4_levers`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class NVFP4Row:
     """One measurement.
 
     Attributes:
-        part: "quantize", "gemm", "layer" or "kernels".
+        part: "quantize", "gemm", "layer", "kernels", "occupancy" or "tiles".
         problem: shape or routing.
         rows: M, or the tokens T of a layer.
         arm: what was run.
@@ -123,7 +124,7 @@ def gemm_rows(
     size = (shape.out_features, shape.in_features)
     dense = torch.randn(size, generator=generator, device=DEVICE).bfloat16()
     packed = quantize_nvfp4(dense)
-    weights = [_clone(packed) for _ in range(gpu_timing.cold_copies(packed.nbytes))]
+    weights = distinct_copies(packed)
     tiled = [repack_nvfp4(each, "tiled") for each in weights]
     dense_copies = [dense.clone() for _ in range(gpu_timing.cold_copies(dense.nbytes))]
     for count in counts:
@@ -135,9 +136,10 @@ def gemm_rows(
     torch.cuda.empty_cache()
 
 
-def _clone(t: NVFP4Tensor) -> NVFP4Tensor:
-    codes, scales = t.nv()
-    return NVFP4Tensor(codes.clone(), scales.clone(), t.global_scale, t.shape)
+def distinct_copies(t: NVFP4Tensor) -> list[NVFP4Tensor]:
+    """A weight in layout "nv" as often as it takes for calls in turn to find it cold."""
+    parts = [[part.clone() for part in t.nv()] for _ in range(gpu_timing.cold_copies(t.nbytes))]
+    return [NVFP4Tensor(*pair, t.global_scale, t.shape) for pair in parts]
 
 
 def _gemm_arms(

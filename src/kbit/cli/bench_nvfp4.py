@@ -28,6 +28,7 @@ class Part(str, Enum):
     quantize = "quantize"
     gemm = "gemm"
     layer = "layer"
+    levers = "levers"
     all = "all"
 
 
@@ -55,7 +56,7 @@ def _table(title: str, rows: Sequence[NVFP4Row], bandwidth: float) -> Table:
 
 
 def nvfp4(
-    part: Annotated[Part, typer.Option(help="What to measure.")] = Part.all,
+    part: Annotated[Part, typer.Option(help="What to measure; all but levers.")] = Part.all,
     shape: Annotated[str, typer.Option(help="Products: names of layer shapes.")] = "l8b,l70b,gateup,down",
     rows: Annotated[str, typer.Option("--rows", "-m", help="Products: numbers of tokens M.")] = (
         "1,2,4,8,16,32,64,256,4096"
@@ -68,7 +69,7 @@ def nvfp4(
     json_file: JsonFile = None,
 ) -> None:
     """W4A4 in NVFP4 against bf16 cuBLAS. And ways to quantize for experts; cold weights, graph replays."""
-    from kbit.bench import gpu_timing, nvfp4_layer, shapes
+    from kbit.bench import gpu_timing, nvfp4_layer, nvfp4_levers, shapes
     from kbit.bench import nvfp4 as bench
     from kbit.bench.routings import ROUTINGS
 
@@ -85,6 +86,9 @@ def nvfp4(
         runs += [bench.gemm_rows(each, counts, repeats) for each in chosen]
     if part in (Part.layer, Part.all):
         runs.append(nvfp4_layer.layer_rows(batches, routings, accums, repeats))
+    if part is Part.levers:
+        runs.append(nvfp4_levers.quantizer_rows(quantized, repeats))
+        runs += [nvfp4_levers.product_rows(each, counts, repeats) for each in chosen]
     _run(runs, repeats, json_file)
 
 

@@ -16,6 +16,8 @@ _PARTS = {
     "gemm": ("Products", "M"),
     "layer": ("Layers of experts, end to end", "T"),
     "kernels": ("Layers of experts, kernel by kernel", "T"),
+    "occupancy": ("Quantizing activations, by how rows are dealt to threads", "rows"),
+    "tiles": ("Products, by tile and split of K", "M"),
 }
 
 

@@ -38,14 +38,14 @@ def run_items(
     device: torch.device,
     items: int,
     args: tuple[int | float, ...],
-    per_block: int = THREADS,
-    threads: int = THREADS,
+    per_block: int | None = None,
+    threads: int | None = None,
 ) -> None:
     """Launch a kernel whose blocks, of `threads`, deal `items` among them, `per_block` at a time.
 
-    If that is THREADS, an item is a thread's, and few of them are dealt to all multiprocessors, in smaller
-    blocks. The kernel starts while the one in front still runs, and must wait before it reads what that may
-    write: see follow_previous in common.cuh. All kernels of NVFP4 do.
+    Left out, an item is a thread's; and without `threads` few items are dealt to all multiprocessors, in
+    smaller blocks. The kernel starts while the one in front still runs, and must wait before it reads what
+    that may write: see follow_previous in common.cuh. All kernels of NVFP4 do.
 
     Raises:
         ValueError: there are 2^31 items or more.
@@ -57,9 +57,9 @@ def run_items(
     if items == 0:
         return
     multiprocessors = driver.device_limits(device.index).multiprocessors
-    if per_block == THREADS:
-        threads = per_block = min(THREADS, -(-items // (multiprocessors * driver.WARP)) * driver.WARP)
+    if threads is None:
+        threads = min(THREADS, -(-items // (multiprocessors * driver.WARP)) * driver.WARP)
     most = multiprocessors * _PER_SM * (THREADS // threads)
     kernel = launcher.load(spec, device.index, format)
-    grid = (min(-(-items // per_block), most), 1, 1)
+    grid = (min(-(-items // (per_block or threads)), most), 1, 1)
     launcher.launch_on(device.index, kernel, grid, threads, args, pdl=True)

@@ -27,6 +27,13 @@ _FEW, _FEW_WITH_FACTORS = 1024, 32768
 _FEW_LANES = SUB_BLOCK // 2
 _FEW_THREADS = (128, 256, 512)  # of a block
 _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
+# Ways to deal rows without factors to threads, for measurements: nvfp4_quantize_few.cu's, and blocks of
+# nvfp4_quantize.cu, whose size says on how many multiprocessors few rows are.
+FEW_CUT, CUT_THREADS = (
+    f"{_FEW_LANES} lanes",
+    {f"{threads} threads": threads for threads in (32, 64, 128, 256)},
+)
+CUTS = (FEW_CUT, *CUT_THREADS)
 
 
 @functools.cache
@@ -107,6 +114,19 @@ def quantize(
     return _quantize(x, None, search, ties_even, global_scale)
 
 
+def quantize_cut(
+    x: torch.Tensor, cut: str, search: bool, ties_even: bool, global_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` in one of CUTS, with the same bytes.
+
+    Raises:
+        ValueError: x has 2^31 blocks of 16 or more.
+    """
+    if cut == FEW_CUT:
+        return _quantize_few(x, search, ties_even, global_scale, None)
+    return _quantize(x, None, search, ties_even, global_scale, CUT_THREADS[cut])
+
+
 def quantize_rows(
     x: torch.Tensor, search: bool, ties_even: bool, global_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,6 +199,7 @@ def _quantize(
     search: bool,
     ties_even: bool,
     global_scale: float,
+    threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
@@ -186,7 +207,8 @@ def _quantize(
     groups = scales.shape[1]
     tensors = tuple(address(t) for t in (x, slots, codes, scales))
     args = (*tensors, rows, columns, groups, copies, global_scale, int(_is_wide(x)))
-    run_items(quantize_spec(x.dtype, ties_even, search), "QQQQiiiifi", x.device, rows * groups, args)
+    spec = quantize_spec(x.dtype, ties_even, search)
+    run_items(spec, "QQQQiiiifi", x.device, rows * groups, args, threads=threads)
     return codes, scales
 
 
