@@ -147,6 +147,14 @@ def test_every_plan_fits_the_device(device: driver.DeviceLimits, accum: str) -> 
                 assert plan.split == 1 or accum == "exact"
 
 
+def test_tokens_of_a_tile() -> None:
+    """Half as many where few blocks would run; cuBLAS from the second pass over 64 tokens on."""
+    assert [products.dense_tokens(m, 14336, H200) for m in (1, 8, 9, 32, 33, 500)] == [8, 8, 16, 32, 64, 64]
+    assert [products.dense_tokens(m, 5120, H200) for m in (1, 8, 9, 32, 33, 500)] == [8, 8, 16, 16, 64, 64]
+    assert [products.takes_cublas(m, "tc") for m in (1, 64, 65)] == [False, False, True]
+    assert not products.takes_cublas(4096, "exact")
+
+
 @pytest.mark.parametrize("device", [H200, SMALL, FEW])
 def test_every_plan_of_tiles_fits_the_device(device: driver.DeviceLimits) -> None:
     for m in (1, 2, 3, 8, 9, 33, 4096):

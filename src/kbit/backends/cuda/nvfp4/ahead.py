@@ -54,14 +54,14 @@ def of_linear(
         elif how.accum == "tc" and tiled.refusal(m, dtype, device.arch) is None:
             found |= dict.fromkeys(_of_codes(m, out_features, columns, dtype, device))
         else:
-            found[_untiled(m, how.accum)] = None
+            found[_untiled(m, out_features, how.accum, device)] = None
     return list(found)
 
 
-def _untiled(m: int, accum: str) -> KernelSpec:
+def _untiled(m: int, n: int, accum: str, device: driver.DeviceLimits) -> KernelSpec:
     if products.takes_cublas(m, accum):
         return rows.dequantize_spec(torch.bfloat16)
-    return products.gemm_spec(accum, products.chosen_tokens(m))
+    return products.gemm_spec(accum, products.dense_tokens(m, n, device))
 
 
 def _of_codes(

@@ -82,7 +82,7 @@ def moe_gemm(
         return y
     padded = dense.padded_operands(a_codes, a_scales, w_codes, w_scales)
     columns = padded[0].shape[-1] * 2
-    tokens = token_tile(count, experts) if tile in (None, dense.CUBLAS) else dense.parse_tile(tile, count)[0]
+    tokens = token_tile(count, experts) if tile in (None, dense.CUBLAS) else dense.parse_tile(tile)[0]
     # Sums of one expert's few rows are not worth splitting: other experts fill the machine.
     chosen = dense.plan(count, n, columns, accum, tokens, 1, driver.device_limits(y.device.index))
     numbers = (count, n, columns, experts, 0.0, DTYPES[out_dtype])

@@ -23,13 +23,17 @@ TOKENS = (8, 16, 32, 64)
 SPLITS = (2, 4, 8)
 CUBLAS = "cublas"
 MAX_COLUMNS = 2**20  # int64 holds the exact sum of so many products
-# Decoding a weight for cuBLAS moves 20.5 bits a weight, a pass of the kernel over 64 tokens 4.5.
-_CUBLAS_TOKENS = 256
+# Decoding a weight for cuBLAS moves 20.5 bits a weight, a pass of the kernel over 64 tokens 4.5, but from its
+# second pass on it waits for arithmetic.
+_CUBLAS_TOKENS = 64
+# A tile that is halved where its blocks leave a third of all multiprocessors idle.
+_HALVED = 32
 _FORMAT = "QQQQQQQQQQiiiifi"
 _COLUMN_MULTIPLE = 64
 _STEP_COLUMNS = 256
 _STAGE_BYTES = 16 * 144  # of a warp: 16 rows of 128 bytes of codes and 16 of scales
 _MAX_WARPS = 8  # of a team
+_LEAST_WARPS = 4  # of more than 8 tokens: kMinThreads of nvfp4_stage.cuh, which fit in 99 KB
 # Split K until each multiprocessor has so many warps: fewer do not keep its memory busy.
 _WARPS_PER_SM = 8
 FINISH = KernelSpec("nvfp4_finish.cu")
@@ -92,8 +96,15 @@ def padded(columns: int) -> int:
 
 
 def chosen_tokens(m: int) -> int:
-    """Tokens of a tile for m rows."""
+    """Tokens of a tile for m rows of experts."""
     return next((tokens for tokens in TOKENS if tokens >= m), TOKENS[-1])
+
+
+def dense_tokens(m: int, n: int, device: driver.DeviceLimits) -> int:
+    """Tokens of a tile for m rows by a weight of n."""
+    tokens = chosen_tokens(m)
+    idle = device.multiprocessors - -(-n // (16 * _LEAST_WARPS))
+    return tokens // 2 if tokens == _HALVED and 3 * idle > device.multiprocessors else tokens
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,7 +123,7 @@ def plan(
         device: its limits.
     """
     row_tiles, token_tiles = -(-n // 16), -(-m // tokens)
-    least = 2 if tokens == TOKENS[0] else 4  # kMinThreads of nvfp4_stage.cuh, which fit in 99 KB
+    least = 2 if tokens == TOKENS[0] else _LEAST_WARPS
     fits = [w for w in range(least, _MAX_WARPS + 1) if shared_bytes(accum, tokens, w) <= device.shared_bytes]
 
     def busiest(warps: int) -> tuple[int, int]:
@@ -129,10 +140,8 @@ def plan(
     return Plan(tokens, warps, min(split, steps), shared_bytes(accum, tokens, warps))
 
 
-def parse_tile(tile: str | None, m: int) -> tuple[int, int | None]:
-    """Tokens and split that a name of `tiles` stands for; None leaves the choice."""
-    if tile is None or tile == CUBLAS:
-        return chosen_tokens(m), None
+def parse_tile(tile: str) -> tuple[int, int]:
+    """Tokens and split that a name of `tiles` stands for, but CUBLAS."""
     tokens, _, split = tile.partition("/")
     return int(tokens.removeprefix("tokens")), int(split.removeprefix("split")) if split else 1
 
@@ -163,7 +172,7 @@ def gemm(
     if y.numel() == 0:
         return y
     device = driver.device_limits(y.device.index)
-    tokens, split = parse_tile(tile, m)
+    tokens, split = (dense_tokens(m, n, device), None) if tile is None else parse_tile(tile)
     chosen = plan(m, n, columns, accum, tokens, split, device)
     partial = a_codes.new_zeros((m, n), dtype=torch.int64) if chosen.split > 1 else None
     numbers = (m, n, columns, 1, w_scale, DTYPES[out_dtype])
