@@ -442,6 +442,19 @@ def test_loading_keeps_neighbours(tiles_pay, calls):
     assert as_one([block.q_proj.weight, block.k_proj.weight, block.v_proj.weight]) is not None
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+def test_a_factor_that_is_loaded_is_of_its_layer_alone(tiles_pay, name):
+    """Layers of one launch have one factor in memory."""
+    block, module = quantized(Attention(32, 16, 40)), Attention(32, 16, 40)
+    nn.init.normal_(getattr(module, name).weight, std=2.0**-15)
+    other = quantized(module)
+    for _ in range(2):
+        block.load_state_dict(other.state_dict())
+        with torch.no_grad():
+            assert torch.equal(block(X), other(X))
+        other = quantized(Attention(32, 16, 40))
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles_compute_the_same(clone, tiles_pay):
     for block in (quantized(Attention(32, 16, 40)), quantized(MLP())):

@@ -14,7 +14,7 @@ from torch import nn
 
 import kbit
 from kbit.format import SUPPORTED_BITS
-from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule, quantize_model, tied
+from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, QuantizedModule, quantize_model
 from kbit.ops import forms
 from test_nn import Experts, Toy, decoded, routed, tiny_weights
 from tiny_models import ARCHITECTURES, build
@@ -293,110 +293,28 @@ def test_tied_weights_stay_canonical_and_shared(tiles_pay):
     assert torch.equal(first(torch.ones(1, 64)) - first.bias, second(torch.ones(1, 64)) - second.bias)
 
 
-@pytest.fixture
-def tied_model(tiles_pay):
-    model = Toy().eval()
-    return quantize_model(model, kbit.QuantizationPolicy(embedding_bits=4, search=False))
-
-
-def test_a_tied_head_has_tiles_beside_the_table(tied_model, monkeypatch):
+def test_tiles_take_no_tensors_of_the_other_form(tiles_pay):
+    """torch.func sets what it has as attributes, which nothing would read."""
+    layer, other = (KbitLinear.from_linear(nn.Linear(64, 8), name="mid") for _ in range(2))
+    x, want = torch.randn(2, 64), other(torch.ones(2, 64))
+    layer(x)
+    with pytest.raises(
+        TypeError, match=r"weight_packed cannot be replaced by a tensor.*\(mid\)\. Call restore"
+    ):
+        torch.func.functional_call(layer, other.state_dict(), (x,))
+    assert "weight_packed" not in vars(layer)
     forms.set_rule(lambda op, device: False)
-    plain = tied_model(torch.arange(3))
-    forms.set_rule(lambda op, device: True)
-    made = []
-    own = KbitLinear._to_tiles
-    monkeypatch.setattr(KbitLinear, "_to_tiles", lambda *given: made.append(given[0]) or own(*given))
-    for _ in range(3):
-        close(tied_model(torch.arange(3)), plain)
-    assert made.count(tied_model.lm_head) == 1
-    assert tied_model.lm_head.weight_packed is tied_model.embed_tokens.weight_packed
-    assert not any("tiled" in name for name in tied_model.lm_head.state_dict())
-    copied = copy.deepcopy(tied_model)
-    close(copied(torch.arange(3)), plain)
-    assert made.count(copied.lm_head) == 1
+    layer.restore()
+    close(torch.func.functional_call(layer, other.state_dict(), (torch.ones(2, 64),)), want)
 
 
-def test_tiles_of_a_tied_head_follow_its_codes_in_place(tied_model):
-    other = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False))
-    tied_model(torch.arange(3))
-    tiles = tied.tiles_beside(tied_model.lm_head, "weight")
-    tied_model.load_state_dict(other.state_dict())
-    assert tied.tiles_beside(tied_model.lm_head, "weight") is tiles
-    assert torch.equal(tiles, tied.tiles_beside(other.lm_head, "weight"))
-    close(tied_model(torch.arange(3)), other(torch.arange(3)))
-    table = tied_model.embed_tokens
-    with torch.no_grad():
-        table.weight_packed[0] = table.weight_packed[1]
-        table.weight_absmax[0] = table.weight_absmax[1]
-    logits = tied_model(torch.arange(3))
-    assert torch.equal(logits[:, 0], logits[:, 1])
-
-
-@pytest.mark.parametrize("was, comes", [(1, 1), (1, 1e-6), (1e-6, 1), (1e-6, 1e-6)])
-@pytest.mark.parametrize("tie", [False, True])
-def test_loaded_tensors_stay_where_a_cuda_graph_has_recorded_them(tiles_pay, tie, was, comes):
-    """With factors and without, in tied layers that a move has given factors of their own."""
-
-    def model_of(factor):
-        toy = Toy(tie).eval()
-        with torch.no_grad():
-            for parameter in toy.parameters():
-                parameter.mul_(factor)
-        return quantize_model(toy, kbit.QuantizationPolicy(embedding_bits=4, search=False))
-
-    def held(module):
-        tensors = {**module._parameters, **module._buffers}
-        return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
-
-    model, other = model_of(was)._apply(torch.clone), model_of(comes)
-    before = {module: held(module) for module in model.modules()}
-    kept = [*model.parameters(), *model.buffers()]  # so that no address is given away again
-    model.load_state_dict(other.state_dict())
-    del kept
-    ids = torch.arange(3)
-    close(model(ids), other(ids))
-    for module, addresses in before.items():
-        if not (tie and was != comes and module is model.embed_tokens):  # which has the head's factors then
-            assert held(module) == addresses
-
-
-@pytest.mark.gpu
-def test_a_tied_head_on_a_gpu():
-    model = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False)).cuda()
-    ids = torch.arange(3, device="cuda")
-    stale = tied.tiles_beside(model.lm_head, "weight").clone()
-    with torch.no_grad():
-        model.half()(ids)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = model(ids)
-        other = quantize_model(Toy().eval(), kbit.QuantizationPolicy(embedding_bits=4, search=False))
-        model.load_state_dict(other.state_dict())
-        assert not torch.equal(stale, tied.tiles_beside(model.lm_head, "weight"))
-        dirt = [torch.full((512,), torch.nan, device="cuda") for _ in range(5000)]  # over all that was freed
-        del dirt
-        graph.replay()
-        assert torch.equal(logits, model(ids))
-        want = other(ids.cpu())
-        torch.testing.assert_close(logits.cpu().float(), want, rtol=0.02, atol=0.02)
-
-
-def test_tied_heads_without_tiles(tied_model, monkeypatch):
-    """Of other scales than tiles have, while torch.compile traces, on a CPU, for an accelerate hook."""
-    want = tied_model(torch.arange(3))
-    head = tied_model.lm_head
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert tied.tiles_beside(head, "weight") is None
-    monkeypatch.undo()
-    forms.set_rule(lambda op, device: False)
-    assert tied.tiles_beside(head, "weight") is None
-    forms.set_rule(lambda op, device: True)
-    policy = kbit.QuantizationPolicy(embedding_bits=4, absmax_format="float16")
-    other = quantize_model(Toy().eval(), policy)
-    other(torch.arange(3))
-    assert tied.tiles_beside(other.lm_head, "weight") is None
-    compiled = torch.compile(tied_model, fullgraph=True, backend="eager")
-    close(compiled(torch.arange(3)), want)
+def test_memory_formats_leave_tiles_as_they_are(tiles_pay):
+    experts = quantize_model(Toy().eval(), kbit.QuantizationPolicy(search=False)).experts
+    experts.prepare(force=True)
+    tiles = dict(experts.named_parameters())
+    before = {name: part.stride() for name, part in tiles.items()}
+    experts.to(memory_format=torch.channels_last)
+    assert {name: part.stride() for name, part in experts.named_parameters()} == before
 
 
 def test_a_quantized_model_computes_the_same_in_either_form(tiles_pay):

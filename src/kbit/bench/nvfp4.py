@@ -138,8 +138,9 @@ def gemm_rows(
 
 def distinct_copies(t: NVFP4Tensor) -> list[NVFP4Tensor]:
     """A weight in layout "nv" as often as it takes for calls in turn to find it cold."""
-    parts = [[part.clone() for part in t.nv()] for _ in range(gpu_timing.cold_copies(t.nbytes))]
-    return [NVFP4Tensor(*pair, t.global_scale, t.shape) for pair in parts]
+    codes, scales = t.nv()
+    count = gpu_timing.cold_copies(t.nbytes)
+    return [NVFP4Tensor(codes.clone(), scales.clone(), t.global_scale, t.shape) for _ in range(count)]
 
 
 def _gemm_arms(

@@ -7,7 +7,6 @@ block scale exactly, so both are kept, and `KbitExperts` runs gate and up as mat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,19 +53,6 @@ def fuse_factors(columns: list[torch.Tensor]) -> torch.Tensor:
     if torch.equal(factors, factors[:, :1].expand_as(factors)):
         factors = factors[:, 0]
     return factors.contiguous()
-
-
-def factors_of_1(
-    shape: Sequence[int], device: torch.device, held: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Factors that change nothing, float32 of `shape`.
-
-    Written into `held` where that fits: a CUDA graph may have recorded its address.
-    """
-    if held is None or (tuple(held.shape), held.device) != (tuple(shape), device):
-        return torch.ones(shape, dtype=torch.float32, device=device)
-    with torch.no_grad():
-        return held.detach().fill_(1)
 
 
 def quantize_fused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,16 @@ class KbitLinear(QuantizedModule, nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.is_tied:
-            tied.tiles_beside(self, "weight")  # which CUDA graphs read
+            tied.tiles_beside(self, loaded=True)  # which CUDA graphs read
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        tied.forget_moved(self)
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        tied.know_each_other(self)
 
     @property
     def local_part(self) -> str:

@@ -23,8 +23,9 @@ from kbit.format.symmetry import is_symmetric
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
 from kbit.nn import tied
-from kbit.nn.fuse import Parts, factors_of_1
-from kbit.nn.tiling import TILED, TileableModule, without_casts
+from kbit.nn.casts import without_casts
+from kbit.nn.fuse import Parts
+from kbit.nn.tiling import TILED, TileableModule
 from kbit.ops import forms
 
 _LOAD_FIRST = (
@@ -114,11 +115,11 @@ class QuantizedModule(TileableModule):
         shape = self.shapes[name][:-2] if scale is None else tuple(scale.shape)
         if hasattr(self, key) and shape != tuple(getattr(self, key).shape):
             self.restore(name)  # tiles are those of one matrix per factor
-        held = getattr(self, key, None) if scale is None else None
         self._parameters.pop(key, None)
         self._drop_buffer(key)
         if scale is None or (scale.device.type != "meta" and bool((scale == 1).all())):
-            ones = factors_of_1(self.shapes[name][:-2], self._device_of(name), held)
+            shape = self.shapes[name][:-2]
+            ones = torch.ones(shape, dtype=torch.float32, device=self._device_of(name))
             self.register_buffer(key, ones, persistent=False)
         else:
             self._set_parameter(key, scale)
@@ -156,9 +157,7 @@ class QuantizedModule(TileableModule):
         other.restore(name)
         self._parameters.pop(name + TILED, None)
         self.stays_canonical = other.stays_canonical = self.is_tied = other.is_tied = True
-        tied.take(self, other, [name + part for part in PARTS])
-        self.tied_to = (other,)
-        other.tied_to = tuple(one for one in other.tied_to if one is not self)
+        tied.share(self, other, [name + part for part in PARTS])
         self.codebook, self.levels = other.codebook, other.levels
 
     def reset_constants(self, codebook: torch.Tensor) -> None:
@@ -235,17 +234,17 @@ class QuantizedModule(TileableModule):
             if stored is None and key in self._parameters and prefix + name + PACKED in state_dict:
                 self.set_scale(name, None)
             elif stored is not None and self._is_scale_shape(name, stored.shape):
-                held = getattr(self, key)
-                if key in self._buffers or held.shape != stored.shape:
+                device = self._device_of(name)
+                if key in self._buffers or getattr(self, key).shape != stored.shape:
                     self._drop_buffer(key)
-                    self._set_parameter(key, factors_of_1(stored.shape, self._device_of(name), held))
+                    self._set_parameter(key, torch.ones(stored.shape, dtype=torch.float32, device=device))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         _, strict, *_, errors = args
         if strict and _LOAD_FIRST not in errors and any(prefix + name in state_dict for name in self.shapes):
             errors.append(_LOAD_FIRST)
-        tied.agree_on_factors(self, state_dict, prefix)
+        tied.after_loading(self, state_dict, prefix)
         self.reset_parameters()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

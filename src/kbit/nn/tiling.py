@@ -9,13 +9,14 @@ canonical form.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from kbit.format.adjacent import adjoin, as_one
+from kbit.format.words import at
 
 # Suffix of the parameter that holds a weight's tiles.
 TILED = "_tiled"
@@ -44,21 +45,6 @@ def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
         for one, moved in zip(tiles, together, strict=True):
             one.data = moved
     return True
-
-
-def without_casts(
-    fn: Callable[[torch.Tensor], torch.Tensor], parts: Iterable[torch.Tensor | None]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`fn` for nn.Module._apply: moves `parts`, but never casts them. model.half() must not touch a scale."""
-    kept = {id(part) for part in parts}
-
-    def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-        applied = fn(tensor)
-        if id(tensor) not in kept or applied.dtype == tensor.dtype:
-            return applied
-        return tensor.to(applied.device)
-
-    return keep_dtype
 
 
 class TileableModule(nn.Module):
@@ -220,6 +206,20 @@ class TileableModule(nn.Module):
         if weight is not None:
             self.restore(weight)
         super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a tensor for a canonical part of a tiled weight: nothing would read that attribute."""
+        if type(value) is torch.Tensor and self._tiled_name(name) is not None:
+            raise TypeError(
+                f"{type(self).__name__}: {name} cannot be replaced by a tensor, its weight is held as tiles"
+                f"{at(getattr(self, 'layer_name', ''))}. Call restore() of the layer first, as for "
+                f"torch.func.functional_call with a state dict; or load_state_dict."
+            )
+        super().__setattr__(name, value)
+
+    def launched_values(self) -> Hashable:
+        """What launches take from this module by value, which a CUDA graph keeps whatever is loaded."""
+        return None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         before = {name: self._device_of(name) for name in self.shapes}

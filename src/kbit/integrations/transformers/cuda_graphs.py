@@ -35,7 +35,7 @@ from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import why_not_recorded
 from kbit.integrations.transformers.step_kernels import step_kernels
-from kbit.nn.tied import forget_tiles
+from kbit.nn.tied import renew_tiles
 
 WARM_STEPS = 2
 
@@ -88,7 +88,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     if compile_layers:
         decoder_layers(model)
     forget_tried(model)
-    forget_tiles(model)
+    renew_tiles(model, written=True)
     steps = _StepsOfModels(compile_layers)
     of_loops = next_steps.methods(model, lambda model: steps.of(model).loops)
     put(model, steps, _PromptsOfModels(steps), LastCaches(), *of_loops)
@@ -105,7 +105,6 @@ def disable_cuda_graphs(model: Any) -> None:
     names = _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, *next_steps.NAMES
     take_away(model, *names, MASKS, LONGEST)
     forget_decoded(model)
-    forget_tiles(model)
 
 
 class _StepsOfModels:
@@ -206,6 +205,7 @@ class Steps:
             self.prompts.clear()
             self._look_for_hooks()
         renew_decoded(self._model())
+        renew_tiles(self._model())
 
     def _look_for_hooks(self) -> None:
         """Of padded prompts hooks would see other hidden states; steps do what they did, and call none."""

@@ -16,6 +16,7 @@ from kbit.format.versions import version_of
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.integrations.transformers.left_padding import MoveRight
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.tiling import TileableModule
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {bool, int, float, str, type(None)}
@@ -71,6 +72,8 @@ def _preconditions(model: Any) -> Hashable:
             settings += [
                 value for name, value in own.items() if value.__class__ in _NUMBERS and name[0] != "_"
             ]
+        if issubclass(kind, TileableModule):
+            settings.append(module.launched_values())
         if module._forward_pre_hooks or module._forward_hooks:
             hooks += hooks_of(module)
         if hasattr(type(module), "merged_adapters"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import nn
 
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.format.words import at
-from kbit.nn.tiling import TILED, TileableModule, without_casts
+from kbit.nn.casts import without_casts
+from kbit.nn.tiling import TILED, TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
@@ -148,6 +149,15 @@ class NVFP4Module(TileableModule):
             known = (held, factor._version, held.cpu())
             self._host_scales[name] = known
         return known[2]
+
+    def launched_values(self) -> Hashable:
+        """Factors of matrices, or how often they were written to."""
+        factors = (self._parameters.get(f"{name}_global_scale") for name in self.shapes)
+        return tuple(
+            float(factor) if factor.is_inference() else factor._version
+            for factor in factors
+            if factor is not None and factor.dim() == 0
+        )
 
     def __setstate__(self, state: Any) -> None:
         """Copied and unpickled factors count their versions anew."""
