@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -10,7 +11,14 @@ import weakref
 
 import pytest
 import torch
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import kbit
 from graph_tape import enable_on_cpu
@@ -21,6 +29,18 @@ from tiny_models import build
 
 IDS = torch.arange(2, 14).view(2, 6)
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+
+
+def lively(architecture):
+    """A model whose tokens depend on positions and masks; those of small weights repeat one token."""
+    model = build(architecture, torch.float32, spread=False)
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                size = 1.0 if "embed" in name else 0.25
+                parameter.copy_(size * torch.randn(parameter.shape, generator=drawn))
+    return model
 
 
 @pytest.fixture
@@ -65,7 +85,7 @@ class Noted:
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_next"])
 def test_tokens_are_those_of_steps_one_by_one(architecture, more, followed):
-    model = build(architecture, torch.float32, spread=False)
+    model = lively(architecture)
     want = generated(model, **more)
     enable_on_cpu(model)
     for _ in range(2):
@@ -75,7 +95,7 @@ def test_tokens_are_those_of_steps_one_by_one(architecture, more, followed):
 
 
 def test_streamers_and_one_sequence(followed):
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     found = []
     for static in ({}, {"cache_implementation": "static"}):
         streamer = Noted()
@@ -91,7 +111,7 @@ def test_streamers_and_one_sequence(followed):
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_loop_goes_on_where_a_recording_does_not_hold(times, followed, monkeypatch):
     """What masks and positions lack is made up for, and steps follow again behind the next recording."""
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     want = generated(model)
     enable_on_cpu(model)
     asked = []
@@ -116,7 +136,7 @@ def test_a_loop_goes_on_where_a_recording_does_not_hold(times, followed, monkeyp
 
 
 def test_a_loop_keeps_no_cache_alive(followed):
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     enable_on_cpu(model)
     cache = StaticCache(model.config, 32)
     generated(model, past_key_values=cache)
@@ -126,33 +146,87 @@ def test_a_loop_keeps_no_cache_alive(followed):
     assert keys() is None
 
 
-def test_another_loop_gets_whole_masks(followed):
-    """One that updates its arguments twice, or prepares more than a token."""
-    model = build("llama", torch.float32, spread=False)
+def test_other_loops_get_whole_masks(followed):
+    """Such as one that changes them, or takes a step by the model itself."""
+    model, own = lively("llama"), GenerationMixin._sample
+    want = generated(model)
+
+    def loop(model, input_ids, generation_config, **named):
+        cache = StaticCache(model.config, 32)
+        named = {"attention_mask": PADDED, "past_key_values": cache, "use_cache": True}
+        call, ids, length = model.get_compiled_call(None), input_ids, None
+        for number in range(14):
+            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, **named)
+            outputs = (model if number in (0, 9) else call)(**inputs, return_dict=True)
+            named = model._update_model_kwargs_for_generation(outputs, named)
+            named["attention_mask"] = named["attention_mask"].clone()
+            ids, length = torch.cat((ids, outputs.logits[:, -1:].argmax(-1)), 1), 1
+        return ids
+
     enable_on_cpu(model)
-    call = model.get_compiled_call(None)
-    cache = StaticCache(model.config, 32)
-    named = {"past_key_values": cache, "attention_mask": PADDED, "position_ids": PADDED.cumsum(-1) - 1}
-    named["use_cache"] = True
-    ids, outputs = IDS, model(IDS, attention_mask=PADDED, past_key_values=cache)
-    for _ in range(8):
-        named = model._update_model_kwargs_for_generation(outputs, named)
-        ids = torch.cat((ids, outputs.logits[:, -1:].argmax(-1)), 1)
-        outputs = call(
-            **model.prepare_inputs_for_generation(ids, next_sequence_length=1, **named), return_dict=True
-        )
+    for _ in range(2):
+        given = {"generation_config": model.generation_config}
+        assert torch.equal(loop(model, IDS, **given), want)
+    assert not followed
+    assert GenerationMixin._sample is own
+    assert torch.equal(generated(model, cache_implementation="static"), want)
     assert followed
-    assert named["attention_mask"].shape[1] < ids.shape[1]
-    several = model.prepare_inputs_for_generation(ids, next_sequence_length=2, **named)
-    assert several["position_ids"].shape == (2, 2)
-    assert several["position_ids"][1].tolist() == [ids.shape[1] - 2, ids.shape[1] - 1]
-    named = model._update_model_kwargs_for_generation({}, named, num_new_tokens=3)
-    assert named["attention_mask"].shape[1] == ids.shape[1] + 3
-    assert named["position_ids"][1].tolist() == list(range(ids.shape[1] + 3))
+
+
+class Calling(StoppingCriteria):
+    """Calls something once, between two steps."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, input_ids, scores, **named):
+        if input_ids.shape[1] == 15:
+            self.call()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("inner", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)
+def test_calls_between_two_steps(inner, followed):
+    """Of the same model's `generate`, and of what enables graphs."""
+    model = lively("llama")
+    want = generated(model)
+    enable_on_cpu(model)
+
+    def call():
+        model.generate(IDS[:1, 2:], max_new_tokens=14, do_sample=False, pad_token_id=0, **inner)
+
+    for between in (call, call, lambda: kbit.enable_cuda_graphs(model)):
+        criteria = StoppingCriteriaList([Calling(between)])
+        found = generated(model, cache_implementation="static", stopping_criteria=criteria)
+        assert torch.equal(found, want)
+    assert followed
+
+
+def test_a_recording_that_goes_between_question_and_step(followed, monkeypatch):
+    model = lively("llama")
+    want = generated(model)
+    enable_on_cpu(model)
+    recordings = model.get_compiled_call(None)._recordings
+    own = Following.__call__
+    monkeypatch.setattr(Following, "__call__", lambda *given: (recordings.clear(), own(*given))[1])
+    assert torch.equal(generated(model, cache_implementation="static"), want)
+    assert followed
+
+
+def test_layers_of_a_cache_that_were_replaced_are_others(followed):
+    model = lively("llama")
+    enable_on_cpu(model)
+    cache = StaticCache(model.config, 48)
+    first = generated(model, past_key_values=cache)
+    cache.reset()
+    kept = copy.deepcopy(cache.layers)
+    assert torch.equal(generated(model, past_key_values=cache), first)
+    cache.layers = kept
+    assert torch.equal(generated(model, past_key_values=cache), first)
 
 
 def test_two_threads_have_loops_of_their_own(followed):
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     prompts = [IDS[:, :4], IDS[:, 1:]]
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     want = [model.generate(ids, **settings) for ids in prompts]
@@ -180,21 +254,21 @@ def test_processors_that_look_at_ids_see_all_of_them(followed):
             seen.append(input_ids.shape[1])
             return scores
 
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     enable_on_cpu(model)
     generated(model, cache_implementation="static", logits_processor=LogitsProcessorList([Look()]))
     assert seen == list(range(6, 20))
 
 
 def test_arguments_are_checked_as_before():
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     kbit.enable_cuda_graphs(model)
     with pytest.raises(ValueError, match="no_such_argument"):
         generated(model, no_such_argument=1)
 
 
 def test_models_with_methods_of_their_own_keep_them(monkeypatch):
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     own = type(model)._update_model_kwargs_for_generation
     monkeypatch.setattr(
         type(model), "_update_model_kwargs_for_generation", lambda *given, **named: own(*given, **named)
@@ -203,8 +277,47 @@ def test_models_with_methods_of_their_own_keep_them(monkeypatch):
     assert not {*next_steps.NAMES} & {*vars(model)}
 
 
+@pytest.mark.parametrize("name", next_steps.NAMES)
+@pytest.mark.parametrize("behind", [False, True])
+def test_methods_that_a_user_put_there_stay(name, behind, followed):
+    model = lively("llama")
+    want, called = generated(model), []
+    if behind:
+        enable_on_cpu(model)
+    before = getattr(model, name)
+
+    @functools.wraps(before)
+    def own(*given, **named):
+        called.append(name)
+        return before(*given, **named)
+
+    setattr(model, name, own)
+    if not behind:
+        enable_on_cpu(model)
+    assert torch.equal(generated(model, cache_implementation="static"), want)
+    assert len(called) >= 13
+    assert not followed
+    kbit.disable_cuda_graphs(model)
+    assert getattr(model, name) is own
+
+
+def test_other_methods_of_a_user_are_refused_and_left():
+    model = lively("llama")
+    for name, enable, disable in (
+        ("generate", kbit.enable_prefix_caching, kbit.disable_prefix_caching),
+        ("_prefill", kbit.enable_cuda_graphs, kbit.disable_cuda_graphs),
+    ):
+        setattr(model, name, own := functools.partial(print))
+        with pytest.raises(
+            TypeError, match=f"{enable.__name__}: this Llama.* has its own {name}.* Take it away"
+        ):
+            enable(model)
+        disable(model)
+        assert getattr(model, name) is own
+
+
 def test_copies_and_disabled_models(followed):
-    model = build("llama", torch.float32, spread=False)
+    model = lively("llama")
     want = generated(model)
     enable_on_cpu(model)
     assert {*next_steps.NAMES} <= {*vars(model)}

@@ -563,7 +563,7 @@ def test_a_prompt_gets_what_it_begins_with(held, prompt):
     for each in held:
         conversations.keep(Kept(growing(len(each)), torch.tensor(each), "model"))
     prompt = torch.tensor(prompt)
-    found = conversations.find(prompt, None, lambda: "model")
+    found = conversations.find(prompt, None, "model")
     best = max((shared(each, prompt.tolist()[:-1]) for each in held), default=0)
     if best < 16:
         assert found is None
@@ -571,7 +571,7 @@ def test_a_prompt_gets_what_it_begins_with(held, prompt):
     else:
         assert length_of(found.cache) == found.shared == best
         assert torch.equal(found.cache.layers[1].keys, growing(best).layers[1].keys)
-    assert conversations.find(prompt, None, lambda: "another model") is None
+    assert conversations.find(prompt, None, "another model") is None
 
 
 def shared(left, right):

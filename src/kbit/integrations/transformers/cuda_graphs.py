@@ -29,7 +29,7 @@ from kbit.integrations.transformers.compiled_layers import compiled_layers, deco
 from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
-from kbit.integrations.transformers.own_methods import generating, put, take_away
+from kbit.integrations.transformers.own_methods import generating, is_ours, put, take_away
 from kbit.integrations.transformers.preconditions import preconditions, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
@@ -91,7 +91,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     renew_tiles(model, written=True)
     steps = _StepsOfModels(compile_layers)
     of_loops = next_steps.methods(model, lambda model: steps.of(model).loops)
-    put(model, steps, _PromptsOfModels(steps), LastCaches(), *of_loops)
+    put(model, "enable_cuda_graphs", steps, _PromptsOfModels(steps), LastCaches(), *of_loops)
     vars(model).update(late_masks(model))
 
 
@@ -102,8 +102,11 @@ def disable_cuda_graphs(model: Any) -> None:
         model: any module; nothing happens where it was not enabled.
     """
     model = generating(model)
+    own = getattr(model, "__dict__", {})
+    if is_ours(own.get(_StepsOfModels.name)):
+        own.pop(LONGEST, None)
     names = _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, *next_steps.NAMES
-    take_away(model, *names, MASKS, LONGEST)
+    take_away(model, *names, MASKS)
     forget_decoded(model)
 
 
@@ -197,7 +200,7 @@ class Steps:
     def prepare(self) -> None:
         """Before a call of `generate`: forget recordings that do not hold any more."""
         self.is_prepared = True
-        self.loops.clear()
+        self.loops.loop = None
         rests_on = preconditions(self._model())
         if rests_on != self._rests_on:
             self._rests_on = rests_on

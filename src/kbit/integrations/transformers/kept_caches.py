@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,18 +89,18 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, prompt: torch.Tensor, room: int | None, rests_on: Callable[[], Hashable]) -> Found | None:
+    def find(self, prompt: torch.Tensor, room: int | None, rests_on: Hashable) -> Found | None:
         """What holds the beginning of a prompt, but not its last token; None if nothing does.
 
         Args:
             prompt: int64 [tokens], on the CPU.
             room: tokens that a cache of a fixed size must have room for; None for one that grows.
-            rests_on: tells what the cache must rest on; asked where one would do else.
+            rests_on: what the cache must rest on.
         """
         with self._lock:
             best, shared = self._best(prompt, room)
             if best is not None:
-                self._drop_others(rests_on())
+                self._drop_others(rests_on)
                 best, shared = self._best(prompt, room)
             if best is None:
                 del self._kept[: len(self._kept) + 1 - self._most]
@@ -215,6 +215,11 @@ def lent(cache: Any, tokens: int) -> Any:
 
 def _shorten(layer: Any, tokens: int) -> None:
     layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+
+
+def are_alike(cache: Any, other: Any) -> bool:
+    """Whether two caches have layers of the same kinds, as a model's have until its config changes."""
+    return [type(layer) for layer in cache.layers] == [type(layer) for layer in other.layers]
 
 
 def copy_tokens(cache: Any, other: Any, tokens: int) -> None:

@@ -7,13 +7,15 @@ and its mask has ones behind, which causal attention does not look at before the
 to leave both as they are, and the recording gets the new token alone. If the loop goes another way, what was
 left out is made up for first.
 
-Only where the model's class has transformers' own methods for both, and its inputs are tokens, positions, a
-mask of tokens and a cache.
+Only in transformers' own loop, where the model has transformers' own methods for both, and its inputs are
+tokens, positions, a mask of tokens and a cache. Mask and positions that were left as they are say so
+themselves, for another call of the model's `generate` may come between two steps.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.late_masks import LATE
+from kbit.integrations.transformers.own_methods import is_ours
 from kbit.integrations.transformers.recordings import Following, Recordings, circumstances
 
 NEXT = "kbit_next_ids"  # an input of steps, in place of all others but the cache
@@ -30,6 +33,7 @@ _TENSORS = {"input_ids", "position_ids", LATE}
 _OTHERS = {"use_cache", "return_dict", "logits_to_keep"}
 # What a loop may hand to the model: tensors that grow, and what stays.
 _GROWING = "attention_mask", "position_ids"
+_LACK = "kbit_lacks"  # an attribute of these: how many steps they lack
 _HANDED = {*_GROWING, "use_cache", "past_key_values", "logits_to_keep"}
 
 
@@ -48,11 +52,19 @@ class _Grown:
         mask, positions = (named.get(name) for name in _GROWING)
         return mask is self.mask and positions is self.positions
 
-    def made_up(self, model: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a loop that hold them, with what they lack."""
-        for _ in range(self.lack if self.are(named) else 0):
-            named = getattr(type(model), _UPDATE)(model, {}, dict(named))
-        return named
+    def leave(self) -> None:
+        """Have them lack one step more."""
+        self.lack += 1
+        for one in (self.mask, self.positions):
+            if one is not None:
+                setattr(one, _LACK, self.lack)
+
+
+def _made_up(model: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a loop, with what its mask and positions lack."""
+    for _ in range(max(getattr(named.get(name), _LACK, 0) for name in _GROWING)):
+        named = getattr(type(model), _UPDATE)(model, {}, dict(named))
+    return named
 
 
 class Loop:
@@ -114,19 +126,9 @@ class Loops(threading.local):
 
     Attributes:
         loop: it.
-        lacking: mask and positions that were left as they are.
     """
 
     loop: Loop | None = None
-    lacking: _Grown | None = None
-
-    def clear(self) -> None:
-        """A call of `generate` begins."""
-        self.loop = self.lacking = None
-
-    def made_up(self, model: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a loop, with what they lack."""
-        return named if self.lacking is None else self.lacking.made_up(model, named)
 
     def begin(self, recordings: Recordings, cache: Any, inputs: dict[str, Any], outputs: Any) -> None:
         """A step has run, maybe from a recording: then others may follow.
@@ -145,6 +147,13 @@ class Loops(threading.local):
             self.loop = Loop(cache, outputs, following, circumstances(device))
 
 
+def _is_transformers_own(frame: Any) -> bool:
+    """Whether a frame is of transformers' loop: others may look at masks and positions, and change them."""
+    from transformers import GenerationMixin
+
+    return frame.f_code is GenerationMixin._sample.__code__
+
+
 class Prepare:
     """In place of a model's `prepare_inputs_for_generation`."""
 
@@ -161,9 +170,10 @@ class Prepare:
     ) -> dict[str, Any]:
         """As the model's own; of a step that follows a recorded one, its token and its cache."""
         loops = self._loops_of(model)
-        if loops.loop is not None and next_sequence_length == 1 and loops.loop.goes_on(input_ids, named):
+        loop = loops.loop if next_sequence_length == 1 and _is_transformers_own(sys._getframe(1)) else None
+        if loop is not None and loop.goes_on(input_ids, named):
             return {NEXT: input_ids[:, -1:], "past_key_values": named["past_key_values"]}
-        named = loops.made_up(model, named)
+        named = _made_up(model, named)
         own = getattr(type(model), self.name)
         return own(model, input_ids, next_sequence_length=next_sequence_length, **named)
 
@@ -182,15 +192,15 @@ class Update:
     ) -> dict[str, Any]:
         """As the model's own; behind a step that another may follow, what it was given."""
         loops = self._loops_of(model)
-        of_one = not given and named.get("num_new_tokens", 1) == 1
-        loop = loops.loop if of_one and loops.loop is not None and loops.loop.gave(outputs) else None
+        loop = loops.loop if not given and named.get("num_new_tokens", 1) == 1 else None
+        if loop is not None and not (loop.gave(outputs) and _is_transformers_own(sys._getframe(1))):
+            loop = None
         if loop is not None and (grown := loop.grown(model_kwargs)) is not None:
-            grown.lack += 1
-            loops.lacking = grown
+            grown.leave()
             return model_kwargs
         own = getattr(type(model), self.name)
-        model_kwargs = own(model, outputs, loops.made_up(model, model_kwargs), *given, **named)
-        loops.loop, loops.lacking = loop if loop is not None and loop.begins(model_kwargs) else None, None
+        model_kwargs = own(model, outputs, _made_up(model, model_kwargs), *given, **named)
+        loops.loop = loop if loop is not None and loop.begins(model_kwargs) else None
         return model_kwargs
 
 
@@ -205,5 +215,7 @@ def methods(model: Any, loops_of: Callable[[Any], Loops]) -> list[Any]:
 
     kind = type(model)
     if any(getattr(kind, name) is not getattr(GenerationMixin, name) for name in NAMES):
+        return []
+    if any(name in vars(model) and not is_ours(vars(model)[name]) for name in NAMES):
         return []
     return [Prepare(kind, loops_of), Update(loops_of)]

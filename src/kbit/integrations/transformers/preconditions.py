@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -25,23 +24,19 @@ _SETTLED = QuantizedModule, torch.nn.Linear  # whose numbers nobody changes
 _HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
-class _Asked(threading.local):
-    """What was asked in this thread, by model, where it is `asked_once`."""
+class _Told(threading.local):
+    """What this thread's next question is answered with, if it is of that model."""
 
-    known: dict[Any, Hashable] | None = None
-
-
-_asked = _Asked()
+    model: Any = None
+    answer: Hashable = None
 
 
-@contextlib.contextmanager
-def asked_once() -> Iterator[None]:
-    """Models do not change meanwhile: they are looked through once."""
-    before, _asked.known = _asked.known, {}
-    try:
-        yield
-    finally:
-        _asked.known = before
+_told = _Told()
+
+
+def hand_on(model: Any, answer: Hashable) -> None:
+    """Have this thread's next question be answered with what was just found, if it is of that model."""
+    _told.model, _told.answer = model, answer
 
 
 def preconditions(model: Any) -> Hashable:
@@ -50,11 +45,9 @@ def preconditions(model: Any) -> Hashable:
     And modules' classes, forwards of their own, and numbers, such as how many experts a token takes. It is
     asked in front of every prompt, so it may not take long.
     """
-    if _asked.known is None:
-        return _preconditions(model)
-    if model not in _asked.known:
-        _asked.known[model] = _preconditions(model)
-    return _asked.known[model]
+    known, answer = _told.model, _told.answer
+    _told.model = _told.answer = None
+    return answer if known is model and model is not None else _preconditions(model)
 
 
 def _preconditions(model: Any) -> Hashable:

@@ -21,6 +21,7 @@ import torch
 from kbit.integrations.transformers.kept_caches import (
     Conversations,
     Kept,
+    are_alike,
     can_be_cut,
     copy_tokens,
     cut,
@@ -28,7 +29,7 @@ from kbit.integrations.transformers.kept_caches import (
 )
 from kbit.integrations.transformers.kept_calls import goes_on, may_keep
 from kbit.integrations.transformers.own_methods import generating, put, take_away
-from kbit.integrations.transformers.preconditions import asked_once, changes, preconditions, stranger_in
+from kbit.integrations.transformers.preconditions import changes, hand_on, preconditions, stranger_in
 from kbit.integrations.transformers.recordings import circumstances
 from kbit.integrations.transformers.static_caches import roomy_length
 
@@ -45,7 +46,8 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
     after changes that PyTorch does not count (`weight.data.copy_()`) enable it again. Prompts with images,
     calls that return their cache (`return_dict_in_generate`), several prompts at once, and models with hooks
     of yours, with rotary embeddings that depend on the text's length, with masks of their own or with states
-    other than Qwen3-Next's and Qwen3.5's run as without.
+    other than Qwen3-Next's and Qwen3.5's run as without. Tokens that a stopping criterion changes in place
+    behind the model's back are not noticed.
 
     Args:
         model: a causal language model of transformers, or one of peft around it.
@@ -69,7 +71,7 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
         raise ValueError(
             f"conversations must be at least 1, got {conversations}; for none, disable_prefix_caching(model)."
         )
-    put(model, _Generate(conversations), _PrepareCache())
+    put(model, "enable_prefix_caching", _Generate(conversations), _PrepareCache())
 
 
 def disable_prefix_caching(model: Any) -> None:
@@ -89,12 +91,14 @@ class _Call(threading.local):
         conversations: its.
         prompt: int64 [tokens], on the CPU; None where it is not one.
         cache: of the call, if it may be kept.
+        rests_on: what that depends on beside tokens.
     """
 
     model: Any = None
     conversations: Any = None
     prompt: Any = None
     cache: Any = None
+    rests_on: tuple[Hashable, ...] = ()
 
 
 _call = _Call()
@@ -103,10 +107,12 @@ _call = _Call()
 @contextlib.contextmanager
 def _calling(model: Any, conversations: Conversations, prompt: torch.Tensor | None) -> Iterator[None]:
     before = dict(vars(_call))
-    vars(_call).update(model=model, conversations=conversations, prompt=prompt, cache=None)
+    hand_on(None, None)
+    vars(_call).update(model=model, conversations=conversations, prompt=prompt, cache=None, rests_on=())
     try:
         yield
     finally:
+        hand_on(None, None)
         vars(_call).clear()
         vars(_call).update(before)
 
@@ -136,11 +142,10 @@ class _Generate:
         ids = named.get("input_ids", named.get("inputs", given[0] if given else None))
         conversations, prompt = self.of(model), None
         if _is_one_prompt(ids) and named.get("custom_generate") is None:
-            prompt = ids[0].to("cpu", torch.int64)
+            prompt = ids[0].to("cpu", torch.int64, copy=True)  # which the caller may write to
         with _calling(model, conversations, prompt):
             try:
-                with contextlib.nullcontext() if prompt is None else asked_once():
-                    sequences = type(model).generate(model, *given, **named)
+                sequences = type(model).generate(model, *given, **named)
             except torch.OutOfMemoryError:
                 conversations.forget()  # the next call may have the memory
                 raise
@@ -149,7 +154,7 @@ class _Generate:
                     _keep(_call.prompt, interrupted=True)
                 raise
             if isinstance(sequences, torch.Tensor) and _call.cache is not None:
-                _keep(sequences[0].to("cpu", torch.int64))
+                _keep(sequences[0].to("cpu", torch.int64, copy=True))
             return sequences
 
 
@@ -174,7 +179,8 @@ def _keep(tokens: torch.Tensor, interrupted: bool = False) -> None:
         cut(cache, length, len(tokens))
     elif length > len(tokens):  # it holds something else, such as a soft prompt
         return
-    _call.conversations.keep(Kept(cache, tokens[:length], _rests_on(_call.model)))
+    if _rests_on(_call.model) == _call.rests_on:  # a streamer, say, may have changed the model
+        _call.conversations.keep(Kept(cache, tokens[:length], _call.rests_on))
 
 
 class _PrepareCache:
@@ -203,7 +209,10 @@ class _PrepareCache:
             if generation_config.cache_implementation == "static":
                 asked = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
                 room, max_cache_length = asked, roomy_length(asked)
-            found = _call.conversations.find(_call.prompt, room, lambda: _rests_on(model))
+            _call.rests_on = _rests_on(model)
+            if room is not None:  # recorded steps ask the same next
+                hand_on(model, _call.rests_on[0])
+            found = _call.conversations.find(_call.prompt, room, _call.rests_on)
             if found is not None and found.cache is not None:
                 model_kwargs["past_key_values"] = _call.cache = found.cache
                 return
@@ -215,7 +224,7 @@ class _PrepareCache:
         if not may or type(cache).__name__ not in _CACHES or not goes_on(model, cache):
             return
         _call.cache = cache
-        if found is not None:
+        if found is not None and are_alike(found.source.cache, cache):
             copy_tokens(found.source.cache, cache, found.shared)
             if found.stays:
                 _call.conversations.keep(found.source)
@@ -233,6 +242,6 @@ def _free_memory(device: torch.device) -> int:
     return int(0.8 * (cuda.mem_get_info(device)[0] + unused))
 
 
-def _rests_on(model: Any) -> Hashable:
+def _rests_on(model: Any) -> tuple[Hashable, ...]:
     """What keys and values depend on beside tokens."""
     return preconditions(model), changes(model), model.training, circumstances(model.device)

@@ -13,6 +13,7 @@ What a recorded call rests on:
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -41,9 +42,14 @@ def record_cuda_graph(
 
 
 class SharedPool:
-    """`record_cuda_graph` into one pool of memory. Its graphs run one after the other, on any streams."""
+    """`record_cuda_graph` into one pool of memory. Its graphs run one after the other, on any streams.
+
+    Attributes:
+        lock: held from a replay until what it wrote is copied, by whatever has graphs in the pool.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._pool: Any = None
         self._last: torch.cuda.Stream | None = None  # that a graph ran on
 
@@ -76,15 +82,19 @@ class _Recording:
     inputs: list[torch.Tensor] = field(default_factory=list)  # what a replay reads
     outputs: dict[str, Any] = field(default_factory=dict)  # what it writes
     replay: Callable[[], None] | None = None
+    layers: list[Any] = field(default_factory=list)  # of the cache: their attributes
     tensors: list[tuple[Any, Any, torch.Tensor]] = field(default_factory=list)  # container, key, tensor
     found: list[Any] = field(default_factory=list)  # what the cache's layers held before
     left: list[Any] = field(default_factory=list)  # and behind, if something else
 
     def is_stale(self, cache: Any) -> bool:
         """Whether the cache has tensors in other places than those recorded, or holds other things."""
-        if not _are_there(self.tensors):
+        if self.replay is None:
+            return False
+        states = states_of(cache)
+        if len(states) != len(self.layers) or not all(map(operator.is_, states, self.layers)):
             return True
-        return bool(self.left) and not all(map(is_same, states_of(cache), self.found))
+        return not _are_there(self.tensors) or (bool(self.left) and not all(map(is_same, states, self.found)))
 
 
 class Following:
@@ -101,13 +111,15 @@ class Following:
         self, one: _Recording, inputs: dict[str, Any], lock: threading.Lock, output_type: Any
     ) -> None:
         self._one, self._lock, self._output_type = weakref.ref(one), lock, output_type
+        self._next: Any = None
         names = [name for name, value in inputs.items() if _is_tensor(value)]
         self._inputs = dict(zip(names, one.inputs, strict=True))
 
     def holds(self, cache: Any) -> bool:
-        """Whether the recording may be replayed."""
+        """Whether the recording may be replayed; if so it stays for the next call."""
         one = self._one()
-        return one is not None and not one.is_stale(cache)
+        self._next = None if one is None or one.is_stale(cache) else one
+        return self._next is not None
 
     def lengthen(self, name: str, tokens: int) -> None:
         """Have the mask of tokens of that name, if there is one, have ones behind so many tokens."""
@@ -117,7 +129,7 @@ class Following:
 
     def __call__(self, ids: torch.Tensor, cache: Any) -> Any:
         """The output for the token behind the last one, [batch, 1]."""
-        one: Any = self._one()
+        one, self._next = self._next, None
         with self._lock:
             self._inputs["input_ids"].copy_(ids)
             if "position_ids" in self._inputs:
@@ -149,7 +161,7 @@ class Recordings:
     ) -> None:
         self._run, self._record, self._refused = run, record, refused
         self._runs_before, self._may_leave = runs_before, may_leave
-        self._lock = threading.Lock()
+        self._lock = getattr(record, "lock", None) or threading.Lock()
         self._known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Recording]] = weakref.WeakKeyDictionary()
 
     def __contains__(self, cache: Any) -> bool:
@@ -233,7 +245,7 @@ class Recordings:
             for layer, before in zip(layers, found, strict=True):
                 put_back(layer, before)
         if reason is None:
-            one.tensors = places
+            one.layers, one.tensors = layers, places
             return
         one.replay, one.failed = None, True
         self._refused(reason)
