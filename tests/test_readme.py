@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tiny_models import build
+from tiny_models import build_with_tokenizer
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -19,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_python_blocks_run(block, tmp_path, monkeypatch):
-    build("llama", torch.float32).save_pretrained(tmp_path / "model")
+    build_with_tokenizer("llama", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "block.py"
     script.write_text(block)

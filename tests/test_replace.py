@@ -222,8 +222,16 @@ def test_a_refusals_for_other_bits_says_that_it_changes_nothing(recwarn):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     quantize_model(quantize_model(model, kbit.QuantizationPolicy(bits=4)), kbit.QuantizationPolicy(bits=4))
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"2 layers keep the bits that they have, such as 0 \(4 bits\)"):
+    with pytest.warns(UserWarning, match=r"2 layers keep what they have, such as 0 \(4 bits\)") as told:
         quantize_model(model, kbit.QuantizationPolicy(bits=3))
+    assert {one.filename for one in told} == {__file__}  # the caller's line
+    levels = [-1.0, *(step / 16 for step in range(-7, 7)), 1.0]
+    for settings, what in (
+        ({"codebook": levels}, "another codebook"),
+        ({"absmax_format": "float16"}, "absmax_format e4m4"),
+    ):
+        with pytest.warns(UserWarning, match=rf"2 layers keep what they have, such as 0 \({what}\)"):
+            quantize_model(model, kbit.QuantizationPolicy(bits=4, **settings))
     model.append(nn.Linear(32, 32))
     quantize_model(model, kbit.QuantizationPolicy(bits=3))
     assert not recwarn

@@ -151,7 +151,9 @@ def build_with_tokenizer(architecture, folder):
     build(architecture, torch.float32, spread=False).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(72)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    takes = ["input_ids", "attention_mask"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", model_input_names=takes)
+    fast.save_pretrained(folder)
     return folder
 
 

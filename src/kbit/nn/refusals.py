@@ -37,13 +37,24 @@ def refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: Co
         )
 
 
-def other_bits(model: nn.Module, width_of: Callable[[str], int | None]) -> str | None:
-    """Say that layers keep their bits where `width_of` their names is another one; None if all agree."""
-    quantized = [(name, one) for name, one in model.named_modules() if isinstance(one, QuantizedModule)]
-    other = [f"{name} ({one.bits} bits)" for name, one in quantized if width_of(name) not in (None, one.bits)]
+def other_settings(
+    model: nn.Module, policy: QuantizationPolicy, width_of: Callable[[str], int | None]
+) -> str | None:
+    """Say that quantized layers stay although the policy, or `width_of` their names, says others; or None."""
+    other = []
+    for name, layer in model.named_modules():
+        width = width_of(name) if isinstance(layer, QuantizedModule) else None
+        if not isinstance(layer, QuantizedModule) or width is None:
+            continue
+        if width != layer.bits:
+            other.append(f"{name} ({layer.bits} bits)")
+        elif layer.absmax_format != policy.absmax_format:
+            other.append(f"{name} (absmax_format {layer.absmax_format})")
+        elif policy.codebook_for(layer.bits).tolist() != layer.levels:
+            other.append(f"{name} (another codebook)")
     if not other:
         return None
     return (
-        f"kbit quantized nothing: {counted(len(other), 'layer')} keep the bits that they have, such as "
-        f"{other[0]}, though the policy says others. Start from the unquantized model."
+        f"kbit quantized nothing: {counted(len(other), 'layer')} keep what they have, such as {other[0]}, "
+        f"though the policy says others. Start from the unquantized model."
     )

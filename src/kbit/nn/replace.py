@@ -20,7 +20,7 @@ from kbit.nn.experts import KbitExperts
 from kbit.nn.fused_experts import is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.refusals import other_bits, refuse_other_format, require_policy
+from kbit.nn.refusals import other_settings, refuse_other_format, require_policy
 from kbit.nn.sizes import refuse_meta, refuse_other_dtypes
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
@@ -64,6 +64,9 @@ def empty_like(
     return layer
 
 
+_CALLER = 3  # of quantize_model, from inside it: between them is torch's decorator
+
+
 @torch.inference_mode(False)  # gradients may be asked for later
 def quantize_model(
     model: nn.Module,
@@ -91,15 +94,17 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
-        TypeError: the model or the policy is none, or a weight has another dtype than float32 or 16 bits.
+        TypeError: the model is no module, the policy no policy, or a weight of another dtype than float32 or
+            16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; or
-            the model has adapters of peft, or is quantized by another method, codebook or format of scales.
+            the model has adapters of peft, is quantized by another method, or has layers of another codebook
+            or format of scales beside those to quantize.
 
     Warns:
         UserWarning: large parameters stay that the policy would quantize; an override or a skip matches no
             module, or an override is for a tied weight that has other bits; the model has no quantized layer
-            in the end; or all were before, some with other bits.
+            in the end; or all were before, some with other bits, another codebook or format of scales.
 
     >>> kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     """
@@ -116,8 +121,8 @@ def quantize_model(
     layers = _layers(model)
     _warn_about_names(model, policy, layers, names)
     groups = _with_bits(model, layers, policy, names)
-    if not groups and (kept := other_bits(model, lambda name: _width(name, policy, names))):
-        warnings.warn(kept, stacklevel=2)
+    if not groups and (kept := other_settings(model, policy, lambda name: _width(name, policy, names))):
+        warnings.warn(kept, stacklevel=_CALLER)
     refuse_other_format(model, policy, {bits for bits, _ in groups})
     refuse_other_dtypes({names[0]: model.get_submodule(names[0]) for _, names in groups})
     for done, (group, fed) in enumerate(in_turn(model, groups, calibration), start=1):
@@ -127,7 +132,7 @@ def quantize_model(
     run_together(model)
     _warn_about_leftovers(model, policy, names)
     if not has_quantized(model):
-        warnings.warn(NOTHING_QUANTIZED, stacklevel=2)
+        warnings.warn(NOTHING_QUANTIZED, stacklevel=_CALLER)
     for tell in after_quantizing:
         tell(model, policy)
     return model
@@ -284,7 +289,8 @@ def _warn_about_leftovers(
     if found:
         lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())
         warnings.warn(
-            f"kbit left {counted(len(found), 'large parameter')} unquantized: {lines}.", stacklevel=3
+            f"kbit left {counted(len(found), 'large parameter')} unquantized: {lines}.",
+            stacklevel=_CALLER + 1,
         )
 
 
@@ -297,4 +303,4 @@ def _warn_about_names(
     others = [each for name, _ in model.named_modules() for each in all_names(name, names)]
     for found in (unmatched(policy, known, others, tied), contradictions(policy, weights)):
         if found:
-            warnings.warn(found, stacklevel=3)
+            warnings.warn(found, stacklevel=_CALLER + 1)
