@@ -20,6 +20,11 @@ def require_policy(policy: object, what: str) -> None:
         )
 
 
+def has_quantized(model: nn.Module) -> bool:
+    """Whether any layer of a model is quantized."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
 def refuse_other_format(model: nn.Module, policy: QuantizationPolicy, widths: Collection[int]) -> None:
     """Refuse new layers of these widths that a checkpoint's config cannot state beside those there are."""
     for name, layer in model.named_modules():

@@ -20,7 +20,7 @@ from kbit.nn.experts import KbitExperts
 from kbit.nn.fused_experts import is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.refusals import other_settings, refuse_other_format, require_policy
+from kbit.nn.refusals import has_quantized, other_settings, refuse_other_format, require_policy
 from kbit.nn.sizes import refuse_meta, refuse_other_dtypes
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
@@ -182,11 +182,6 @@ def _with_bits(
             )
         groups.append((bits, members))
     return groups
-
-
-def has_quantized(model: nn.Module) -> bool:
-    """Whether any layer of a model is quantized."""
-    return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
 def all_names(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.on_import import wrap_method
 from kbit.integrations.transformers.config_parts import all_of
-from kbit.nn import KbitExperts, dequantize, replace
+from kbit.nn import KbitExperts, dequantize, refusals, replace
 from kbit.nn.parts import QuantizedModule
 
 
@@ -96,7 +96,7 @@ def _told(original: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("save_original_format") is False:
             _refuse_fused_experts(self)
-        quantizer, quantized = getattr(self, "hf_quantizer", None), replace.has_quantized(self)
+        quantizer, quantized = getattr(self, "hf_quantizer", None), refusals.has_quantized(self)
         if quantized and not _saves_adapters(self):
             _refuse_wrapped_layers(self)
         if quantizer is None and quantized:
@@ -214,7 +214,7 @@ def _mark_as_initialized(model: nn.Module) -> None:
 
 def forget_if_plain(model: Any) -> bool:
     """Whether a model of transformers has no quantized layer; then it is saved without kbit's config."""
-    if replace.has_quantized(model):
+    if refusals.has_quantized(model):
         return False
     quantizer = getattr(model, "hf_quantizer", None)  # none in a part of a model whose config it has
     if quantizer is not None and isinstance(quantizer.quantization_config, QuantizationPolicy):
