@@ -240,6 +240,7 @@ def test_what_cannot_be_calibrated_is_named() -> None:
     model[1].weight.data[0, 0] = torch.nan
     with pytest.raises(kbit.NonFiniteWeightError, match="1.weight"):
         kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=[torch.randn(2, 32)])
+    assert not any(isinstance(layer, KbitLinear) for layer in model)  # it was found in front of all
 
 
 @contextlib.contextmanager

@@ -50,8 +50,9 @@ def test_equals_calibrating_the_model_in_memory(tmp_path, text, architecture):
     AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_the_samples_did_not_reach_is_named(tmp_path, text):
+def test_what_the_samples_did_not_reach_is_named(tmp_path, text, monkeypatch):
     """The files of a model without head name its layers otherwise than saving does."""
+    monkeypatch.setattr(calibrate, "LOG_SECONDS", 0.0)
     source = build_with_tokenizer("llama", tmp_path / "in")
     tensors = load_file(source / "model.safetensors")
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -59,6 +60,7 @@ def test_what_the_samples_did_not_reach_is_named(tmp_path, text):
     result = run(source, tmp_path / "out", "--calibrate", text)
     said = " ".join(result.output.split())
     assert "14 tensors not calibrated, such as layers.0.mlp.down_proj.weight: the model that ran" in said
+    assert "calibrating layers: 14 of 14" in said  # in a log, which shows no bar
 
 
 def test_goes_on_with_the_same_text_only(tmp_path, text, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # As many activations as a layer has inputs, or some inputs are never seen apart from others.
 FEW_TOKENS = 4096
+LOG_SECONDS = 30.0  # between two lines of a log
 
 
 def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str) -> Codes:
@@ -53,9 +55,14 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("calibrating layers", total=None)
+            told = time.monotonic()
 
             def show(done: int, total: int, name: str) -> None:
+                nonlocal told
                 bar.update(task, completed=done, total=total)
+                if not bar.console.is_terminal and time.monotonic() - told > LOG_SECONDS:  # a log has no bar
+                    told = time.monotonic()
+                    bar.console.print(f"calibrating layers: {done} of {total}")
 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the plan of the folder has warned of the same

@@ -25,5 +25,6 @@ def find_device(name: str, known: str = "cpu, cuda or cuda:1") -> torch.device:
         return device
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"no device {name!r}: torch sees {count} GPUs. Use another, or cpu.")
+        why = "" if torch.version.cuda else f", for torch {torch.__version__} is built without CUDA"
+        raise ValueError(f"no device {name!r}: torch sees {count} GPUs{why}. Use another, or cpu.")
     return torch.device("cuda", index)

@@ -97,6 +97,7 @@ def in_turn(
 
     Raises:
         TypeError: the samples are no list.
+        NonFiniteWeightError: a weight holds NaN or Inf.
         ValueError: there are none, a weight is on the meta device, or a layer's activations are not finite.
     """
     if samples is None:
@@ -111,6 +112,8 @@ def in_turn(
         raise ValueError("quantize_model: calibration has no samples. Give some, or None.")
     for sample in samples:
         _check(sample)
+    for _, (name, *_) in groups:  # before the first sample: calibrating takes long
+        _check_weights(model.get_submodule(name), name)
     first = 0
     while first < len(groups):
         last, room = first, HESSIAN_BYTES
@@ -128,8 +131,6 @@ def in_turn(
 @torch.no_grad()
 def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) -> dict[str, Hessians]:
     modules = {name: model.get_submodule(name) for name in names}
-    for name, module in modules.items():
-        refuse_meta(module, name)
     found = {name: Hessians(m) for name, m in modules.items() if not isinstance(m, nn.Embedding)}
     handles = [hessians.watch(modules[name]) for name, hessians in found.items()]
     training = {module: module.training for module in model.modules()}
@@ -151,6 +152,13 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
                 f"unquantized model sound in its dtype?"
             )
     return found
+
+
+def _check_weights(module: nn.Module, name: str) -> None:
+    refuse_meta(module, name)
+    for key, weight in ({} if isinstance(module, nn.Embedding) else _weights(module)).items():
+        if bad := weight.numel() - int(torch.isfinite(weight).sum()):
+            raise NonFiniteWeightError(bad, f"{name}.{key}")
 
 
 def _check(sample: Any) -> None:
@@ -197,14 +205,11 @@ def calibrated_layer(
         bits, policy, name, apart: as in `KbitExperts.from_experts`.
 
     Raises:
-        NonFiniteWeightError: a weight holds NaN or Inf.
-        ValueError: what is spread over a weight's columns does.
+        ValueError: what is spread over a weight's columns holds NaN or Inf.
     """
     kind: Any = KbitLinear if isinstance(module, nn.Linear) else KbitExperts
     layer: QuantizedModule = kind.empty_like(module, bits, policy.absmax_format, name, device="meta")
     for key, weight in _weights(module).items():
-        if bad := weight.numel() - int(torch.isfinite(weight).sum()):
-            raise NonFiniteWeightError(bad, f"{name}.{key}")
         sums = hessians.sums.pop(key)
         try:
             if weight.dim() == 2:

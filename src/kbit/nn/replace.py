@@ -97,9 +97,8 @@ def quantize_model(
         TypeError: the model is no module, the policy no policy, or a weight of another dtype than float32 or
             16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
-            to a layer; the policy gives weights of one module, which files have apart, different widths; or
-            the model has adapters of peft, is quantized by another method, or has layers of another codebook
-            or format of scales beside those to quantize.
+            to a layer; the policy gives weights of one module, which files have apart, different widths; the
+            model has adapters of peft, another method's layers, or those of another codebook or scale format.
 
     Warns:
         UserWarning: large parameters stay that the policy would quantize; an override or a skip matches no
