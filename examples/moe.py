@@ -22,8 +22,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "model", type=Path, nargs="?", help="unquantized folder; by default a tiny random one"
     )
-    parser.add_argument("--bits", type=int, default=4, help="of everything but experts")
-    parser.add_argument("--expert-bits", type=int, default=3)
+    widths = (2, 3, 4, 5)
+    parser.add_argument("--bits", type=int, default=4, choices=widths, help="of everything but experts")
+    parser.add_argument("--expert-bits", type=int, default=3, choices=widths)
     parser.add_argument("--tokens", type=int, default=64, help="random tokens to compare on")
     return parser.parse_args()
 

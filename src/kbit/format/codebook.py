@@ -19,18 +19,20 @@ BLOCK_SIZE = 32
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def check_bits(bits: int, name: str = "bits") -> int:
+def check_bits(bits: int, name: str = "bits", or_0: str = "") -> int:
     """Return `bits` if the format supports that width.
 
     Args:
         bits: code width.
         name: what the caller calls it, for the message.
+        or_0: what 0 stands for, for the message, where the caller has looked for it.
 
     Raises:
         ValueError: `bits` is not an integer in 2..5.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in SUPPORTED_BITS:
-        raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, got {bits!r}. Pick a width from 2 to 5.")
+        known = f"{SUPPORTED_BITS}, or 0 to {or_0}" if or_0 else f"{SUPPORTED_BITS}"
+        raise ValueError(f"{name} must be one of {known}, got {bits!r}. Pick a whole number from 2 to 5.")
     return bits
 
 

@@ -84,7 +84,7 @@ class QuantizationPolicy:
             used.add(check_bits(self.embedding_bits, "embedding_bits"))
         for pattern, bits in self.overrides.items():
             if type(bits) is not int or bits != 0:  # False is no 0
-                used.add(check_bits(bits, f"overrides[{pattern!r}]"))
+                used.add(check_bits(bits, f"overrides[{pattern!r}]", or_0="stay unquantized"))
         return sorted(used)
 
     def bits_for(self, *names: str) -> int | None:
