@@ -1,7 +1,9 @@
 // The threads of a launch on a CPU: they take turns, each until it waits for others. (Threads of the system,
-// a thousand at times, spent most of their time in waking each other.)
+// a thousand at times, spent most of their time in waking each other; swapcontext, in asking the system for
+// masks of signals.)
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdlib>
@@ -25,7 +27,9 @@ struct Place {
 
 struct Thread {
     static constexpr int kStackBytes = 1 << 18;
-    ucontext_t context;
+    ucontext_t beginning;
+    jmp_buf here;  // where it waits
+    bool begun;
     std::unique_ptr<char[]> stack{new char[kStackBytes]};  // of which few pages are touched
     std::function<void()> run;
     Place place;
@@ -43,6 +47,14 @@ inline void set_place(const Place& place) {
 inline void enter(int next) {
     current = next;
     set_place(all_threads[next]->place);
+}
+[[noreturn]] inline void go_on(Thread& next) {
+    if (next.begun) {
+        _longjmp(next.here, 1);
+    }
+    next.begun = true;
+    setcontext(&next.beginning);
+    std::abort();
 }
 inline int next_thread() {
     for (int i = 1; i <= threads_of_launch; ++i) {
@@ -62,7 +74,9 @@ void wait_until(F there) {
         const int self = current, next = next_thread();
         if (next != self) {
             enter(next);
-            swapcontext(&all_threads[self]->context, &all_threads[next]->context);
+            if (_setjmp(all_threads[self]->here) == 0) {
+                go_on(*all_threads[next]);
+            }
         }
     }
     unsuccessful = 0;
@@ -74,7 +88,7 @@ inline void begin_thread() {
     unsuccessful = 0;
     if (const int next = next_thread(); next >= 0) {
         enter(next);
-        setcontext(&all_threads[next]->context);
+        go_on(*all_threads[next]);
     }
     setcontext(&after_launch);
 }
@@ -90,14 +104,15 @@ void run_together(int count, PLACE place, const std::function<void()>& run) {
         Thread& one = *all_threads[i];
         place(i, one.place);
         one.run = run;
-        one.done = false;
-        getcontext(&one.context);
-        one.context.uc_stack.ss_sp = one.stack.get();
-        one.context.uc_stack.ss_size = Thread::kStackBytes;
-        makecontext(&one.context, begin_thread, 0);
+        one.begun = one.done = false;
+        getcontext(&one.beginning);
+        one.beginning.uc_stack.ss_sp = one.stack.get();
+        one.beginning.uc_stack.ss_size = Thread::kStackBytes;
+        makecontext(&one.beginning, begin_thread, 0);
     }
     enter(0);
-    swapcontext(&after_launch, &all_threads[0]->context);
+    all_threads[0]->begun = true;
+    swapcontext(&after_launch, &all_threads[0]->beginning);
 }
 
 // Runs the i-th from start to end; it must not wait.

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GenerationMixin,
     LogitsProcessor,
@@ -275,6 +276,15 @@ def test_models_with_methods_of_their_own_keep_them(monkeypatch):
     )
     kbit.enable_cuda_graphs(model)
     assert not {*next_steps.NAMES} & {*vars(model)}
+
+
+def test_models_of_peft(followed):
+    model = get_peft_model(lively("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    want = generated(model.eval())
+    enable_on_cpu(model.get_base_model())
+    for _ in range(2):
+        assert torch.equal(generated(model, cache_implementation="static"), want)
+    assert followed
 
 
 @pytest.mark.parametrize("name", next_steps.NAMES)

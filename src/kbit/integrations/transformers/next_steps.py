@@ -148,10 +148,15 @@ class Loops(threading.local):
 
 
 def _is_transformers_own(frame: Any) -> bool:
-    """Whether a frame is of transformers' loop: others may look at masks and positions, and change them."""
+    """Whether a frame is of transformers' loop: others may look at masks and positions, and change them.
+
+    Peft's, between that loop and the model, hands on what it gets.
+    """
     from transformers import GenerationMixin
 
-    return frame.f_code is GenerationMixin._sample.__code__
+    while frame is not None and frame.f_globals.get("__name__") == "peft.peft_model":
+        frame = frame.f_back
+    return frame is not None and frame.f_code is GenerationMixin._sample.__code__
 
 
 class Prepare:
