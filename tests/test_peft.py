@@ -424,8 +424,8 @@ def test_peft_may_be_imported_before_kbit():
 def test_the_example_trains_a_real_model(tmp_path):
     example = Path(__file__).parents[1] / "examples" / "lora.py"
     text = tmp_path / "text.txt"  # of as many tokens as a batch takes, so that every step sees the same
-    text.write_text(Path(os.environ["KBIT_TEST_TEXT"]).read_text()[:1000])
-    options = ["--steps", "6", "--tokens", "128", "--batch", "2", "--out", str(tmp_path / "adapter")]
+    text.write_text(Path(os.environ["KBIT_TEST_TEXT"]).read_text()[:500])
+    options = ["--steps", "4", "--tokens", "64", "--batch", "2", "--out", str(tmp_path / "adapter")]
     program = [
         sys.executable,
         str(example),
