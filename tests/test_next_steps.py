@@ -279,7 +279,8 @@ def test_models_with_methods_of_their_own_keep_them(monkeypatch):
 
 
 def test_models_of_peft(followed):
-    model = get_peft_model(lively("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(lively("llama"), adapter)
     want = generated(model.eval())
     enable_on_cpu(model.get_base_model())
     for _ in range(2):
