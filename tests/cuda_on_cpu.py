@@ -42,8 +42,17 @@ TOGETHER = (
 ARGUMENTS = {"Q": ctypes.c_uint64, "i": ctypes.c_int, "f": ctypes.c_float, "T": ctypes.c_char_p}
 # Headers that cuda_on_cpu.h, or a header on top of it, stands for.
 KNOWN = ("common.cuh", "matrices.cuh", "stage16.cuh", "hopper.cuh", "config.h", "wgmma_instruction.h")
-FLAGS = ("-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-fsigned-char")
-FLAGS += ("-U_FORTIFY_SOURCE",)  # by which no thread may go on on another's stack
+# -O1 takes twice as long to compile, and as long in all. _FORTIFY_SOURCE keeps longjmp to one stack.
+FLAGS = (
+    "-std=c++17",
+    "-Og",
+    "-U_FORTIFY_SOURCE",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-fsigned-char",
+)
 
 # PTX statements and what stands for them.
 PTX = (
@@ -137,12 +146,12 @@ class Loaded(NamedTuple):
         return cluster <= launcher.PORTABLE_CLUSTER
 
 
-_parsed = tempfile.TemporaryDirectory()  # of headers
+_parsed = tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def parse(header: str) -> None:
-    """Have a header be read once by this process, which takes half of compiling a kernel."""
+    """Parse a header once for all kernels of this process: half of a kernel's time otherwise."""
     target = Path(_parsed.name) / f"{header}.gch"
     subprocess.run([COMPILER, *FLAGS, "-x", "c++-header", "-o", str(target), str(HERE / header)], check=True)
 
