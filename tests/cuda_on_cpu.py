@@ -168,7 +168,7 @@ class Kernels:
         source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
         text = self.source_of(spec)
         source.write_text(text)
-        parse(text.partition('"')[2].partition('"')[0])
+        parse(re.search(r'#include "([^"]+)"', text)[1])
         command = [COMPILER, *FLAGS, f"-I{_parsed.name}", f"-I{HERE}", "-o", str(library), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import threading
 import weakref
 
@@ -149,13 +150,13 @@ def test_a_loop_keeps_no_cache_alive(followed):
 
 def test_other_loops_get_whole_masks(followed):
     """Such as one that changes them, or takes a step by the model itself."""
-    model, own = lively("llama"), GenerationMixin._sample
+    model = lively("llama")
     want = generated(model)
 
-    def loop(model, input_ids, generation_config, **named):
+    def loop():
         cache = StaticCache(model.config, 32)
         named = {"attention_mask": PADDED, "past_key_values": cache, "use_cache": True}
-        call, ids, length = model.get_compiled_call(None), input_ids, None
+        call, ids, length = model.get_compiled_call(None), IDS, None
         for number in range(14):
             inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, **named)
             outputs = (model if number in (0, 9) else call)(**inputs, return_dict=True)
@@ -166,11 +167,35 @@ def test_other_loops_get_whole_masks(followed):
 
     enable_on_cpu(model)
     for _ in range(2):
-        given = {"generation_config": model.generation_config}
-        assert torch.equal(loop(model, IDS, **given), want)
+        assert torch.equal(loop(), want)
     assert not followed
-    assert GenerationMixin._sample is own
     assert torch.equal(generated(model, cache_implementation="static"), want)
+    assert followed
+
+
+def test_others_get_whole_masks_in_the_middle_of_a_loop(followed):
+    """More than a token is prepared, or was computed, with arguments that lack some steps."""
+    model = lively("llama")
+    enable_on_cpu(model)
+
+    def ask():
+        frame = sys._getframe()
+        while frame.f_code is not GenerationMixin._sample.__code__:
+            frame = frame.f_back
+        ids, named = frame.f_locals["input_ids"], frame.f_locals["model_kwargs"]
+        assert named["attention_mask"].shape[1] < ids.shape[1]
+        several = model.prepare_inputs_for_generation(ids, next_sequence_length=2, **named)
+        assert several["position_ids"].shape == (2, 2)
+        assert several["position_ids"][1].tolist() == [ids.shape[1] - 2, ids.shape[1] - 1]
+        named = model._update_model_kwargs_for_generation({}, named, num_new_tokens=3)
+        assert named["attention_mask"].shape[1] == ids.shape[1] + 3
+        assert named["position_ids"][1].tolist() == list(range(ids.shape[1] + 3))
+        asked.append(True)
+
+    asked = []
+    criteria = StoppingCriteriaList([Calling(ask)])
+    generated(model, cache_implementation="static", stopping_criteria=criteria)
+    assert asked
     assert followed
 
 

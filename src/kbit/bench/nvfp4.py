@@ -94,11 +94,8 @@ def quantize_rows(
     counts: Sequence[int], repeats: int, timer: Timer = gpu_timing.measure
 ) -> Iterator[NVFP4Row]:
     """The activation quantizer, bfloat16 to nv, with and without searching scales and factors of rows."""
-    columns = QUANTIZE_COLUMNS
     for count in counts:
-        x = torch.randn(count, columns, device=DEVICE).bfloat16()
-        copies = [x.clone() for _ in range(gpu_timing.cold_copies(x.nbytes))]
-        nbytes = x.nbytes + count * columns * 9 // 16
+        copies, nbytes = rows_to_quantize(count)
         arms = {}
         for row_scale, (name, search) in itertools.product(
             (False, True), (("search", True), ("plain", False))
@@ -107,7 +104,14 @@ def quantize_rows(
             arm = Arm([functools.partial(quantize, each) for each in copies])
             of_factors = 4 * count if row_scale else 0
             arms[f"{name}, row scales" if row_scale else name] = Measured(arm, nbytes + of_factors, count)
-        yield from rows_of("quantize", f"{columns} columns", count, arms, repeats, timer)
+        yield from rows_of("quantize", f"{QUANTIZE_COLUMNS} columns", count, arms, repeats, timer)
+
+
+def rows_to_quantize(count: int) -> tuple[list[torch.Tensor], int]:
+    """Rows as often as it takes for calls in turn to find them cold, and the bytes that a call moves."""
+    x = torch.randn(count, QUANTIZE_COLUMNS, device=DEVICE).bfloat16()
+    copies = [x.clone() for _ in range(gpu_timing.cold_copies(x.nbytes))]
+    return copies, x.nbytes + count * QUANTIZE_COLUMNS * 9 // 16
 
 
 def gemm_rows(

@@ -22,6 +22,7 @@ from kbit.bench.nvfp4 import (
     NVFP4Row,
     distinct_copies,
     rows_of,
+    rows_to_quantize,
 )
 from kbit.bench.shapes import LayerShape
 from kbit.nvfp4 import NVFP4Tensor, gemm_nvfp4, quantize_nvfp4, tiles_nvfp4
@@ -37,21 +38,18 @@ def quantizer_rows(
     Raises:
         ValueError: a cut gives other bytes.
     """
-    columns = QUANTIZE_COLUMNS
     for count in counts:
-        x = torch.randn(count, columns, device=DEVICE).bfloat16()
-        copies = [x.clone() for _ in range(gpu_timing.cold_copies(x.nbytes))]
-        want = quantize_nvfp4(x).nv()
+        copies, nbytes = rows_to_quantize(count)
+        want = quantize_nvfp4(copies[0]).nv()
         ways: dict[str, Callable[[torch.Tensor], object]] = {CHOSEN: quantize_nvfp4}
         for cut in kernels.CUTS:
             ways[cut] = functools.partial(_quantized, cut=cut)
-            _require_same(want, _quantized(x, cut), f"the quantizer, {cut}, at {count} rows")
-        nbytes = x.nbytes + count * columns * 9 // 16
+            _require_same(want, _quantized(copies[0], cut), f"the quantizer, {cut}, at {count} rows")
         arms = {
             name: Measured(Arm([functools.partial(way, each) for each in copies]), nbytes, count)
             for name, way in ways.items()
         }
-        yield from rows_of("occupancy", f"{columns} columns", count, arms, repeats, timer)
+        yield from rows_of("occupancy", f"{QUANTIZE_COLUMNS} columns", count, arms, repeats, timer)
 
 
 def _quantized(x: torch.Tensor, cut: str) -> tuple[torch.Tensor, torch.Tensor]:

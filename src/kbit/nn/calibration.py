@@ -155,8 +155,11 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
 
 
 def _check_weights(module: nn.Module, name: str) -> None:
+    """Raise for weights that cannot be calibrated."""
     refuse_meta(module, name)
-    for key, weight in ({} if isinstance(module, nn.Embedding) else _weights(module)).items():
+    if isinstance(module, nn.Embedding):
+        return
+    for key, weight in _weights(module).items():
         if bad := weight.numel() - int(torch.isfinite(weight).sum()):
             raise NonFiniteWeightError(bad, f"{name}.{key}")
 

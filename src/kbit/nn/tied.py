@@ -87,7 +87,7 @@ def renew_tiles(model: nn.Module, written: bool = False) -> None:
         model: any.
         written: whether codes may have been written past PyTorch's count of changes.
     """
-    for module in model.modules():
+    for module in model.modules() if _beside else ():
         if (known := _beside.get(module)) is not None:
             if written:
                 _beside[module] = known._replace(seen=())

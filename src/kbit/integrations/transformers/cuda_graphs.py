@@ -30,7 +30,7 @@ from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
 from kbit.integrations.transformers.latent_attention import forget_decoded, renew_decoded
 from kbit.integrations.transformers.own_methods import generating, is_ours, put, take_away
-from kbit.integrations.transformers.preconditions import preconditions, stranger_in
+from kbit.integrations.transformers.preconditions import handed_on, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
 from kbit.integrations.transformers.static_caches import why_not_recorded
@@ -104,9 +104,10 @@ def disable_cuda_graphs(model: Any) -> None:
     model = generating(model)
     own = getattr(model, "__dict__", {})
     if is_ours(own.get(_StepsOfModels.name)):
-        own.pop(LONGEST, None)
+        for name in (MASKS, LONGEST):
+            own.pop(name, None)
     names = _StepsOfModels.name, _PromptsOfModels.name, LastCaches.name, *next_steps.NAMES
-    take_away(model, *names, MASKS)
+    take_away(model, *names)
     forget_decoded(model)
 
 
@@ -201,7 +202,7 @@ class Steps:
         """Before a call of `generate`: forget recordings that do not hold any more."""
         self.is_prepared = True
         self.loops.loop = None
-        rests_on = preconditions(self._model())
+        rests_on = handed_on(self._model())
         if rests_on != self._rests_on:
             self._rests_on = rests_on
             self._recordings.clear()

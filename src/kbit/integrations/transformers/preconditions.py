@@ -24,19 +24,26 @@ _SETTLED = QuantizedModule, torch.nn.Linear  # whose numbers nobody changes
 _HAVE_HOOKS = {"accelerate", "kbit", "peft", "torch", "transformers"}
 
 
-class _Told(threading.local):
-    """What this thread's next question is answered with, if it is of that model."""
+class _HandedOn(threading.local):
+    """What this thread has just found out for the steps that follow, and of which model."""
 
     model: Any = None
-    answer: Hashable = None
+    found: Hashable = None
 
 
-_told = _Told()
+_handed_on = _HandedOn()
 
 
-def hand_on(model: Any, answer: Hashable) -> None:
-    """Have this thread's next question be answered with what was just found, if it is of that model."""
-    _told.model, _told.answer = model, answer
+def hand_on(model: Any, found: Hashable) -> None:
+    """Have the steps that follow in this thread take a model's `preconditions` from here."""
+    _handed_on.model, _handed_on.found = model, found
+
+
+def handed_on(model: Any) -> Hashable:
+    """A model's `preconditions`: what was handed on, once, or else found now."""
+    whose, found = _handed_on.model, _handed_on.found
+    hand_on(None, None)
+    return found if whose is model else preconditions(model)
 
 
 def preconditions(model: Any) -> Hashable:
@@ -45,12 +52,6 @@ def preconditions(model: Any) -> Hashable:
     And modules' classes, forwards of their own, and numbers, such as how many experts a token takes. It is
     asked in front of every prompt, so it may not take long.
     """
-    known, answer = _told.model, _told.answer
-    _told.model = _told.answer = None
-    return answer if known is model and model is not None else _preconditions(model)
-
-
-def _preconditions(model: Any) -> Hashable:
     places, settings, adapters = [], [], []
     hooks: list[int] = []
     for module in model.modules():

@@ -29,10 +29,8 @@ _FEW_THREADS = (128, 256, 512)  # of a block
 _FEW_COLUMNS = 32  # of a thread, at most, in which it looks for the row's largest
 # Ways to deal rows without factors to threads, for measurements: nvfp4_quantize_few.cu's, and blocks of
 # nvfp4_quantize.cu, whose size says on how many multiprocessors few rows are.
-FEW_CUT, CUT_THREADS = (
-    f"{_FEW_LANES} lanes",
-    {f"{threads} threads": threads for threads in (32, 64, 128, 256)},
-)
+FEW_CUT = f"{_FEW_LANES} lanes"
+CUT_THREADS = {f"{threads} threads": threads for threads in (32, 64, 128, 256)}
 CUTS = (FEW_CUT, *CUT_THREADS)
 
 
