@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.backends.cuda.compiler import CSRC
-from kbit.bench import profile
+from kbit.bench import profile, profile_plot
 from kbit.bench.kernel_kinds import kind_of
 from kbit.bench.profile import Part, StepProfile
 from kbit.cli import app
@@ -136,14 +136,57 @@ def test_command(folder, tmp_path):
     assert "a step, cpu busy" in result.output
     written = json.loads(file.read_text())
     assert written["machine"]["threads"] >= 1
-    about = written["profile"]
-    assert (about["model"], about["graph"], about["context"]) == ("tiny", False, 4)
+    (about,) = written["profiles"]
+    assert (about["model"], about["arm"], about["graph"], about["context"]) == ("tiny", "", False, 4)
     assert "kbit::grouped_linear" in {part["kernel"] for part in about["kernels"]}
     assert about["groups"]
     page = tmp_path / "page.html"
     shown = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--out", str(page)])
     assert shown.exit_code == 0, shown.output
     assert "kbit::grouped_linear" in page.read_text()
+
+
+def test_random_weights_in_several_ways(tmp_path):
+    """A profile for each width, 16-bit implementation of experts and batch; the picture has the fastest."""
+    config, file = tmp_path / "small.json", tmp_path / "profile.json"
+    config.write_text(json.dumps(build("qwen3_moe", torch.float32).config.to_dict()))
+    arguments = ["--random", str(config), "--layers", "1", "--bits", "3", "--baseline", "--batch", "1,2"]
+    short = ["--device", "cpu", "--steps", "1", "--context", "2", "--json", str(file)]
+    result = CliRunner().invoke(app, ["profile", *arguments, *short])
+    assert result.exit_code == 0, result.output
+    found = [(one["model"], one["arm"], one["batch"]) for one in json.loads(file.read_text())["profiles"]]
+    arms = ("kbit k=3", "bf16 grouped_mm", "bf16 batched_mm")
+    assert sorted(found) == sorted(("small", arm, batch) for arm in arms for batch in (1, 2))
+    result = CliRunner().invoke(app, ["bench", "plot", str(file), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "profile-small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_a_picture_by_hand():
+    def one(arm, step, **groups):
+        parts = [{"group": group, "us": us} for group, us in groups.items()]
+        return {"arm": arm, "batch": 1, "step_us": step, "groups": parts}
+
+    profiles = [
+        one("bf16 grouped_mm", 210.0, products=200.0),
+        one("bf16 batched_mm", 200.0, products=150.0, copies=1.0, sorting=2.0),
+        one("kbit k=4", 60.0, kbit=40.0, copies=9.0, other=5.0),
+    ]
+    shown = profile_plot.fastest(profiles)
+    assert [each["arm"] for each in shown] == ["bf16 batched_mm", "kbit k=4"]
+    assert profile_plot.parts(shown) == {
+        "products": [150.0, 0.0],
+        "kbit": [0.0, 40.0],
+        "copies": [1.0, 9.0],
+        "other": [2.0, 5.0],
+        "nothing runs": [47.0, 6.0],
+    }
+
+
+@pytest.mark.parametrize("given", [[], ["folder", "--random", "llama-3-8b"]])
+def test_command_takes_a_folder_or_a_name(given):
+    result = CliRunner().invoke(app, ["profile", *given])
+    assert "profile takes a model's folder, or --random and a model's name" in str(result.exception)
 
 
 def test_a_step_is_recorded_on_the_gpu_that_has_the_model(folder, monkeypatch):

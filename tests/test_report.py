@@ -148,14 +148,18 @@ def everything(tmp_path):
             ],
         },
         "profile": {
-            "profile": {
-                "model": "tiny",
-                "device": "cuda",
-                "step_us": 100.0,
-                "busy": 0.9,
-                "groups": [PART | {"kernel": "kbit"}],
-                "kernels": [PART],
-            }
+            "profiles": [
+                {
+                    "model": "tiny",
+                    "arm": "kbit k=4",
+                    "device": "cuda",
+                    "batch": 1,
+                    "step_us": 100.0,
+                    "busy": 0.9,
+                    "groups": [PART | {"kernel": "kbit"}],
+                    "kernels": [PART],
+                }
+            ]
         },
         "sanitizer": {"shapes": [], "runs": [{"tool": "memcheck", "exit_code": 1, "summary": ["1 error"]}]},
         "strange": {"answers": [{"model": "m", "figure": 0.123456, "none": None}]},

@@ -150,8 +150,24 @@ JOBS = (
             ("coder-next", "qwen3-coder-next", "--no-baseline "),  # one GPU does not hold it in 16 bits
         )
     ),
+    *(
+        Job(
+            f"{short}-profile",
+            f"profile --random {name} {options}--json {{results}}/{{gpu}}-profile-{name}.json",
+            after=("tune",),
+        )
+        for short, name, options in (
+            ("30b", "qwen3-30b-a3b", "--baseline --batch 1,4,32 "),
+            ("coder-next", "qwen3-coder-next", "--batch 1,4,32 "),
+        )
+    ),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
+    Job(  # what `workload` weighs beside `widths`
+        "moe-widths",
+        "bench moe --part grouped --experts 8,32,128,512 --rows 1,2,4,16,64 --bits 2,3,4,5 --dtype fp16 "
+        f"{REPEATS} --json {{results}}/{{gpu}}-moe-widths.json",
+    ),
     Job("attention", f"bench attention {REPEATS} --json {{results}}/{{gpu}}-attention.json"),
     Job("nvfp4", f"bench nvfp4 {REPEATS} --json {{results}}/{{gpu}}-nvfp4.json"),
     Job(
@@ -199,12 +215,21 @@ JOBS = (
     ),
     Job(
         "workload",
-        "bench workload {results}/{gpu}-widths.json --plot {plots}/users-fp16.png "
-        "--json {results}/{gpu}-workload.json",
+        "bench workload {results}/{gpu}-widths.json --experts {results}/{gpu}-moe-widths.json "
+        "--plot {plots}/users-fp16.png --json {results}/{gpu}-workload.json",
         gpus=0,
-        after=("widths",),
+        after=("widths", "moe-widths"),
     ),
     Job("plots", "bench plot {results}/{gpu}-kernels.json --out {plots}", gpus=0, after=("kernels",)),
+    *(
+        Job(
+            f"{short}-profile-plot",
+            f"bench plot {{results}}/{{gpu}}-profile-{name}.json --out {{plots}}",
+            gpus=0,
+            after=(f"{short}-profile",),
+        )
+        for short, name in (("30b", "qwen3-30b-a3b"), ("coder-next", "qwen3-coder-next"))
+    ),
     Job(
         "generate-plot",
         "bench plot {results}/{gpu}-generate-qwen3-30b-a3b.json --out {plots}",

@@ -1,7 +1,7 @@
 """Benchmarks: what `kbit bench`, `kbit tune`, `kbit profile` and `kbit eval` measure, by command.
 
     bench kernels      kernels, kernel_rows, kernel_tables, peers, ncu
-    bench check, plot  check; plots, quality_plot, generate_plot, chat_plot; targets
+    bench check, plot  check; plots, chat_plot, generate_plot, profile_plot, quality_plot; targets
     bench dequant      dequant, conversions
     bench moe, nvfp4   moe, moe_layer, moe_router; nvfp4, nvfp4_layer, nvfp4_levers; both with routings
     bench attention    attention

@@ -165,10 +165,8 @@ def _run(
         timing = model_decode.prefill(model, plan.prefill, plan.repeats)
         result.prefill_ms, result.prefill_reason = timing.ms, timing.reason
     for batch in plan.batches:
-        for arm, chosen in _implementations(model, name, batch):
+        for arm in ways(model, name, batch):
             progress(f"{arm}: {batch} sequences")
-            if chosen is not None:
-                model.set_experts_implementation(chosen)
             row = _decode_if_it_fits(model, arm, batch, plan, gpus)
             if row is not None:
                 result.decode.append(row)
@@ -180,11 +178,17 @@ def _run(
     return result
 
 
-def _implementations(model: Any, name: str, batch: int) -> Iterable[tuple[str, str | None]]:
-    """(arm, implementation of 16-bit experts): one of each that can be recorded; just the arm without any."""
+def ways(model: Any, name: str, batch: int) -> Iterator[str]:
+    """The arm's name, or one for each implementation of 16-bit experts that a CUDA graph can record.
+
+    The model has that implementation when its name comes.
+    """
     if not any(is_experts(module) for module in model.modules()):
-        return [(name, None)]
-    return [(f"{name} {way}", way) for way in recordable(batch)]
+        yield name
+        return
+    for way in recordable(batch):
+        model.set_experts_implementation(way)
+        yield f"{name} {way}"
 
 
 def _decode_if_it_fits(model: Any, arm: str, batch: int, plan: Plan, gpus: int) -> DecodeRow | None:

@@ -190,10 +190,14 @@ def _record_cpu(run: Callable[[], object], steps: int) -> _Recorded:
     return float(whole.cpu_time_total), times, calls
 
 
-def as_json(profile: StepProfile, model: str) -> dict[str, Any]:
-    """The profile for a result file, with shares and ceilings written out for readers."""
+def as_json(profile: StepProfile, model: str, arm: str = "") -> dict[str, Any]:
+    """The profile for a result file, with shares and ceilings written out for readers.
+
+    `arm` is such as "kbit k=4" where a model of random weights was built in several ways.
+    """
     return {
         "model": model,
+        "arm": arm,
         "device": profile.device,
         "batch": profile.batch,
         "context": profile.context,

@@ -263,12 +263,14 @@ def dequant(
 def plot(
     file: Annotated[
         Path,
-        typer.Argument(help="A --json of `bench kernels`, `bench generate`, `bench chat` or `eval --bits`."),
+        typer.Argument(
+            help="A --json of `bench kernels`, `generate` or `chat`, `profile`, or `eval --bits`."
+        ),
     ],
     out: Annotated[Path, typer.Option(callback=check_folder, help="Folder for the PNGs.")] = Path(),
 ) -> None:
-    """Draw a result as PNGs. Speed-up and roofline, tokens a second, waits, or quality; needs matplotlib."""
-    from kbit.bench import chat_plot, generate_plot, kernel_rows, plots, quality_plot
+    """Draw a result as PNGs. Speed-up, roofline, tokens a second, waits, steps, quality; needs matplotlib."""
+    from kbit.bench import chat_plot, generate_plot, kernel_rows, plots, profile_plot, quality_plot
     from kbit.bench.result_files import read_result
 
     found = read_result(file, kernel_rows.COMMAND)
@@ -278,11 +280,13 @@ def plot(
         written = [generate_plot.write(found, out)]
     elif chat_plot.is_chat(found):
         written = [chat_plot.write(found, out)]
+    elif profile_plot.is_profile(found):
+        written = [profile_plot.write(found, out)]
     else:
         try:
             rows = kernel_rows.rows_of(found, file)
         except ValueError as error:
-            others = "`kbit bench generate`, `kbit bench chat` and `kbit eval --bits`"
+            others = "`kbit bench generate`, `kbit bench chat`, `kbit profile` and `kbit eval --bits`"
             raise ValueError(f"{error}. Results of {others} can be drawn, too.") from None
         written = plots.write(found, rows, out)
     for path in written:

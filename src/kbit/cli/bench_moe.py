@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.consoles import Console
-from kbit.cli.options import names, numbers, widths
+from kbit.cli.options import names, numbers, one_of, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
@@ -62,29 +62,38 @@ def moe(
     batch: Annotated[str, typer.Option(help="Layer and router: numbers of tokens.")] = "1,4,32,256,2048",
     routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
     bits: Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")] = "4",
+    dtype: Annotated[str, typer.Option(help="bf16, or fp16 for products alone.")] = "bf16",
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:
     """Products, layers and routers of experts against 16-bit paths. Cold weights, CUDA-graph replays."""
     from kbit.bench import gpu_timing, moe_layer, moe_router
     from kbit.bench import moe as bench
+    from kbit.bench.kernels import DTYPES
     from kbit.bench.routings import ROUTINGS
 
     shapes = names("--shape", shape, list(bench.SHAPES))
     routings = names("--routing", routing, ROUTINGS)
     bit_widths, counts = widths(bits), numbers("--rows", rows)
     sizes, batches = numbers("--experts", experts), numbers("--batch", batch)
+    one_of("--dtype", dtype, tuple(DTYPES))
+    if dtype == "fp16" and part is not Part.grouped:
+        raise ValueError(
+            "--dtype fp16 is for --part grouped: torch's grouped_mm, the baseline of layers, runs expert by "
+            "expert in float16."
+        )
     gpu_timing.require_gpu("kbit bench moe")
-    result = gpu_timing.result_header(repeats) | {"dtype": "bf16"}
+    result = gpu_timing.result_header(repeats) | {"dtype": dtype}
+    timed = (repeats, gpu_timing.measure)
     measured: list[MoeRow] = []
     runs = []
     if part in (Part.grouped, Part.all):
-        settings = (counts, bit_widths, repeats, gpu_timing.measure)
+        settings = (counts, bit_widths, *timed, DTYPES[dtype])
         runs += [bench.grouped_rows(name, count, *settings) for count in sizes for name in shapes]
     if part in (Part.layer, Part.all):
-        runs.append(moe_layer.layer_rows(batches, routings, bit_widths, repeats, gpu_timing.measure))
+        runs.append(moe_layer.layer_rows(batches, routings, bit_widths, *timed))
     if part in (Part.router, Part.all):
-        runs.append(moe_router.router_rows(batches, repeats, gpu_timing.measure))
+        runs.append(moe_router.router_rows(batches, *timed))
     for run in runs:
         for row in run:
             measured.append(row)

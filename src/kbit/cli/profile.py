@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,12 +13,16 @@ from rich.table import Table
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
+from kbit.cli.model_arms import all_arms
 from kbit.cli.model_folder import load_model
+from kbit.cli.options import numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
-    from kbit.bench.profile import Part
+    import torch
+
+    from kbit.bench.profile import Part, StepProfile
 
 console = Console()
 _NAME = 70  # characters of a kernel's name; templates have thousands
@@ -26,13 +30,22 @@ _NAME = 70  # characters of a kernel's name; templates have thousands
 
 def profile(
     folder: Annotated[
-        Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
-    ],
+        Path | None, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Not a folder's: a shipped model, or a config.json, of random weights."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of --random: only the first layers.")] = None,
+    bits: Annotated[str, typer.Option(help="Of --random: bits per weight; one profile each.")] = "4",
+    baseline: Annotated[bool, typer.Option(help="Of --random: profile bf16, too.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
     dtype: Annotated[
-        str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
+        str, typer.Option(help="Of a folder: auto (the model's own), float32, float16 or bfloat16.")
     ] = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
+    batch: Annotated[str, typer.Option(help="Sequences decoded at once; one profile each.")] = "1",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each in the cache before the step.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,
     graph: Annotated[bool, typer.Option(help="Replay the step as a CUDA graph where it can be.")] = True,
@@ -44,26 +57,67 @@ def profile(
 
     from kbit.bench import gpu_timing
     from kbit.bench import profile as bench
+    from kbit.bench.model import ways
 
+    if (folder is None) == (random is None):
+        raise ValueError("profile takes a model's folder, or --random and a model's name.")
+    batches = numbers("--batch", batch)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         gpu_timing.require_gpu("kbit profile --device cuda", or_cpu=True)
+    models = _loaded(folder, dtype, device) if folder else _built(random, layers, bits, baseline, device)
+    profiles: list[dict[str, Any]] = []
+    for name, arm, model in models:
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
+        for count in batches:
+            for way in ways(model, arm, count) if arm else ("",):
+                what = f"{name}, {way}" if way else name
+                try:
+                    found = bench.profile_step(model, count, context, steps, graph)
+                except torch.OutOfMemoryError:
+                    console.print(f"{what}, batch {count}: out of memory, left out", style="red")
+                    torch.cuda.empty_cache()
+                    continue
+                _print(what, found, top)
+                profiles.append(bench.as_json(found, name, way))
+                # At once, so that an interruption loses one profile.
+                write_json(json_file, {"machine": gpu_timing.describe(found.device), "profiles": profiles})
+        del model
+
+
+def _loaded(folder: Path, dtype: str, device: str) -> Iterator[tuple[str, str, Any]]:
+    """(name, arm, model) of a folder, or of one on the hub."""
     folder = folder_of(folder)
-    model = load_model(folder, dtype, device)
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
-    found = bench.profile_step(model, batch, context, steps, graph)
+    yield model_name(folder), "", load_model(folder, dtype, device)
+
+
+def _built(
+    name: str | None, layers: int | None, bits: str, baseline: bool, device: str
+) -> Iterator[tuple[str, str, Any]]:
+    """(name, arm, model) of random weights, built when its turn comes."""
+    import torch
+
+    from kbit.bench import model_build
+
+    assert name is not None
+    arms, config = all_arms(bits, baseline), model_build.load_config(name, layers)
+    for arm, policy in arms.items():
+        place: torch.device = torch.device(device)
+        with model_build.freeing(place):
+            yield Path(name).stem, arm, model_build.build(config, place, policy=policy).model
+
+
+def _print(what: str, found: StepProfile, top: int) -> None:
     how = "CUDA graph" if found.reason is None else f"no CUDA graph: {found.reason}"
     console.print(
-        f"{model_name(folder)}, batch {batch}, context {context}: {found.step_us:.1f} us a step, "
+        f"{what}, batch {found.batch}, context {found.context}: {found.step_us:.1f} us a step, "
         f"{found.device} busy {100 * found.busy:.1f}% ({how})",
         markup=False,
         soft_wrap=True,
     )
     show(_table("levers, by purpose", found.groups))
     show(_table(f"the {min(top, len(found.kernels))} slowest kernels", found.kernels[:top]))
-    about = gpu_timing.describe(found.device)
-    write_json(json_file, {"machine": about, "profile": bench.as_json(found, model_name(folder))})
 
 
 def _table(title: str, parts: Sequence[Part]) -> Table:

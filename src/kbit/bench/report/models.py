@@ -75,16 +75,20 @@ def _size_row(arm: Mapping[str, Any]) -> Row:
 def _profiles(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
-        about = result.data["profile"]
-        parts.append(markup.heading(f"{about['model']}, {result.device}, {result.name}"))
-        busy = f"{about['device'].upper()} busy"
-        figures = [(f"{about['step_us']:.0f} µs", "one decode step"), (f"{100 * about['busy']:.1f}%", busy)]
-        parts.append(markup.tiles(figures))
-        headers = ["kernel", "purpose", "calls", "us", "% of step", "step without it, us", "at most"]
-        parts.append(markup.table(headers, map(_profile_row, about["groups"]), "Levers", left=2))
-        kernels = markup.table(headers, map(_profile_row, about["kernels"]), "One decode step", left=2)
-        parts.append(markup.details(f"{len(about['kernels'])} kernels", kernels))
+        for about in result.data["profiles"]:
+            what = [about["model"], about["arm"], f"batch {about['batch']}", result.device, result.name]
+            parts += [markup.heading(", ".join(filter(None, what))), *_profile(about)]
     return "".join(parts)
+
+
+def _profile(about: Mapping[str, Any]) -> Iterator[str]:
+    busy = f"{about['device'].upper()} busy"
+    figures = [(f"{about['step_us']:.0f} µs", "one decode step"), (f"{100 * about['busy']:.1f}%", busy)]
+    yield markup.tiles(figures)
+    headers = ["kernel", "purpose", "calls", "us", "% of step", "step without it, us", "at most"]
+    yield markup.table(headers, map(_profile_row, about["groups"]), "Levers", left=2)
+    kernels = markup.table(headers, map(_profile_row, about["kernels"]), "One decode step", left=2)
+    yield markup.details(f"{len(about['kernels'])} kernels", kernels)
 
 
 def _profile_row(item: Mapping[str, Any]) -> Row:

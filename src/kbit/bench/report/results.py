@@ -13,7 +13,7 @@ from kbit.format.strict_json import parse_json
 # What a file is, and the keys that tell it; the first that fits.
 KINDS: Mapping[str, Iterable[str]] = {
     "workload": ("workload", "scheduler"),
-    "profile": ("profile",),
+    "profile": ("profiles",),
     "demo": ("rows", "eval_tokens"),
     "quality": ("rows", "window"),
     "dequantize": ("row_kernels",),
