@@ -118,14 +118,24 @@ def test_teams_that_split_k(kernel: ModuleType, n: int, k: int, dealing: Sequenc
     check(kernel, dealing, rows, k, gated=gated)
 
 
-@pytest.mark.parametrize(("k", "span"), [(512, 1), (1024, 2), (2048, 4)])
-def test_teams_that_take_several_turns(k: int, span: int) -> None:
-    dealing, n = (1, 2, 1, 0, 3), 320
-    chosen = grouped.plan(sum(dealing), len(dealing), WeightShape(n, k, 4, False, LIMITS))
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "warps", "span"),
+    [
+        (320, 512, 4, 16, 1),
+        (320, 1024, 4, 16, 2),
+        (320, 2048, 4, 16, 2),
+        (640, 512, 3, 24, 1),
+        (480, 512, 2, 16, 1),  # two turns of either
+        (480, 1024, 2, 24, 2),
+    ],
+)
+def test_teams_that_take_several_turns(n: int, k: int, bits: int, warps: int, span: int) -> None:
+    dealing = (1, 2, 1, 0, 3)
+    chosen = grouped.plan(sum(dealing), len(dealing), WeightShape(n, k, bits, False, LIMITS))
     assert chosen is not None
-    assert (chosen.config.warps, chosen.span) == (16, span)
-    assert n // 32 * 4 > 16 * LIMITS.multiprocessors  # units of experts that have rows, and warps
-    check(grouped, dealing, n, k)
+    assert (chosen.config.warps, chosen.span) == (warps, span)
+    assert n // 32 * 4 > warps * LIMITS.multiprocessors  # units of experts that have rows, and warps
+    check(grouped, dealing, n, k, bits)
 
 
 @pytest.mark.parametrize(("arch", "kilobytes"), [("80", 163), ("89", 99)])

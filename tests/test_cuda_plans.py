@@ -15,7 +15,6 @@ from kbit.backends.cuda import (
     operands,
     preference,
     resident,
-    sorted_rows,
     stream,
     stream_config,
     wgmma,
@@ -93,7 +92,7 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
         case = (bits, experts, n, k, rows, plan)
         assert plan is not None, case
         assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
-        assert plan.config in grouped.configs(bits, device.shared_bytes), case
+        assert plan.config in grouped.configs(bits, plan.tokens, device.shared_bytes), case
         assert plan.x_room >= -(-k // 64) * 128 * plan.most, case
         room, units = (plan.parts_at - plan.jobs_at) // 20 - 1, -(-n // 32)
         for counts in dealings(rows, experts):
@@ -330,9 +329,7 @@ def test_tiles_of_experts(rows: int, experts: int, tokens: int, teams: int) -> N
 def test_kernels_are_compiled_for_any_codebook():
     shared = 227 * 1024
     found = {spec.name for spec in wgmma_config.specs()}
-    found |= {
-        spec.name for module in (grouped, resident) for spec in sorted_rows.specs(module.configs, shared)
-    }
+    found |= {spec.name for module in (grouped, resident) for spec in module.specs(shared)}
     for kernel in ("wgmma", "grouped", "resident"):
         assert any(name.startswith(f"{kernel}[bits=5") and "any_codebook=1" in name for name in found)
     assert not any("bits=4" in name and "any_codebook" in name for name in found)

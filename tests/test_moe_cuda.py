@@ -218,11 +218,12 @@ def test_one_hot_rows_return_decoded_weights(kernel, sizes, rows, monkeypatch):
     assert torch.equal(kbit.ops.grouped_linear(x, q, offsets), decoded[expert, :, at])
 
 
-# Teams of 4 warps and of 2, then several turns of 4; down projections that follow gates and ups at once.
+# Teams of several warps, then several turns of 2; down projections that follow gates and ups at once.
+@pytest.mark.parametrize("bits", [3, 4])  # blocks of 24 warps and of 16
 @pytest.mark.parametrize("tokens", [2, 5, 24])
-def test_sorted_tokens_repeat_while_memory_is_busy(tokens, monkeypatch):
+def test_sorted_tokens_repeat_while_memory_is_busy(tokens, bits, monkeypatch):
     force("grouped", monkeypatch)
-    layer = quantized(torch.float16, experts=96, hidden=2048, intermediate=512)
+    layer = quantized(torch.float16, bits=bits, experts=96, hidden=2048, intermediate=512)
     x, ids, weights = inputs(uniform, tokens, torch.float16, choices=8, experts=96, hidden=2048)
     require_repeats(layer, x, ids, weights)
 

@@ -424,13 +424,15 @@ def _multiply_many(weight, dtype) -> None:
 def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
     """Rows sorted by expert: found by moe_align, multiplied by every kernel, summed by moe_combine.
 
-    One token's also without sorting.
+    One token's also without sorting. By grouped.cu also as on a machine of one multiprocessor, whose block has
+    more warps, and each of them several units.
     """
     import torch
 
     from kbit.backends.cuda import driver, grouped, mma, one_token, resident, wgmma
 
-    hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
+    limits = driver.device_limits(torch.cuda.current_device())
+    hopper = limits.arch == wgmma.ARCH
     n, k, gated = sizes
     ops, scale = torch.ops.kbit, torch.ones(5, device="cuda")
     for tokens, choices in ((1, 2), (9, 3), (70, 2)):
@@ -441,9 +443,11 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
         shape = (tokens * choices, n // 2 if gated else n)
         out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
-        for settled in (False, True):
+        for settled, multiprocessors in product((False, True), (limits.multiprocessors, 1)):
             problem = (x, tiled, codebook, scale, bounds, source, *sizes, out.fill_(torch.nan))
-            grouped.linear(*problem, settled=settled)
+            planned = limits._replace(multiprocessors=multiprocessors)
+            with mock.patch.object(driver, "device_limits", lambda index, planned=planned: planned):
+                grouped.linear(*problem, settled=settled)
             assert torch.isfinite(out).all()
         if hopper:
             resident.linear(x, tiled, codebook, scale, bounds, source, *sizes, out.fill_(torch.nan))

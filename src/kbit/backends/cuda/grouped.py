@@ -102,14 +102,16 @@ class Plan:
         return (self.most.bit_length() - 1, self.span, *places)
 
 
-def configs(bits: int, shared_bytes: int) -> list[Config]:
+def configs(bits: int, tokens: int, shared_bytes: int) -> list[Config]:
     """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
     if shared_bytes <= operands.SMALL_MEMORY:
         return [Config(8, 1, 1, in_holes=bits in operands.HOLES)]
     if shared_bytes <= operands.ONE_TABLE_MEMORY:  # too little for two blocks; fewer warps leave more of it
         return [Config(16, 1, 2), Config(8, 1, 2)]
-    # Two blocks, so that the next kernel may begin beside this one; one where activations need the room.
-    return [Config(8, 2, 2, in_holes=bits in operands.HOLES), Config(16, 1, 2)]
+    # Two blocks, so that the next kernel may begin beside this one; one where activations need the room, or
+    # more warps have it, which hide more of each other's look-ups. (For 16 tokens registers are too few.)
+    many = [Config(24, 1, 2)] if bits <= 3 and tokens == TOKENS[0] else []
+    return [Config(8, 2, 2, in_holes=bits in operands.HOLES), *many, Config(16, 1, 2)]
 
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
@@ -132,9 +134,9 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
 
     Where it is enough for some number of rows, it is for any smaller one.
     """
-    preferred = _preferred(rows, experts, weight)
     most = TOKENS[1] if rows > TOKENS[0] * experts else TOKENS[0]
     while most:
+        preferred = _preferred(rows, experts, max(most, TOKENS[0]), weight)
         for fewer in (1, 2, 4, 8, 16):  # warps that split K, whose sums need room
             for config in preferred:
                 chosen = _lay_out(config, rows, experts, most, fewer, weight)
@@ -149,14 +151,20 @@ def _active(rows: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 
-def _preferred(rows: int, experts: int, weight: WeightShape) -> list[Config]:
+def _preferred(rows: int, experts: int, tokens: int, weight: WeightShape) -> list[Config]:
     """Configurations, the fastest first."""
     out_features, in_features, bits, _, device, _ = weight
-    available = configs(bits, device.shared_bytes)
+    available = configs(bits, tokens, device.shared_bytes)
     row_tiles, k_tiles, _ = layout.tile_shape(out_features, in_features, bits)
-    tiles = _active(rows, experts) * row_tiles * k_tiles
-    many = tiles > _FEW_TILES * device.multiprocessors
-    return sorted(available, key=lambda config: -config.warps) if many else available
+    row_tiles_each = _active(rows, experts) * row_tiles / device.multiprocessors
+    if row_tiles_each * k_tiles <= _FEW_TILES:
+        return available
+    most, *fewer = sorted(available, key=lambda config: -config.warps)
+    alone = _span(rows, experts, -(-row_tiles // 2), k_tiles, device.multiprocessors, most.warps) == 1
+    if fewer and alone and most.warps < row_tiles_each / 2 <= 2 * fewer[0].warps:
+        # Two turns with either: 51 experts of 2048 x 512 took 13.2 us by 24 warps, 12.1 by 16.
+        return [fewer[0], most, *fewer[1:]]
+    return [most, *fewer]
 
 
 def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, weight: WeightShape) -> Plan:
@@ -194,12 +202,13 @@ def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: i
     """Warps that split K: as few as keep a block's warps busy, if rows are dealt at random.
 
     With more units than warps it is the last turn that leaves some idle, and a team's are shorter: of 512
-    experts of 1024 x 2048, 80 rows on an H100 took 34.8 us by teams of 4, 38.1 by single warps; of 2048 x
-    512, whose turns are short as it is, 19.7 by teams of 2, 19.5 by single warps.
+    experts of 1024 x 2048, 80 rows on an H200 took 26.5 us by teams of 2, 26.9 by teams of 4, 29.4 by single
+    warps, 1280 rows 141, 145 and 144; of 2048 x 512, whose turns are short as it is, 80 rows took 16.8 by
+    teams of 2, 15.9 by single warps.
     """
     each = _active(rows, experts) * units / grid
     if each > warps:  # several turns of all warps
-        return next((span for span in (4, 2) if k_tiles >= 8 * span), 1)
+        return 2 if k_tiles >= 16 else 1
     span = 1
     while 2 * span <= warps and each * 2 * span <= warps and k_tiles >= 4 * span:
         span *= 2

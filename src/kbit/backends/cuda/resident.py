@@ -99,7 +99,7 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on a GPU whose blocks may have `shared_bytes` of shared memory."""
-    return sorted_rows.specs(configs, shared_bytes)
+    return sorted_rows.specs(lambda bits, tokens, shared: configs(bits, shared), shared_bytes)
 
 
 def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:

@@ -62,16 +62,16 @@ def row_aligned(at: int) -> int:
     return -(-at // _ROW_BYTES) * _ROW_BYTES
 
 
-def specs(configs: Callable[[int, int], Sequence[Config]], shared_bytes: int) -> list[KernelSpec]:
+def specs(configs: Callable[[int, int, int], Sequence[Config]], shared_bytes: int) -> list[KernelSpec]:
     """The kernels of all configurations, for a GPU whose blocks may have `shared_bytes` of shared memory.
 
-    `configs` has them for a code width and those bytes.
+    `configs` has them for a code width, tokens and those bytes.
     """
     return [
         config.spec(bits, dtype, tokens, symmetric)
         for bits, symmetric in operands.CODES
         for tokens in TOKENS
-        for config in configs(bits, shared_bytes)
+        for config in configs(bits, tokens, shared_bytes)
         for dtype in operands.DTYPES
     ]
 

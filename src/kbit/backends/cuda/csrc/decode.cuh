@@ -60,7 +60,7 @@ struct Decoder {
 
     const u8* table;
     u32 lane_byte;
-    u32 low = 0, high = 0;  // 2 bits, after keep_levels: the bytes of the four levels
+    u32 low = 0, high = 0;  // 2 bits, if `filled` made this: the bytes of the four levels
 
     DEVICE Decoder(const u8* table_, int lane)
         : table(table_), lane_byte(opaque(kAnyCodebook ? lane % 8 * 0x0404 : lane * kCopyBytes)) {}
@@ -148,14 +148,18 @@ struct Decoder {
         return three >> 2;
     }
 
-    // 2 bits: after the barrier that follows `fill`, for step<J, true>.
-    DEVICE void keep_levels() {
+    // After the barrier that follows `fill`; with what step<J, true> wants.
+    static DEVICE Decoder filled(const u8* table, int lane) {
+        Decoder decode(table, lane);
+        if constexpr (BITS == 2) {
 #pragma unroll
-        for (int code = 0; code < 4; ++code) {
-            const u32 level = look_up(code * kRowBytes + lane_byte);  // in the low half
-            low |= (level & 255u) << (8 * code);
-            high |= (level >> 8 & 255u) << (8 * code);
+            for (int code = 0; code < 4; ++code) {
+                const u32 level = decode.look_up(code * kRowBytes + decode.lane_byte);  // in the low half
+                decode.low |= (level & 255u) << (8 * code);
+                decode.high |= (level >> 8 & 255u) << (8 * code);
+            }
         }
+        return decode;
     }
 
     // The A operand of k16 step J. REGISTERS, 2 bits, J = 0 or 2: not from shared memory but by PRMT, whose

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     ring.count =
         list_jobs(jobs, room, count, scratch, offsets, experts, rows, p, most_log, by_grid, by_units);
 
-    const D decode(memory, lane);
+    const D decode = D::filled(memory, lane);
     const Staged staged{{x, source, x_stride, x_rows}, tokens_log(jobs, count, lane)};
     const u32 x_bytes = staged.tile_bytes(), region = base + x_at;
     const u32 x_lane = region + staged.lane_place(lane);

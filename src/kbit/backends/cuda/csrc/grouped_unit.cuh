@@ -86,14 +86,15 @@ DEVICE void multiply_block(float (&sums)[kColumns][4], u32 (&a)[2][4], S::Words 
     }
 }
 
-// sums[half] += one column tile of each half times x.
+// sums[half] += one column tile of each half times x. A quarter of 2-bit codes do without shared memory, which
+// gives out look-ups and activations in three of four clocks.
 DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
                           const S::Words (&scales)[2], const u32 (&b)[kColumns][8]) {
     static_for<2>([&](auto block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 a[2][4];
-            decode.template step<2 * block.value>(w[half], a[0]);
+            decode.template step<2 * block.value, Config::bits == 2 && block.value == 0>(w[half], a[0]);
             decode.template step<2 * block.value + 1>(w[half], a[1]);
             multiply_block<block.value>(sums[half], a, scales[half], b);
         }

@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(Config::warps * 32, Config::blocks)
     }
     D::fill(memory, level, threadIdx.x, blockDim.x);
     __syncthreads();
-    const D decode(memory, lane);
+    const D decode = D::filled(memory, lane);
     const Output out{y, kSumsInHoles ? 2 * Output::kPairBytes : Output::kPairBytes};
     const Activations activations{x, source, x_stride, x_rows};
     const u32 region = opaque(base + x_at), x_tile = opaque(region + first_tile * kXTileBytes);

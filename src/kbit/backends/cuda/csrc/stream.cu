@@ -185,10 +185,7 @@ DEVICE u32 multiply(Sums& sums, const D& decode, Activations& x, u32 group, int 
 
 DEVICE void work(const Problem& p, Ring& ring, const Parts& parts, u32 parts_full, u8* table, Source x,
                  const Routing& routing, int worker, int lane) {
-    D decode(table, lane);
-    if constexpr (Config::bits == 2) {
-        decode.keep_levels();
-    }
+    const D decode = D::filled(table, lane);
     const u32 zero = opaque(u32(p.m) >> 31), parts_empty = parts_full + 8 * kBuffers;
     Sums sums = {};
     Activations act;
