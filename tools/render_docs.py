@@ -35,7 +35,7 @@ from render_readme import (
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
-from kbit.bench import check, kernel_rows, shapes
+from kbit.bench import check, kernel_rows, profile_plot, shapes
 from kbit.cli import app
 from kbit.format import SUPPORTED_BITS, normal_float
 
@@ -50,7 +50,7 @@ WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")
 CROSSOVER_TOKENS = (64, 128, 256, 512, 576, 1024, 2048, 4096, 8192)
-CHAT_FILES = "h200-chat-*.json"
+CHAT_FILES, PROFILE_FILES = "h200-chat-*.json", "h200-profile-*.json"
 PARALLEL_FILES, TRAIN_FILE = ("h100-*-parallel-*.json", "h200-parallel-*.json"), "h200-train.json"
 # Column -> (key of a level, digits).
 _SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
@@ -220,7 +220,8 @@ def _counted(result: dict[str, Any]) -> str:
     """Which layers a model's rows of the workload are made of, and what was left out of them."""
     lines = []
     for model in result["workload"]:
-        uses = ", ".join(shape.use for shape in shapes.DENSE if shape.model == model["model"])
+        counted = shapes.DENSE if model["notes"] else shapes.SHAPES  # experts, unless a note says not
+        uses = ", ".join(shape.use for shape in counted if shape.model == model["model"])
         lines.append("; ".join([f"* {model['model']}: {uses}", *model["notes"]]) + ".")
     return "\n".join(["Layers of a block that are counted:", "", *lines])
 
@@ -305,6 +306,21 @@ def chats() -> str:
     )
     header = ["model", "", *(f"{tokens} tokens" for tokens in prompts)]
     return f"{text} {about(*results)}\n\n{markdown(header, body)}"
+
+
+def profiles() -> str:
+    """What decode steps of whole models are made of."""
+    results = [load(path.name) for path in sorted(RESULTS.glob(PROFILE_FILES))]
+    if not results:
+        return "Not measured yet: `kbit profile` does."
+    shown = [one for result in results for one in profile_plot.fastest(result["profiles"])]
+    purposes, body = profile_plot.parts(shown), []
+    for i, one in enumerate(shown):
+        name = f"{one['model']}, {one['arm'].removeprefix('kbit ')}, batch {one['batch']}"
+        times = [f"{us[i]:.0f}" if us[i] >= 0.5 else "" for us in purposes.values()]
+        body.append([name, f"{one['step_us']:.0f}", *times])
+    text = f"`kbit profile`: microseconds of a step with {shown[0]['context']} tokens in the cache, random weights."
+    return f"{text} {about(*results)}\n\n{markdown(['model', 'step', *purposes], body)}"
 
 
 def quantizing() -> str:
@@ -523,7 +539,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
     **{f.__name__: f for f in (nvfp4, levers, sanitizer, provenance, codebooks, head)},
-    **{f.__name__: f for f in (serving, chats, quantizing, dequantizing)},
+    **{f.__name__: f for f in (serving, chats, profiles, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
 

@@ -424,8 +424,8 @@ def _multiply_many(weight, dtype) -> None:
 def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
     """Rows sorted by expert: found by moe_align, multiplied by every kernel, summed by moe_combine.
 
-    One token's also without sorting. By grouped.cu also as on a machine of one multiprocessor, whose block has
-    more warps, and each of them several units.
+    One token's also without sorting. By grouped.cu also as on a machine of one multiprocessor, whose block
+    has more warps, and each of them several units.
     """
     import torch
 

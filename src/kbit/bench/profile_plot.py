@@ -10,7 +10,7 @@ from kbit.bench.plots import figure_of
 
 IDLE = "nothing runs"
 REST = "other"
-_LEAST = 0.02  # of the longest step; purposes that are less in every step are summed
+_LEAST = 0.05  # of a step; purposes that are less of every one are summed
 _HEIGHT = 0.8  # of a bar's place on the axis
 
 
@@ -31,17 +31,19 @@ def fastest(profiles: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parts(profiles: list[dict[str, Any]]) -> dict[str, list[float]]:
     """{purpose: microseconds in each profile}, the largest first, then small ones summed, then idle time."""
-    longest = max(one["step_us"] for one in profiles)
+    steps = [one["step_us"] for one in profiles]
     times = [{part["group"]: part["us"] for part in one["groups"]} for one in profiles]
     rows = {
         group: [of.get(group, 0.0) for of in times] for group in dict.fromkeys(g for of in times for g in of)
     }
-    large = {group: us for group, us in rows.items() if max(us) >= _LEAST * longest and group != REST}
+    large = {
+        group: us
+        for group, us in rows.items()
+        if group != REST and any(part >= _LEAST * step for part, step in zip(us, steps, strict=True))
+    }
     found = dict(sorted(large.items(), key=lambda item: -sum(item[1])))
     found[REST] = [sum(of.values()) - sum(us[i] for us in large.values()) for i, of in enumerate(times)]
-    found[IDLE] = [
-        max(0.0, one["step_us"] - sum(of.values())) for one, of in zip(profiles, times, strict=True)
-    ]
+    found[IDLE] = [max(0.0, step - sum(of.values())) for step, of in zip(steps, times, strict=True)]
     return found
 
 
@@ -66,7 +68,7 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     names = [", ".join(filter(None, (one["arm"], f"batch {one['batch']}"))) for one in profiles]
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.margins(x=0.12)
     axes.set_xlabel("microseconds of a decode step")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     first = profiles[0]
