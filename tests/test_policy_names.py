@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.cli import app
-from kbit.format import QuantizationPolicy
+from kbit.format import QuantizationPolicy, patterns
 from kbit.format.unmatched import unmatched
 from kbit.integrations.streaming import quantize_checkpoint
 from kbit.nn import QuantizedModule, replace
@@ -307,3 +307,14 @@ def test_the_policy_says_why_a_module_stays():
     assert policy.why_not("layers.1.o_proj") == "the override 'o_proj' is 0"
     assert policy.why_not("layers.1.mlp.gate") == "it is a router"
     assert policy.why_not("lm_head") == "embedding_bits is not set"
+
+
+def test_many_overrides_are_compiled_once():
+    """Python's own memory of 512 expressions would have none of them when its turn comes again."""
+    names = [f"model.layers.{i}.mlp.up_proj" for i in range(600)]
+    policy = kbit.QuantizationPolicy(
+        overrides={f"^{re.escape(name)}$": 2 + i % 4 for i, name in enumerate(names)}
+    )
+    before = [kept.cache_info().misses for kept in (patterns._compiled, patterns._choices)]
+    assert [policy.bits_for(name) for name in names] == [2 + i % 4 for i in range(600)]
+    assert [kept.cache_info().misses for kept in (patterns._compiled, patterns._choices)] == before

@@ -44,6 +44,25 @@ def test_a_head_with_a_tied_bias_is_saved(masked):
     assert not [name for name in load_file(folder / "model.safetensors") if "bias_" in name]
 
 
+def test_a_quantized_head_with_a_tied_bias_is_saved(tmp_path):
+    """Quantized in place, from the saved folder, and by shards: the tie of biases is none of weights."""
+    torch.manual_seed(0)
+    policy = kbit.KbitConfig(bits=4, embedding_bits=5)
+    plain = transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "0", policy)
+    model = kbit.quantize_model(plain, policy)
+    model.save_pretrained(tmp_path / "1")
+    for before, after in (("1", "2"), ("0", "3")):
+        again = transformers.BertForMaskedLM.from_pretrained(tmp_path / before)
+        again.save_pretrained(tmp_path / after)
+        again = transformers.BertForMaskedLM.from_pretrained(tmp_path / after)
+        assert again.config.tie_word_embeddings
+        assert again.cls.predictions.decoder.bits == 5
+        assert again.cls.predictions.decoder.bias is again.cls.predictions.bias
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 @pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification"])
 def test_what_the_quantized_class_had_not_is_drawn_at_random(kind, masked):
     model, folder = masked

@@ -28,6 +28,11 @@ _TOKEN = re.compile(
 # Compared letter by letter, wherever it is tried.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?P=|\(\?\(")
 
+# A policy may state every module of a large model, and all are looked for, in their order, for each name: with
+# fewer in memory, as of those that `re` keeps by itself, none would be there when its turn comes again.
+_KEPT = 65_536
+_compiled = lru_cache(maxsize=_KEPT)(re.compile)
+
 
 def check(pattern: str) -> None:
     """Check that a pattern can be searched for.
@@ -39,7 +44,7 @@ def check(pattern: str) -> None:
     if not isinstance(pattern, str):
         raise ValueError(f"overrides: {pattern!r} is not a regular expression: it is no string.")
     try:
-        re.compile(pattern)
+        _compiled(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"overrides: {pattern[:80]!r} is not a regular expression: {error}.") from None
     _choices(pattern)
@@ -59,7 +64,7 @@ def first_found(patterns: Iterable[str], names: Sequence[str]) -> str | None:
                 f"overrides: there are too many with repeats or alternatives to look for them all in "
                 f"{name[:80]!r}. Write names out."
             )
-        if re.search(pattern, name):
+        if _compiled(pattern).search(name):
             return pattern
     return None
 
@@ -71,7 +76,7 @@ def is_found(pattern: str, name: str) -> bool:
         ValueError: there may be too many ways to match a name so long.
     """
     _ways(pattern, name)
-    return re.search(pattern, name) is not None
+    return _compiled(pattern).search(name) is not None
 
 
 def _ways(pattern: str, name: str) -> int:
@@ -86,7 +91,7 @@ def _ways(pattern: str, name: str) -> int:
     return ways
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=_KEPT)
 def _choices(pattern: str) -> tuple[int, int]:
     """(repeats, ways) of a legal pattern: its repeats, at most 64 of them counted, and the ways beside those.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.format import bitplanes, reference
-from kbit.format.codebook import BLOCK_SIZE, bits_of
+from kbit.format.codebook import BLOCK_SIZE, bits_of, midpoints
 from kbit.format.scales import absmax_format
 from kbit.quantizers import absmax, scale_search
 
@@ -72,6 +72,7 @@ def quantize(
     rest = reference.split_blocks(w).clone()  # which may be w's own memory
     factor = fmt.tensor_factor(rest.abs().amax(-1))
     rest = rest.flatten(-2)
+    thresholds = midpoints(codebook)
     packed, stored = [], []
     for start in range(0, rest.shape[-1], BLOCK_SIZE):
         end = start + BLOCK_SIZE
@@ -83,17 +84,35 @@ def quantize(
             method, one = scale_search if search else absmax, torch.ones_like(factor)
             _, chosen = method.quantize_blocks(divided.unsqueeze(-2), codebook, fmt, one, left)
         stored.append(chosen)
-        scale = fmt.decode(chosen) * factor[..., None, None]
-        errors, codes = torch.empty_like(block), torch.empty_like(block, dtype=torch.uint8)
-        for i in range(BLOCK_SIZE):
-            column, weights = block[..., i : i + 1], spread[..., start + i, None, start + i : end]
-            code = reference.codes_for_scale(column, scale.squeeze(-1), codebook)
-            errors[..., i : i + 1] = (column - codebook[code.int()] * scale) / weights[..., :1]
-            codes[..., i : i + 1] = code
-            block[..., i:] -= errors[..., i : i + 1] * weights
+        scale = (fmt.decode(chosen) * factor[..., None, None]).squeeze(-1)
+        codes, errors = _columns(block, scale, spread[..., start:end, start:end], codebook, thresholds)
         packed.append(bitplanes.pack(codes, bits_of(codebook)))
         rest[..., end:] -= errors @ spread[..., start:end, end:]
     return torch.cat(packed, dim=-1), torch.cat(stored, dim=-1), factor
+
+
+def _columns(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    spread: torch.Tensor,
+    codebook: torch.Tensor,
+    thresholds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., N, 32] of a block [..., N, 32], column after column, and the weighed errors that they leave.
+
+    `scale` is [..., N]. Columns come first meanwhile, as the many small steps want them beside each other in
+    memory. Codes are counted, not searched for: that a CPU splits over threads, who wait for each other.
+    """
+    rest, weights = block.movedim(-1, 0).contiguous(), spread.movedim((-2, -1), (0, 1)).unsqueeze(-1)
+    limits, there = thresholds.view(-1, *[1] * scale.dim()), scale > 0
+    codes, errors = torch.empty_like(rest, dtype=torch.uint8), torch.empty_like(rest)
+    for i in range(BLOCK_SIZE):
+        normalized = torch.where(there, rest[i] / scale, 0.0)
+        code = (normalized > limits).sum(0)
+        codes[i] = code
+        torch.div(rest[i] - codebook[code] * scale, weights[i, i], out=errors[i])
+        rest[i + 1 :] -= errors[i] * weights[i, i + 1 :]
+    return codes.movedim(0, -1).contiguous(), errors.movedim(0, -1).contiguous()
 
 
 def _chosen(block: torch.Tensor, alone: Quantize) -> torch.Tensor | None:

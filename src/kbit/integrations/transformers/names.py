@@ -175,11 +175,15 @@ def _undo(name: str, part: str, undone: list) -> str:
 
 
 def broken_ties(model: Any) -> set[str]:
-    """Names that a model ties to others, of layers that are not quantized alike."""
+    """Names of weights that a model ties to others, of layers that are not quantized alike."""
     found = set()
-    for names in getattr(model, "all_tied_weights_keys", {}).items():
-        if not alike(*(model.get_submodule(holder_of(original_of(name))) for name in names)):
-            found.add(names[0])
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        path, _, weight = original_of(target).rpartition(".")
+        layers = model.get_submodule(path), model.get_submodule(holder_of(original_of(source)))
+        # A bias may be tied, too; in layers of any form it is the same.
+        of_both = all(weight in layer.shapes for layer in layers if isinstance(layer, QuantizedModule))
+        if of_both and not alike(*layers):
+            found.add(target)
     return found
 
 
