@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import kbit
 from kbit.cli import calibrate, texts
 from kbit.cli.texts import encode_windows
-from kbit.integrations.streaming import jobs
+from kbit.integrations.streaming import Codes, jobs, quantize_checkpoint
 from quantize_runs import SMALL_SHARD, content, fail_at, refuse, run
 from tiny_models import ARCHITECTURES, build_with_tokenizer
 
@@ -106,6 +106,21 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, text):
     file.write_text(file.read_text().replace('"w71": 71', '"w71": 72').replace('"w71":71', '"w71":72'))
     assert "ids up to 72" in refuse(source, tmp_path / "out", "--calibrate", text)
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt, SystemExit(143)])
+def test_stopped_before_a_shard_is_whole_it_leaves_nothing(tmp_path, stopped_by):
+    source = build_with_tokenizer("llama", tmp_path / "in")
+    before = sorted(tmp_path.iterdir())
+
+    def stopped() -> dict[str, torch.Tensor]:
+        assert (tmp_path / "out.partial").is_dir()
+        raise stopped_by
+
+    codes = Codes("calibrated", stopped)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        quantize_checkpoint(source, tmp_path / "out", kbit.KbitConfig(), codes=codes)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.gpu

@@ -148,10 +148,10 @@ def quantize_checkpoint(
                 made = {} if codes is None or finished else _complete(codes.make())
                 report = _write_shards(partial, shards, policy, progress, where, made)
                 _write_rest(source, partial, config, policy, shards)
-        except ValueError as error:
-            # A GPU's kernel that cannot be compiled is one, too: what is finished can be used later.
+        except BaseException as error:  # a signal, too
+            # A GPU's kernel that cannot be compiled, say, leaves what can be used later.
             if isinstance(error, NonFiniteWeightError) or not folder.finished_shards(partial):
-                shutil.rmtree(partial)
+                shutil.rmtree(partial, ignore_errors=True)  # a full disk has led to that already
             raise
         folder.publish(partial, target)
     report.seconds = time.perf_counter() - start
