@@ -7,6 +7,7 @@ MODEL is an unquantized folder. Without one, a tiny random Qwen3-MoE is made, wh
 
 import argparse
 import copy
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +27,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=4, choices=widths, help="of everything but experts")
     parser.add_argument("--expert-bits", type=int, default=3, choices=widths)
     parser.add_argument("--tokens", type=int, default=64, help="random tokens to compare on")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} is not a model's folder")
+    if args.model and "quantization_config" in json.loads((args.model / "config.json").read_text()):
+        parser.error(f"{args.model} is quantized already: give the unquantized model")
+    return args
 
 
 def tiny_moe() -> torch.nn.Module:

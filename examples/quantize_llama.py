@@ -7,6 +7,7 @@ of interest, but runs in seconds. OUT can be served afterwards: kbit serve OUT
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"{args.model} is not a model's folder")
+    if args.model and "quantization_config" in json.loads((args.model / "config.json").read_text()):
+        parser.error(f"{args.model} is quantized already: give the unquantized model")
     return args
 
 

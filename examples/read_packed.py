@@ -26,6 +26,10 @@ def levels_of(codebook, bits: int) -> np.ndarray:
 
 def read_packed(folder: Path, name: str, in_features: int | None = None) -> np.ndarray:
     """float32 [N, K], or [E, N, K]: the parameter `name`, decoded."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"there is no {folder / 'config.json'}: give the folder of a k-bit checkpoint"
+        )
     config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     if config.get("quant_method") != "kbit":
         raise ValueError(f"{folder} is no k-bit checkpoint: its config.json names no quantization by kbit")

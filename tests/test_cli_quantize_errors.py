@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -227,6 +228,59 @@ def test_force_never_destroys_what_is_no_model_folder(source, tmp_path):
     assert (tmp_path / "home" / "letter.txt").is_file()
     assert content(tmp_path / "home") == {"letter.txt": b"dear"}
     assert (tmp_path / "in" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("text", ['{"theme": "dark"}', "[]", "{"])
+def test_force_never_destroys_another_programs_folder(text, source, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(text)
+    assert "exists and is not a model folder" in refuse(source, other, "--force")
+    assert content(other) == {"config.json": text.encode()}
+
+
+def test_force_never_destroys_what_is_beside_a_model(source, tmp_path):
+    target = shutil.copytree(source, tmp_path / "out")
+    for name in (".cache", "additional_chat_templates", ".git"):
+        (target / name).mkdir()
+    for options in ((), ("--force",)):
+        message = refuse(source, target, *options)
+        assert "out exists and has folders that are no part of a model: .git. Choose another name" in message
+    assert (target / ".git").is_dir()
+    (target / ".git").rmdir()
+    assert run(source, target, "--force").exit_code == 0
+    assert validate_checkpoint(target).bits == 4
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial", "out.partial/run.json"])
+def test_a_summary_in_the_place_of_the_output(name, source, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    if "/" not in name:
+        (tmp_path / "out.partial").rmdir()
+    message = refuse(source, tmp_path / "out", "--json", tmp_path / name)
+    assert message.startswith(f"--json: {tmp_path / name} is where {tmp_path / 'out'} is written.")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--calibrate", "--codebook"])
+def test_a_summary_in_the_place_of_an_input(option, source, tmp_path):
+    file = tmp_path / "given.json"
+    file.write_text(json.dumps([-1.0, -0.5, 0.5, 1.0]))
+    options = (option, file, "--bits", 2, "--json", file)
+    assert "given.json is read, too. Name another file." in refuse(source, tmp_path / "out", *options)
+
+
+def test_a_model_without_a_tokenizer_is_said_to_have_none(source, tmp_path):
+    assert "has no tokenizer" not in run(source, tmp_path / "with").output
+    shutil.copytree(source, tmp_path / "in", ignore=shutil.ignore_patterns("tokenizer*"))
+    ran = run(tmp_path / "in", tmp_path / "out")
+    assert ran.exit_code == 0
+    assert f"{tmp_path / 'out'} has no tokenizer, which kbit generate and kbit serve need." in ran.output
+
+
+def test_an_override_that_names_a_weight_gets_suggestions(source, tmp_path):
+    ran = run(source, tmp_path / "out", "--override", r"layers\.0\.self_atn\.q_proj\.weight$=3")
+    assert "(nearest: model.layers.*.self_attn.q_proj, " in ran.output
 
 
 @pytest.mark.parametrize("color", ["", "1"])  # "1" is a terminal to rich

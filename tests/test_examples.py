@@ -17,10 +17,14 @@ from tiny_models import build, build_with_tokenizer, quantize_files
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, *arguments: object) -> str:
+def finished(name: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+def run(name: str, *arguments: object) -> str:
+    result = finished(name, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -48,6 +52,15 @@ def test_moe_without_a_model():
 def test_moe_with_a_model(tmp_path):
     text = run("moe.py", build_with_tokenizer("qwen3_moe", tmp_path / "in"), "--tokens", 16)
     assert "1 x KbitExperts: 3 bits" in text
+
+
+@pytest.mark.parametrize("example", ["quantize_llama.py", "moe.py"])
+def test_a_model_that_is_quantized_already_is_refused(example, tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    for folder, told in ((tmp_path, "is quantized already"), (tmp_path / "missing", "not a model's folder")):
+        result = finished(example, folder)
+        assert result.returncode == 2
+        assert told in result.stderr
 
 
 def test_lora(tmp_path):
@@ -109,3 +122,10 @@ def test_read_packed_as_a_command(tmp_path):
     quantize_files(tmp_path / "in", tmp_path / "out", kbit.QuantizationPolicy(bits=4))
     text = run("read_packed.py", tmp_path / "out", "model.layers.0.mlp.down_proj.weight", 72)
     assert "(40, 72)" in text
+
+
+def test_read_packed_names_what_is_missing(tmp_path):
+    result = finished("read_packed.py", tmp_path, "model.norm.weight")
+    assert result.returncode == 1
+    file = tmp_path / "config.json"
+    assert result.stderr == f"there is no {file}: give the folder of a k-bit checkpoint\n"

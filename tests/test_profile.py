@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
 import kbit
@@ -199,7 +200,7 @@ def test_a_step_is_recorded_on_the_gpu_that_has_the_model(folder, monkeypatch):
 
     monkeypatch.setattr("kbit.bench.gpu_timing.require_gpu", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    there = SimpleNamespace(device=torch.device("cuda:1"))
+    there = SimpleNamespace(device=torch.device("cuda:1"), config=PretrainedConfig())
     monkeypatch.setattr(sys.modules["kbit.cli.profile"], "load_model", lambda *_: there)
     monkeypatch.setattr(profile, "profile_step", profile_step)
     result = CliRunner().invoke(app, ["profile", str(folder), "--device", "cuda:1"])

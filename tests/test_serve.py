@@ -1,7 +1,6 @@
 """A served k-bit checkpoint: `transformers serve` on loopback, concurrent clients, and generate_batch."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,16 +27,14 @@ from typer.testing import CliRunner
 
 import kbit
 from kbit.bench import serve as bench
-from kbit.bench.ports import free_port
 from kbit.cli import app, serve_batching, serve_fields, serve_gone, serve_graphs, serve_requests, texts
 from kbit.integrations.transformers.cuda_graphs import Steps
 from parallel_models import PARALLEL, build_parallel
+from serve_processes import BATCHED, own_process
 from tiny_models import write_config
 
 REFUSAL = "{% if m.role == 'nobody' %}{{ raise_exception('no') }}{% endif %}"
 TEMPLATE = f"{{% for m in messages %}}{REFUSAL}<s>{{{{ m['content'] }}}}{{% endfor %}}"
-# A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
-BATCHED = ["--continuous-batching", "--cb-block-size=16", "--cb-num-blocks=64"]
 PLAN = bench.Plan(clients=(1, 8), requests=2, prompt_words=8, new_tokens=4, timeout=60)
 
 
@@ -443,33 +439,6 @@ def test_a_path_that_transformers_takes_for_another_is_refused(name, folders, tm
     assert "Rename the folder" in str(result.exception)
 
 
-@contextlib.contextmanager
-def own_process(folder, options):
-    """A server's process, and its port; it has answered once, which starts the batching."""
-    port = free_port()
-    command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        bench._wait(process, port, 120.0, [])
-        bench.chat(port, str(folder), "w1", 2)
-        yield process, port
-    finally:
-        process.kill()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
-@pytest.mark.parametrize(("number", "last"), [(signal.SIGINT, "Interrupted."), (signal.SIGTERM, None)])
-def test_a_stopped_server_exits_as_other_commands_do(folders, number, last, options):
-    with own_process(folders["kbit"], options) as (process, _):
-        process.send_signal(number)
-        _, log = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, log
-    assert last is None or log.splitlines()[-1] == last
-
-
 @pytest.fixture
 def long_answers(folders, tmp_path):
     """A model that answers for minutes."""
@@ -521,20 +490,6 @@ def test_a_request_in_parts_and_what_comes_behind_it():
 
     asyncio.run(run())
     assert seen == [b"\0", b"\1", b"\2", False, *["http.disconnect"] * 3, True]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-def test_a_second_signal_does_not_wait_for_an_answer(long_answers):
-    with own_process(long_answers, []) as (process, port), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(bench.chat, port, str(long_answers), "w1", 50_000)
-        time.sleep(1)
-        for _ in range(2):
-            process.send_signal(signal.SIGINT)
-            time.sleep(1)
-        _, log = process.communicate(timeout=60)
-        assert answer.exception() is not None
-    assert process.returncode == 128 + signal.SIGINT, log
-    assert log.splitlines()[-1] == "Interrupted."
 
 
 def test_the_command_hands_every_option_over(monkeypatch):

@@ -35,11 +35,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(quantize)
-app.command()(inspect)
+app.command(context_settings={"allow_extra_args": True})(inspect)
 app.command()(generate)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)
-app.command()(doctor)
+app.command(context_settings={"allow_extra_args": True})(doctor)
 app.command()(demo)
 app.command()(profile)
 app.command("compile")(compile_kernels)

@@ -31,6 +31,7 @@ def decode(
     from kbit.bench import machine
     from kbit.bench.decode import DecodeSpeed, tokens_per_second
     from kbit.cli.model_folder import check_model_folder, load_model
+    from kbit.cli.texts import check_positions
 
     torch.set_num_threads(threads)
     for folder in models:
@@ -38,6 +39,8 @@ def decode(
     about, speeds = machine.describe(), dict[str, DecodeSpeed]()
     for name, folder in track(labels(models).items(), description="decode", console=console):
         model = load_model(folder)
+        asked = f"{folder}: --prompt-tokens {prompt_tokens} with --new-tokens {new_tokens}"
+        check_positions(model, prompt_tokens + new_tokens, asked)
         prompt = torch.arange(prompt_tokens)[None] % model.config.get_text_config().vocab_size
         speeds[name] = tokens_per_second(model, prompt, new_tokens)
         del model

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kbit.cli.outputs import PrintedJson, refuse_arguments
 from kbit.cli.tables import show
 from kbit.format.words import counted
 
@@ -277,8 +277,9 @@ def _findings() -> list[Finding]:
     return findings
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(context: typer.Context, as_json: PrintedJson = False) -> None:
     """Say what was found, what is missing and what to do. Exit 1 if kbit cannot run."""
+    refuse_arguments(context, as_json)
     findings = _findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

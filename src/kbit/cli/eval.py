@@ -19,7 +19,7 @@ from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import check_model_folder, load_model
-from kbit.cli.options import widths
+from kbit.cli.options import DTYPE_HELP, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.cli.texts import WINDOW, calibration_samples, check_ids, encode_windows, read_text
@@ -54,9 +54,7 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Score so many tokens of the text at most.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="What layers compute in: auto (the model's own), float32, float16, bfloat16.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"What layers compute in: {DTYPE_HELP}.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json_file: JsonFile = None,
 ) -> None:

@@ -12,6 +12,7 @@ import typer
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import load_model, load_tokenizer
+from kbit.cli.options import DTYPE_HELP
 from kbit.cli.texts import check_ids, known_positions
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes
@@ -163,9 +164,7 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the tokens drawn.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="auto (the model's own), float32, float16 or bfloat16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"{DTYPE_HELP}.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     compiled: Annotated[
         bool, typer.Option("--compile", help="On a GPU, torch.compile the layers: a minute, then faster.")

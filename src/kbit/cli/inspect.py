@@ -18,6 +18,7 @@ from rich.table import Table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, is_cached, model_name
 from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, read, totals
+from kbit.cli.outputs import PrintedJson, refuse_arguments
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -147,18 +148,20 @@ def _read_folder(folder: Path) -> Folder:
 
 
 def inspect(
+    context: typer.Context,
     folder: Annotated[
         Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
     ],
     source: Annotated[
         Path | None, typer.Option(help="The unquantized model, likewise: adds each module's error.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: PrintedJson = False,
 ) -> None:
     """Bits per weight, bytes and error of every module. Without --source only headers are read."""
     from kbit.format.model_files import read_index
     from kbit.nvfp4.readers.stored import stored_weights
 
+    refuse_arguments(context, as_json)
     folder, source = folder_of(folder), source and folder_of(source)
     found = _read_folder(folder)
     if source is not None:

@@ -25,6 +25,7 @@ console = Console(stderr=True)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # As `kbit bench` and most people write them.
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json into it."
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 
 
@@ -52,8 +53,8 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
 
     from kbit.dispatch.backends import backend_for
 
+    one_of("--dtype", dtype, (*DTYPES, *_SHORT_DTYPES))
     dtype = _SHORT_DTYPES.get(dtype, dtype)
-    one_of("--dtype", dtype, DTYPES)
     place = find_device(device)
     config = check_model_folder(folder)
     _check_method(folder, config)
@@ -145,6 +146,11 @@ def _explained(folder: Path, what: str, remedy: str, config: Mapping[str, Any]) 
         raise ValueError(f"{folder}: its {what} cannot be loaded: {message}{end} {remedy}") from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files that a tokenizer may be in."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder.
 
@@ -156,10 +162,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     config = check_model_folder(folder)
     # Without any, transformers makes some classes of tokenizers with an empty vocabulary.
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer. Copy the model's tokenizer.json and tokenizer_config.json into it."
-        )
+    if not has_tokenizer(folder):
+        raise FileNotFoundError(f"{folder} has no tokenizer. {TOKENIZER_REMEDY}")
     remedy = "Fetch tokenizer.json and tokenizer_config.json again."
     with _explained(folder, "tokenizer", remedy, config):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -76,6 +76,16 @@ def check_folder(folder: Path | None) -> Path | None:
     return folder
 
 
+PrintedJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def refuse_arguments(context: typer.Context, as_json: bool) -> None:
+    """A usage error for arguments too many, such as a file for a --json that prints."""
+    if context.args:
+        hint = f" --json prints: {context.command_path} ... --json > FILE" if as_json else ""
+        context.fail(f"Got unexpected extra argument(s) ({' '.join(context.args)}).{hint}")
+
+
 JsonFile = Annotated[
     Path | None, typer.Option("--json", callback=check_file, help="Also write the results here.")
 ]

@@ -15,9 +15,10 @@ from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_arms import all_arms
 from kbit.cli.model_folder import load_model
-from kbit.cli.options import numbers
+from kbit.cli.options import DTYPE_HELP, numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
+from kbit.cli.texts import check_positions
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +43,7 @@ def profile(
     bits: Annotated[str, typer.Option(help="Of --random: bits per weight; one profile each.")] = "4",
     baseline: Annotated[bool, typer.Option(help="Of --random: profile bf16, too.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
-    dtype: Annotated[
-        str, typer.Option(help="Of a folder: auto (the model's own), float32, float16 or bfloat16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Of a folder: {DTYPE_HELP}.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences decoded at once; one profile each.")] = "1",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each in the cache before the step.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,
@@ -58,6 +57,7 @@ def profile(
     from kbit.bench import gpu_timing
     from kbit.bench import profile as bench
     from kbit.bench.model import ways
+    from kbit.bench.model_decode import WARM_STEPS
 
     if (folder is None) == (random is None):
         raise ValueError("profile takes a model's folder, or --random and a model's name.")
@@ -68,6 +68,9 @@ def profile(
     models = _loaded(folder, dtype, device) if folder else _built(random, layers, bits, baseline, device)
     profiles: list[dict[str, Any]] = []
     for name, arm, model in models:
+        check_positions(
+            model, context + max(steps, WARM_STEPS), f"{name}: --context {context} with --steps {steps}"
+        )
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
         for count in batches:

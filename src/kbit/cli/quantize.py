@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +16,9 @@ from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
+from kbit.cli.model_folder import TOKENIZER_REMEDY, has_tokenizer
 from kbit.cli.options import words
-from kbit.cli.outputs import check_file, write_json
+from kbit.cli.outputs import check_file, refuse_overwriting, write_json
 from kbit.format.words import counted, first_of
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
+    levels = Path(codebook)
+    _check_json(json_file, target, (calibrate, levels if levels.is_file() else None))
     source = folder_of(source)
     codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
     report = run(source, target, policy, force, jobs, device, codes)
@@ -117,6 +121,18 @@ def quantize(
     if json_file is not None:
         by = None if calibrate is None else calibrate.name
         write_json(json_file, _summary(report, source, policy) | {"calibrated_by": by})
+
+
+def _check_json(file: Path | None, target: Path, inputs: Sequence[Path | None]) -> None:
+    """Raise ValueError for a file that is an input, or in the place of a folder that is written."""
+    from kbit.integrations.streaming.folder import partial_of
+
+    refuse_overwriting({"--json": file}, inputs)
+    if file is None:
+        return
+    place, partial = file.resolve(), partial_of(target.absolute()).resolve()
+    if place in (target.resolve(), partial) or place.parent == partial:
+        raise ValueError(f"--json: {file} is where {target} is written. Name another place.")
 
 
 def run(
@@ -202,6 +218,12 @@ def _print_summary(report: Report, target: Path) -> None:
             f"{counted(len(report.without_codes), 'tensor')} not calibrated, such as "
             f"{report.without_codes[0]}: the model that ran the samples has no layer of that name. Their "
             f"scales are searched."
+        )
+    if not has_tokenizer(target):
+        console.print(
+            f"{escape(str(target))} has no tokenizer, which kbit generate and kbit serve need. "
+            f"{TOKENIZER_REMEDY}",
+            soft_wrap=True,
         )
     left = report.bytes_out - report.quantized_bytes
     if left >= _LARGE_BYTES:

@@ -87,9 +87,24 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     # the middle of an answer that a second signal did not wait for: Python's own way out would abort there.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, _startup.leave)
-    sys.argv = ["transformers", "serve", *arguments]
+    _finish_answers_at_hangup()
+    sys.argv = [sys.argv[0], "serve", *arguments]  # what usage errors name, too
     with _batching_ends():
         main()
+
+
+def _finish_answers_at_hangup() -> None:
+    """Have uvicorn shut down for a closed terminal as for SIGTERM, unless it is ignored, as nohup has it.
+
+    It does not take this signal over, whose handler would leave by an exception inside of its event loop.
+    """
+    from uvicorn import server
+
+    module: Any = server
+    number = getattr(signal, "SIGHUP", None)  # Windows has none
+    handled = module.HANDLED_SIGNALS
+    if number is not None and number not in handled and signal.getsignal(number) != signal.SIG_IGN:
+        module.HANDLED_SIGNALS = (*handled, number)
 
 
 def _keep_conversations(model: Any, most: int) -> None:

@@ -67,6 +67,16 @@ def known_positions(model: Any) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def check_positions(model: Any, tokens: int, options: str) -> None:
+    """Raise ValueError for more tokens than a model knows positions for; `options` asked for so many."""
+    most = known_positions(model)
+    if most is not None and tokens > most:
+        raise ValueError(
+            f"{options} takes {tokens} positions, more than the {most} that the model knows "
+            f"(max_position_embeddings). Give fewer."
+        )
+
+
 def wrong_ids(ids: torch.Tensor, model: Any) -> str | None:
     """What of a tokenizer's ids a model's table of tokens has no rows for, or None."""
     known, most = getattr(model.get_input_embeddings(), "num_embeddings", None), int(ids.max())

@@ -53,7 +53,8 @@ def unmatched(
 
 def _nearest(pattern: str, names: Collection[str]) -> str:
     """Names, or parents, that end much like a pattern, those of all layers as one; nothing if none does."""
-    wanted = re.sub(r"\\[a-zA-Z]|[^\w.]", "", pattern)
+    # Of a weight, whose name ends like no module's, the module.
+    wanted = re.sub(r"\\[a-zA-Z]|[^\w.]", "", pattern).removesuffix(".weight")
     parts = wanted.count(".") + 1
     likeness: dict[str, float] = {}
     for name in _of_all_layers(names):

@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 
 from kbit._version import __version__
 from kbit.format import QuantizationPolicy
-from kbit.format.model_files import CONFIG_NAME, JOURNAL_NAME, PARTIAL_SUFFIX
+from kbit.format.model_files import JOURNAL_NAME, PARTIAL_SUFFIX
 from kbit.format.names import SCALE
 from kbit.format.safetensors_header import read_header
-from kbit.format.words import counted
+from kbit.format.words import counted, first_of
 from kbit.integrations.streaming.jobs import Job, assign_shards
+from kbit.integrations.streaming.other_files import is_model, others_folders
 
 
 def partial_of(target: Path) -> Path:
@@ -71,7 +72,8 @@ def check_target(source: Path, target: Path, force: bool) -> None:
     """Refuse a target that exists, or that must not be replaced.
 
     Raises:
-        FileExistsError: it exists and `force` is not set, or is something else than a model folder.
+        FileExistsError: it exists and `force` is not set, or is something else than a model folder, or
+            has folders in it that are no part of one.
         ValueError: source and target are one folder, or one is inside the other; or the target has no name of
             its own, such as "..", or holds the folder that the process runs in.
     """
@@ -94,8 +96,13 @@ def check_target(source: Path, target: Path, force: bool) -> None:
             raise in_the_way  # that run ended between its two renamings
         return
     empty = target.is_dir() and not any(target.iterdir())
-    if not empty and not (target / CONFIG_NAME).is_file():
+    if not empty and not (target.is_dir() and is_model(target)):
         raise FileExistsError(f"{target} exists and is not a model folder. Choose another name.")
+    if not empty and (others := others_folders(target)):
+        raise FileExistsError(
+            f"{target} exists and has folders that are no part of a model: {first_of(others)}. Choose "
+            f"another name, or move them away."
+        )
     if not empty and not force:
         raise FileExistsError(f"{target} exists. Choose another name, or pass --force to replace it.")
     if os.path.lexists(_replaced(target)):

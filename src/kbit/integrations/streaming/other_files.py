@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
+from kbit.format.model_files import CONFIG_NAME, INDEX_NAME, OTHER_WEIGHT_SUFFIXES
 from kbit.format.strict_json import parse_json
 from kbit.format.words import first_of
 
@@ -14,6 +14,8 @@ from kbit.format.words import first_of
 CHAT_TEMPLATES = "additional_chat_templates"
 # Where sentence-transformers lists what follows the model, each in a folder of its own: pooling, say.
 MODULES_NAME = "modules.json"
+# What the hub's tools leave in a folder that they fetch or publish, and make again.
+HUB_CACHE = ".cache"
 
 
 def other_files(source: Path) -> list[Path]:
@@ -21,6 +23,26 @@ def other_files(source: Path) -> list[Path]:
     files = list(_files(source))
     _say_what_is_elsewhere(source, files)
     return files
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a model, and not another program's that has a config.json, too."""
+    config = folder / CONFIG_NAME
+    if not config.is_file():
+        return False
+    if any(folder.glob("*.safetensors")) or (folder / INDEX_NAME).is_file():
+        return True
+    try:
+        content = parse_json(config.read_bytes(), not_finite=True)
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def others_folders(folder: Path) -> list[str]:
+    """Folders inside a model's that hold more than what is read beside it, such as .git."""
+    known = {CHAT_TEMPLATES, HUB_CACHE, *_modules(folder)}
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in known)
 
 
 def _files(source: Path) -> Iterator[Path]:

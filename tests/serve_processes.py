@@ -1,0 +1,31 @@
+"""Servers in processes of their own, for tests that stop them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kbit.bench import serve as bench
+from kbit.bench.ports import free_port
+
+# A cache of 64 blocks of 16 tokens; by default it takes most of the memory there is.
+BATCHED = ["--continuous-batching", "--cb-block-size=16", "--cb-num-blocks=64"]
+
+
+@contextlib.contextmanager
+def own_process(folder: Path, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A server's process, and its port; it has answered once, which starts the batching."""
+    port = free_port()
+    command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        bench._wait(process, port, 120.0, [])
+        bench.chat(port, str(folder), "w1", 2)
+        yield process, port
+    finally:
+        process.kill()

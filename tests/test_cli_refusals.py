@@ -1,0 +1,79 @@
+"""What commands refuse before the work, or before they run out of what a model has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import OPTConfig, OPTForCausalLM
+from typer.testing import CliRunner
+
+from kbit.cli import app
+from tiny_models import write_config
+
+POSITIONS = 32
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def config() -> OPTConfig:
+    """Of a model with a table of positions, which has no row for a later one."""
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32, "vocab_size": 64}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": POSITIONS}
+    return OPTConfig(**sizes, **counts)
+
+
+@pytest.fixture(scope="module")
+def folder(config: OPTConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That model."""
+    place = tmp_path_factory.mktemp("models") / "opt"
+    OPTForCausalLM(config).save_pretrained(place)
+    return place
+
+
+def test_decoding_ends_with_the_models_positions(folder: Path) -> None:
+    command = ("bench", "decode", folder, "--prompt-tokens", 8, "--new-tokens")
+    assert run(*command, POSITIONS - 8).exit_code == 0
+    refused = run(*command, POSITIONS - 7)
+    assert str(refused.exception) == (
+        f"{folder}: --prompt-tokens 8 with --new-tokens 25 takes 33 positions, more than the 32 that the "
+        "model knows (max_position_embeddings). Give fewer."
+    )
+
+
+def test_a_profile_ends_with_the_models_positions(folder: Path, config: OPTConfig, tmp_path: Path) -> None:
+    short = ("--device", "cpu", "--steps", 4, "--context")
+    random = ("--random", write_config(config, tmp_path / "opt.json"))
+    for model in ((folder,), random):
+        ran = run("profile", *model, *short, POSITIONS - 4)
+        assert ran.exit_code == 0, ran.exception
+        told = str(run("profile", *model, *short, POSITIONS - 3).exception)
+        assert told.startswith("opt: --context 29 with --steps 4 takes 33 positions, more than the 32 that")
+
+
+@pytest.mark.parametrize("command", [("generate", "folder", "w1"), ("profile", "folder"), ("eval", "folder")])
+def test_dtypes_have_short_names(command: tuple[str, ...]) -> None:
+    told = " ".join(run(command[0], "--help").output.split())
+    assert "auto (the model's own), float32, float16 (or fp16) or bfloat16 (or bf16)" in told
+
+
+def test_an_unknown_dtype_is_told_all_names(folder: Path) -> None:
+    told = str(run("profile", folder, "--device", "cpu", "--dtype", "fp8").exception)
+    assert told == "--dtype takes auto, float32, float16, bfloat16, fp32, fp16 or bf16; got 'fp8'."
+
+
+def test_a_file_for_json_that_is_printed(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    for command in (("inspect", folder), ("doctor",)):
+        ran = run(*command, "--json", file)
+        assert ran.exit_code == 2
+        told = " ".join(ran.output.split())
+        assert f"({file}). --json prints: " in told
+        assert f"{command[0]} ... --json > FILE" in told
+        ran = run(*command, file)
+        assert ran.exit_code == 2
+        assert ran.output.rstrip().endswith(f"Got unexpected extra argument(s) ({file}).")
+    assert not file.exists()
