@@ -234,7 +234,7 @@ def test_what_cannot_be_calibrated_is_named() -> None:
         with pytest.raises(error, match=message):
             kbit.quantize_model(model, kbit.QuantizationPolicy(), calibration=samples)
     empty = nn.ModuleDict({"up": nn.Linear(32, 32, device="meta")})
-    with pytest.raises(ValueError, match="up: its weight is on the meta device"):
+    with pytest.raises(ValueError, match=r"up\.weight is on the meta device"):
         kbit.quantize_model(empty, kbit.QuantizationPolicy(), calibration=[torch.randn(2, 32)])
     assert not any(isinstance(layer, KbitLinear) for layer in model)
     model[1].weight.data[0, 0] = torch.nan

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import kbit
 from kbit.format import ABSMAX_FORMATS
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
@@ -214,3 +215,29 @@ def test_experts_that_are_quantized_already_are_refused():
     for other in (experts, nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"mlp: cannot quantize these experts: they have no 3-D weights"):
             KbitExperts.from_experts(other, 4, QuantizationPolicy(), name="mlp")
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "meta", "double", "progress"])
+def test_nothing_is_quantized_where_something_is_refused(what):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    progress, last = None, model[1]
+    if what == "progress":
+        progress = 5
+    elif what == "meta":
+        last.to("meta")
+    elif what == "double":
+        last.double()
+    else:
+        last.weight.data[3, 4] = float(what)
+    with pytest.raises(
+        (TypeError, ValueError), match=r"^(quantize.*(1\.weight|progress)|1\.weight is on the meta)"
+    ):
+        kbit.quantize_model(model, kbit.KbitConfig(), progress)
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+def test_nothing_is_dequantized_where_progress_is_no_function():
+    model = kbit.quantize_model(nn.Sequential(nn.Linear(32, 32)), kbit.KbitConfig())
+    with pytest.raises(TypeError, match=r"dequantize_model: progress must be a function .*, got int\. Leave"):
+        kbit.dequantize_model(model, progress=5)
+    assert type(model[0]) is not nn.Linear

@@ -169,7 +169,7 @@ ERRORS = {
     "norm flag": (
         lambda: rmsnorm_quantize_nvfp4(torch.zeros(2, 4), torch.ones(4), 1e-6, write_norm=None),
         TypeError,
-        "write_norm must be True or False, got 'None'",
+        "write_norm must be True or False, got None\\.",
     ),
     "norm ties": (
         lambda: rmsnorm_quantize_nvfp4(torch.zeros(2, 4), torch.ones(4), 1e-6, ties="evn"),

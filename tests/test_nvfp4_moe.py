@@ -171,7 +171,7 @@ def call(**changes: object) -> None:
 
 ERRORS = {
     "dedup": ({"dedup": "on"}, ValueError, "off, gather, scatter, indirect, got 'on'"),
-    "ids dtype": ({"ids": torch.zeros(2, 2, dtype=torch.int64)}, TypeError, "ids must be int32"),
+    "ids dtype": ({"ids": torch.zeros(2, 2)}, TypeError, "^moe_gemm_nvfp4: ids must be int32 or int64, got"),
     "ids rank": ({"ids": torch.zeros(2, dtype=torch.int32)}, ValueError, r"ids must be \[T, U\]"),
     "id too large": ({"ids": torch.full((2, 2), 5).int()}, ValueError, r"ids must be in 0..4, got 5..5"),
     "id negative": ({"ids": torch.full((2, 2), -1).int()}, ValueError, r"got -1..-1"),
@@ -197,7 +197,7 @@ def test_errors_say_what_was_wrong(name: str) -> None:
     [
         ({"ties": "evn"}, ValueError, 'ties must be "zero" or "even", got \'evn\''),
         ({"global_scale": 0.0}, ValueError, "positive normal float32, got 0.0"),
-        ({"search": 0.5}, TypeError, "search must be True or False, got '0.5'"),
+        ({"search": 0.5}, TypeError, "search must be True or False, got 0.5\\."),
         ({"out_dtype": 0}, TypeError, "out_dtype must be"),
         ({"global_scale": -1.0}, ValueError, "positive normal float32, got -1.0"),
         ({"x": torch.zeros(2, 32).double()}, TypeError, "x must be .*, got torch.float64"),

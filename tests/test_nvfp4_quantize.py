@@ -289,7 +289,7 @@ ERRORS = {
     "factor in the place of search": (
         lambda: quantize_nvfp4(torch.zeros(1, 16), 0.5),
         TypeError,
-        "search must be True or False, got '0.5'",
+        "search must be True or False, got 0.5\\.",
     ),
     "flag": (lambda: quantize_nvfp4(torch.zeros(1, 16), check="all"), TypeError, "check must be True or"),
     "row factors": (lambda: quantize_nvfp4(torch.zeros(1, 16), row_scale=2.0), TypeError, "row_scale must"),

@@ -319,7 +319,8 @@ def profiles() -> str:
         name = f"{one['model']}, {one['arm'].removeprefix('kbit ')}, batch {one['batch']}"
         times = [f"{us[i]:.0f}" if us[i] >= 0.5 else "" for us in purposes.values()]
         body.append([name, f"{one['step_us']:.0f}", *times])
-    text = f"`kbit profile`: microseconds of a step with {shown[0]['context']} tokens in the cache, random weights."
+    context = shown[0]["context"]
+    text = f"`kbit profile`: microseconds of a step with {context} tokens in the cache, random weights."
     return f"{text} {about(*results)}\n\n{markdown(['model', 'step', *purposes], body)}"
 
 

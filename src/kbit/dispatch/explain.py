@@ -51,7 +51,10 @@ def explain(
         what = repr(x_shape) if isinstance(x_shape, Sequence) else type(x_shape).__name__
         raise TypeError(f"explain: x_shape must be sizes such as (1, {k}), got {what}. Pass x.shape.")
     if not x_shape or x_shape[-1] != k:
-        raise ValueError(f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features.")
+        raise ValueError(
+            f"explain: x of shape {tuple(x_shape)} does not fit a weight of {k} in-features. Give sizes that "
+            f"end with {k}, such as (1, {k})."
+        )
     experts = len(q.shape) == 3
     if experts and len(x_shape) != 2:
         raise ValueError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
+
+from kbit.format.words import at
 
 SUPPORTED_BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
@@ -19,20 +22,23 @@ BLOCK_SIZE = 32
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def check_bits(bits: int, name: str = "bits", or_0: str = "") -> int:
+def check_bits(bits: int, name: str = "bits", or_0: str = "", where: str = "") -> int:
     """Return `bits` if the format supports that width.
 
     Args:
         bits: code width.
         name: what the caller calls it, for the message.
         or_0: what 0 stands for, for the message, where the caller has looked for it.
+        where: name of the layer, for the message.
 
     Raises:
         ValueError: `bits` is not an integer in 2..5.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in SUPPORTED_BITS:
         known = f"{SUPPORTED_BITS}, or 0 to {or_0}" if or_0 else f"{SUPPORTED_BITS}"
-        raise ValueError(f"{name} must be one of {known}, got {bits!r}. Pick a whole number from 2 to 5.")
+        raise ValueError(
+            f"{name} must be one of {known}, got {bits!r}{at(where)}. Pick a whole number from 2 to 5."
+        )
     return bits
 
 
@@ -72,41 +78,44 @@ def normal_float(bits: int) -> torch.Tensor:
 CODEBOOKS: dict[str, Callable[[int], torch.Tensor]] = {"nf": normal_float}
 
 
-def validate_codebook(codebook: torch.Tensor, bits: int) -> None:
-    """Check that `codebook` is a legal codebook of width `bits`.
+def validate_codebook(codebook: torch.Tensor, bits: int, where: str = "") -> None:
+    """Check that `codebook` is a legal codebook of width `bits`; `where` is the layer, for messages.
 
     Raises:
         TypeError: not a float32 tensor.
         ValueError: wrong length, not finite, not strictly ascending, or largest magnitude not 1.
     """
-    levels = 2 ** check_bits(bits)
+    count = 2 ** check_bits(bits, where=where)
     if not isinstance(codebook, torch.Tensor) or codebook.dtype != torch.float32:
         got = codebook.dtype if isinstance(codebook, torch.Tensor) else type(codebook).__name__
-        raise TypeError(f"codebook must be a float32 tensor, got {got}. Convert it with .float().")
-    if codebook.dim() != 1 or codebook.numel() != levels:
+        raise TypeError(f"codebook must be a float32 tensor, got {got}{at(where)}. Convert it with .float().")
+    if codebook.dim() != 1 or codebook.numel() != count:
         raise ValueError(
-            f"a {bits}-bit codebook has {levels} levels, got shape {tuple(codebook.shape)}. "
+            f"a {bits}-bit codebook has {count} levels, got shape {tuple(codebook.shape)}{at(where)}. "
             f"Pass one level per code, or another bits."
         )
-    if not bool(torch.isfinite(codebook).all()):
-        raise ValueError(f"codebook must be finite, got {codebook.tolist()}. Remove NaN and Inf.")
-    if not bool((codebook[1:] > codebook[:-1]).all()):
+    levels = codebook.tolist()
+    if not all(map(math.isfinite, levels)):
+        raise ValueError(f"codebook must be finite, got {levels}{at(where)}. Remove NaN and Inf.")
+    if not all(below < level for below, level in pairwise(levels)):
         raise ValueError(
-            f"codebook must be strictly ascending, got {codebook.tolist()}. Sort it, each level once."
+            f"codebook must be strictly ascending, got {levels}{at(where)}. Sort it, each level once."
         )
-    largest = float(codebook.abs().max())
+    largest = max(map(abs, levels))
     if largest != 1.0:
         raise ValueError(
-            f"codebook must have largest magnitude 1, got {largest}. Divide it by that: scales carry it."
+            f"codebook must have largest magnitude 1, got {largest}{at(where)}. Divide it by that: scales "
+            f"carry it."
         )
 
 
-def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> torch.Tensor:
+def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int, where: str = "") -> torch.Tensor:
     """Resolve a codebook given by name, as numbers or as a tensor.
 
     Args:
         codebook: a name in `CODEBOOKS` ("nf"), 2^bits numbers, or a floating-point tensor of them.
         bits: code width, 2 to 5.
+        where: name of the layer, for messages.
 
     Returns:
         float32 [2^bits], validated; on the device of the tensor given, else on the CPU.
@@ -114,12 +123,12 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
     Raises:
         TypeError, ValueError: see `validate_codebook`; also an unknown name.
     """
-    check_bits(bits)
+    check_bits(bits, where=where)
     if isinstance(codebook, str):
         if codebook not in CODEBOOKS:
             raise ValueError(
-                f"unknown codebook {codebook!r}; known: {', '.join(sorted(CODEBOOKS))}. Give another "
-                f"by its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
+                f"unknown codebook {codebook!r}; known: {', '.join(sorted(CODEBOOKS))}{at(where)}. Give "
+                f"another by its {2**bits} levels: KbitConfig(bits={bits}, codebook=[...])."
             )
         return CODEBOOKS[codebook](bits)
     if isinstance(codebook, torch.Tensor) and (
@@ -127,22 +136,22 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int) -> t
     ):
         raise TypeError(
             f"codebook must be dense and hold its {2**bits} levels, got {codebook.layout} on "
-            f"{codebook.device}. Pass them as numbers."
+            f"{codebook.device}{at(where)}. Pass them as numbers."
         )
-    levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook)
+    levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook, where)
     if levels.is_floating_point():
         levels = levels.float()
-    validate_codebook(levels, bits)
+    validate_codebook(levels, bits, where)
     return levels
 
 
-def _from_numbers(levels: Sequence[float]) -> torch.Tensor:
+def _from_numbers(levels: Sequence[float], where: str) -> torch.Tensor:
     try:
         return torch.tensor(levels, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"codebook must be a name of {sorted(CODEBOOKS)}, 2^bits numbers or a tensor of them, got "
-            f"{str(levels)[:80]} ({error})."
+            f"{str(levels)[:80]}{at(where)}: {error}. Give floats."
         ) from None
 
 

@@ -28,8 +28,8 @@ _TOKEN = re.compile(
 # Compared letter by letter, wherever it is tried.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?P=|\(\?\(")
 
-# A policy may state every module of a large model, and all are looked for, in their order, for each name: with
-# fewer in memory, as of those that `re` keeps by itself, none would be there when its turn comes again.
+# A policy may state every module of a large model, and all are looked for, in their order, for each name. Of
+# the few that `re` keeps by itself none would be there when its turn comes again.
 _KEPT = 65_536
 _compiled = lru_cache(maxsize=_KEPT)(re.compile)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kbit.format import e4m4
+from kbit.format.words import at
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,12 @@ ABSMAX_FORMATS: dict[str, AbsmaxFormat] = {
 }
 
 
-def absmax_format(key: str | torch.dtype) -> AbsmaxFormat:
+def absmax_format(key: str | torch.dtype, where: str = "") -> AbsmaxFormat:
     """Look a format up by its name or by the dtype it is stored in.
+
+    Args:
+        key: name or dtype.
+        where: the layer or function that it is for, for the message.
 
     Raises:
         ValueError: no such format.
@@ -78,4 +83,7 @@ def absmax_format(key: str | torch.dtype) -> AbsmaxFormat:
     for fmt in ABSMAX_FORMATS.values():
         if key in (fmt.name, fmt.dtype):
             return fmt
-    raise ValueError(f"unknown absmax format {key!r}; known: {sorted(ABSMAX_FORMATS)}.")
+    raise ValueError(
+        f"unknown absmax format {key!r}{at(where)}; known: {', '.join(sorted(ABSMAX_FORMATS))}. Give one of "
+        f"these names."
+    )

@@ -10,7 +10,7 @@ import torch
 
 from kbit.format import reference
 from kbit.format.autocast import without_autocast
-from kbit.format.codebook import check_bits
+from kbit.format.codebook import check_bits, validate_codebook
 from kbit.format.part_checks import check_all, check_parts, check_tiles, sizes_of
 from kbit.format.scales import absmax_format
 from kbit.format.symmetry import is_symmetric
@@ -27,7 +27,8 @@ class QuantizedTensor:
     Attributes:
         packed: int32 [..., N, blocks * bits], bit-planes.
         absmax: [..., N, blocks], uint8 (E4M4), float16 or float32.
-        codebook: float32 [2^bits].
+        codebook: float32 [2^bits], strictly ascending, its largest magnitude 1. That is checked on a CPU; a
+            GPU would have to be waited for, so there it is taken as it is.
         scale: float32 [...], a power of two per matrix, 1 unless the block scales need it.
         bits: code width, 2 to 5.
         shape: shape of the weight, (N, K) or (E, N, K).
@@ -57,6 +58,7 @@ class QuantizedTensor:
                 f"quantized tensor: shape {self.shape} does not match absmax "
                 f"{tuple(self.absmax.shape)}; every dimension but the last must be equal."
             )
+        _check_levels(self.codebook, self.bits)
 
     @classmethod
     def from_tiles(
@@ -87,6 +89,7 @@ class QuantizedTensor:
                 f"quantized tensor: shape {shape} does not match tiles {tuple(tiled.shape)}; both or "
                 f"neither must be a stack of matrices, of one length."
             )
+        _check_levels(codebook, bits)
         q = object.__new__(cls)
         # Not packed and absmax, which __getattr__ then provides.
         q.__dict__.update(codebook=codebook, scale=scale, bits=bits, shape=shape, tiled=tiled)
@@ -205,3 +208,10 @@ class QuantizedTensor:
             f"QuantizedTensor(shape={tuple(self.shape)}, bits={self.bits}, absmax={self.absmax_format}, "
             f"bits_per_weight={self.bits_per_weight:.2f}, device={self.device}{form})"
         )
+
+
+def _check_levels(codebook: torch.Tensor, bits: int) -> None:
+    """Check a codebook's levels where they can be read without a wait: not on a GPU, nor while tracing."""
+    held = type(codebook) in (torch.Tensor, torch.nn.Parameter)  # else it may have no data, as fake ones
+    if held and codebook.device.type == "cpu" and not torch.compiler.is_compiling():
+        validate_codebook(codebook, bits)

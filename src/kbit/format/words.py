@@ -27,3 +27,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def at(where: str) -> str:
     """The layer that a message is about, to follow what it got: " (layers.3.mlp)"; nothing if unknown."""
     return f" ({where})" if where else ""
+
+
+def with_place(message: str, where: str) -> str:
+    """A message that was made where the layer is not known, with it behind what it got."""
+    first, end, rest = message.partition(". ")
+    return f"{first}{at(where)}. {rest}" if end else f"{message.removesuffix('.')}{at(where)}."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.tiling import TileableModule
-from kbit.ops import attention_schemas, forms, latent_schemas
+from kbit.ops import attention_schemas, checks, forms, latent_schemas
 
 
 @runtime_checkable
@@ -47,7 +48,7 @@ class KnowsKernels(Protocol):
 
 def compile_kernels(
     model: nn.Module,
-    tokens: Sequence[int] | None = None,
+    tokens: int | Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> int:
@@ -59,7 +60,7 @@ def compile_kernels(
 
     Args:
         model: quantized, where it will run.
-        tokens: numbers of tokens of a step, of all its sequences; by default from 1 to 16384.
+        tokens: one or more numbers of tokens of a step, of all its sequences; by default from 1 to 16384.
         dtype: of the activations; by default that of the model's first 16-bit parameter, else bfloat16.
         progress: called after each kernel with how many are done, how many there are, and its name.
 
@@ -68,20 +69,27 @@ def compile_kernels(
 
     Raises:
         KbitError: a kernel cannot be compiled.
+        TypeError: the model is no module, a number of tokens no whole number, or the dtype is none that
+            kernels compute in.
         ValueError: a number of tokens is below 1, or KBIT_KERNEL is wrong.
 
     >>> kbit.compile_kernels(model, tokens=[1, 128])
     0
     """
-    tokens = ahead.ROWS if tokens is None else tokens
-    if not tokens or min(tokens) < 1:
-        raise ValueError(f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r}.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"compile_kernels: model must be an nn.Module, got {type(model).__name__}. Load or quantize it "
+            f"first."
+        )
+    numbers = ahead.ROWS if tokens is None else _numbers_of_tokens(tokens)
+    if dtype is not None:
+        checks.float_dtype("compile_kernels", "dtype", dtype)
     own = (one.dtype for name, one in model.named_parameters() if not name.endswith(ABSMAX))
     dtype = dtype or next((each for each in own if each in operands.DTYPES), torch.bfloat16)
     wanted = {
         (spec, driver.device_arch(device.index)): None
         for device in _gpus(model)
-        for spec in _kernels(model, device, tokens, dtype)
+        for spec in _kernels(model, device, numbers, dtype)
     }
     if not wanted or folder_problem(cubin_folder()) is not None:
         return 0
@@ -97,6 +105,22 @@ def compile_kernels(
             raise outcome
         compiled += not outcome.cached
     return compiled
+
+
+def _numbers_of_tokens(tokens: Any) -> Sequence[int]:
+    try:
+        numbers = [operator.index(one) for one in (tokens if isinstance(tokens, Iterable) else (tokens,))]
+    except TypeError:
+        raise TypeError(
+            f"compile_kernels: tokens must be a whole number or a list of them, got {tokens!r:.80}. For "
+            f"example: tokens=[1, 128]."
+        ) from None
+    if not numbers or min(numbers) < 1:
+        raise ValueError(
+            f"compile_kernels: tokens must be numbers from 1 on, got {tokens!r:.80}. Leave them out for "
+            f"all that are usual."
+        )
+    return numbers
 
 
 def _kernels(

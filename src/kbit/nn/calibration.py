@@ -25,7 +25,6 @@ from kbit.nn.fuse import Parts, fuse_rows, parts_of
 from kbit.nn.fused_experts import WEIGHTS, is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.sizes import refuse_meta
 from kbit.quantizers import calibrated
 
 HESSIAN_BYTES = 4 * 2**30
@@ -37,9 +36,15 @@ Group = tuple[int, list[str]]  # bits, and the names that lead to one weight
 
 
 class Hessians:
-    """Sums of x x^T over the activations x of a module's weights: float32 [K, K], or [E, K, K] of experts."""
+    """Sums of x x^T over the activations x of a module's weights: float32 [K, K], or [E, K, K] of experts.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: a linear layer or fused experts.
+        name: its name in its model, for messages.
+    """
+
+    def __init__(self, module: nn.Module, name: str = "") -> None:
+        self.name = name
         self.sums = {
             name: torch.zeros(_shape_of_sums(weight), dtype=torch.float32, device=weight.device)
             for name, weight in _weights(module).items()
@@ -55,12 +60,21 @@ class Hessians:
         rows = x.reshape(-1, x.shape[-1]).float()
         self.sums[name][... if expert is None else expert] += rows.t() @ rows
 
+    def _check(self, key: str, x: torch.Tensor) -> None:
+        """Check x before it is multiplied here: the module, which would say more, is called later."""
+        columns = self.sums[key].shape[-1]
+        if x.dim() < 1 or x.shape[-1] != columns:
+            raise ValueError(f"{self.name} takes [..., {columns}], got {tuple(x.shape)}.")
+
     def _add_input(self, module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        self._add("weight", inputs[0] if inputs else named["input"])
+        x = inputs[0] if inputs else named["input"]
+        self._check("weight", x)
+        self._add("weight", x)
 
     def _add_routed(self, module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         given = dict(zip(("hidden_states", "top_k_index"), inputs, strict=False)) | dict(named)
         x, ids = given["hidden_states"], given["top_k_index"]
+        self._check("gate_up_proj", x)
         for expert, weight in enumerate(module.gate_up_proj):
             mine = x[(ids == expert).any(-1)]
             if len(mine):
@@ -97,8 +111,8 @@ def in_turn(
 
     Raises:
         TypeError: the samples are no list.
-        NonFiniteWeightError: a weight holds NaN or Inf.
-        ValueError: there are none, a weight is on the meta device, or a layer's activations are not finite.
+        ValueError: there are none, or a layer's activations are not finite.
+        TypeError, ValueError, RuntimeError: the model raises one of them on a sample; the message says which.
     """
     if samples is None:
         yield from ((group, None) for group in groups)
@@ -112,8 +126,6 @@ def in_turn(
         raise ValueError("quantize_model: calibration has no samples. Give some, or None.")
     for sample in samples:
         _check(sample)
-    for _, (name, *_) in groups:  # before the first sample: calibrating takes long
-        _check_weights(model.get_submodule(name), name)
     first = 0
     while first < len(groups):
         last, room = first, HESSIAN_BYTES
@@ -131,15 +143,15 @@ def in_turn(
 @torch.no_grad()
 def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) -> dict[str, Hessians]:
     modules = {name: model.get_submodule(name) for name in names}
-    found = {name: Hessians(m) for name, m in modules.items() if not isinstance(m, nn.Embedding)}
+    found = {name: Hessians(m, name) for name, m in modules.items() if not isinstance(m, nn.Embedding)}
     handles = [hessians.watch(modules[name]) for name, hessians in found.items()]
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         if found:
             with ending_early(model, [*found]) as run:
-                for sample in samples:
-                    run(functools.partial(_call, model, sample))
+                for index, sample in enumerate(samples):
+                    run(functools.partial(_call_with, model, sample, index))
     finally:
         for handle in handles:
             handle.remove()
@@ -152,16 +164,6 @@ def _collected(model: nn.Module, names: list[str], samples: Sequence[Sample]) ->
                 f"unquantized model sound in its dtype?"
             )
     return found
-
-
-def _check_weights(module: nn.Module, name: str) -> None:
-    """Raise for weights that cannot be calibrated."""
-    refuse_meta(module, name)
-    if isinstance(module, nn.Embedding):
-        return
-    for key, weight in _weights(module).items():
-        if bad := weight.numel() - int(torch.isfinite(weight).sum()):
-            raise NonFiniteWeightError(bad, f"{name}.{key}")
 
 
 def _check(sample: Any) -> None:
@@ -194,6 +196,20 @@ def _call(model: nn.Module, sample: Sample) -> None:
         model(sample)
     else:
         model(*sample)
+
+
+def _call_with(model: nn.Module, sample: Sample, index: int) -> None:
+    """Call a model with a sample; what it raises then says which one."""
+    try:
+        _call(model, sample)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(error)
+        if kind not in (TypeError, ValueError, RuntimeError):  # others may be made of other arguments
+            raise
+        raise kind(
+            f"quantize_model: the model fails on calibration[{index}]: {str(error).removesuffix('.')}. Give "
+            f"samples that it can be called with."
+        ) from error
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import take_out
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.refusals import require_progress
 from kbit.nn.replace import Progress
 from kbit.nn.support import keep_device_hook, keep_hooks
 from kbit.nn.tiling import TileableModule
@@ -42,7 +43,7 @@ def dequantize_model(
         The model.
 
     Raises:
-        TypeError: the model is none, or dtype is no floating-point dtype.
+        TypeError: the model is none, dtype is no floating-point dtype, or `progress` no function.
         ValueError: the model itself is a layer, is split over ranks or has weights elsewhere; an adapter is
             on a layer; its layers are in NVFP4; or experts were not made from others, so that it is not known
             what they replaced. Nothing is replaced then.
@@ -60,6 +61,7 @@ def dequantize_model(
     dtype = _first_dtype(model) if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dequantize_model: dtype must be a floating-point torch.dtype, got {dtype!r}.")
+    require_progress(progress, "dequantize_model")
     names = _layers(model)
     held = Counter(id(_codes(model.get_submodule(members[0]))) for members in names)
     weights: dict[int, nn.Parameter] = {}

@@ -13,7 +13,7 @@ from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.nn.sizes import refuse_other_sizes
-from kbit.ops import api, checks
+from kbit.ops import api, checks, places
 
 
 class KbitEmbedding(QuantizedModule, nn.Embedding):
@@ -84,8 +84,8 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         refuse_other_sizes("KbitEmbedding.from_embedding", embedding, name)
         if embedding.max_norm is not None:
             raise ValueError(
-                f"embedding {name!r} has max_norm={embedding.max_norm}, which rewrites the table in use. "
-                f"Leave it out (modules_to_not_convert)."
+                f"KbitEmbedding.from_embedding: takes no embedding that rewrites its table in use, got "
+                f"max_norm={embedding.max_norm}{at(name)}. Leave it out (modules_to_not_convert)."
             )
         where = f"{name}.weight" if name else ""
         weight = embedding.weight.detach()
@@ -152,7 +152,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         try:
             return torch.ops.kbit.embedding(input, *parts, self.embedding_dim, self.dtype_probe.dtype)
         except IndexError as error:
-            raise IndexError(f"{str(error).removesuffix('.')}{at(self.layer_name)}.") from None
+            raise places.looked_up(error, self.layer_name) from None
 
     def _set_dtype(self, dtype: torch.dtype, device: Any) -> None:
         # A parameter without elements: .half() and .to(dtype) cast it, so it remembers the dtype of the

@@ -12,9 +12,11 @@ from kbit.format.autocast import autocast
 from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
+from kbit.format.words import at
 from kbit.nn.fuse import quantize_fused
 from kbit.nn.fused_experts import WEIGHTS, unsupported_experts, weight_of
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.refusals import require_policy
 from kbit.nn.replaced import Replaced
 from kbit.nn.support import is_silu
 from kbit.ops import api, checks, grad_checks, moe_checks
@@ -107,8 +109,10 @@ class KbitExperts(QuantizedModule):
 
         Raises:
             NonFiniteWeightError: a weight holds NaN or Inf.
+            TypeError: the policy is none.
             ValueError: the experts are laid out in a way that this class does not compute.
         """
+        require_policy(policy, "KbitExperts.from_experts")
         layer = cls.empty_like(experts, bits, policy.absmax_format, name, device="meta")
         codebook = policy.codebook_for(bits)
         settings = (bits, codebook, policy.absmax_format, policy.search)
@@ -242,12 +246,35 @@ class KbitExperts(QuantizedModule):
         return count, rows * experts // count if count else rows, columns
 
     def quantized(self, name: str = "gate_up_proj") -> QuantizedTensor:
-        """A weight in the form it has, sharing this layer's memory; see `QuantizedModule.quantized`."""
+        """A weight in the form it has, sharing this layer's memory; see `QuantizedModule.quantized`.
+
+        Raises:
+            TypeError, ValueError: `name` is neither "gate_up_proj" nor "down_proj".
+        """
+        self._check_name("quantized", "name", name)
         return super().quantized(name)
 
-    def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A weight, "gate_up_proj" or "down_proj", decoded to [E, N, K] of `dtype`."""
+    def dequantize(self, name: str = "gate_up_proj", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A weight, "gate_up_proj" or "down_proj", decoded to [E, N, K] of `dtype`.
+
+        Raises:
+            TypeError, ValueError: there is no weight of that name, or no such dtype.
+        """
+        self._check_name("dequantize", "name, dtype", name)
         return api.dequantize(self.quantized(name), dtype).view(self.shapes[name])
+
+    def _check_name(self, method: str, arguments: str, name: object) -> None:
+        known = ", ".join(self.shapes)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{method}: experts have several weights, so name must be one of {known}, got {name!r:.80}"
+                f"{at(self.layer_name)}. Call {method}({arguments})."
+            )
+        if name not in self.shapes:
+            raise ValueError(
+                f"{method}: name must be one of {known}, got {name!r:.80}{at(self.layer_name)}. Give one of "
+                f"them."
+            )
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -84,10 +84,10 @@ class QuantizedModule(TileableModule):
                 f"{type(self).__name__}: in-features must be at least 1 and no size negative, got weights of "
                 f"{list(shapes.values())}{at(layer_name)}. Check the numbers of features."
             )
-        levels = get_codebook(codebook, bits)
+        levels = get_codebook(codebook, bits, layer_name)
         self.bits, self.layer_name, self.shapes = bits, layer_name, shapes
         for name, (*rows, columns) in shapes.items():
-            blocks, stored = blocks_of(columns), scales.absmax_format(absmax).dtype
+            blocks, stored = blocks_of(columns), scales.absmax_format(absmax, layer_name).dtype
             packed = torch.zeros(*rows, blocks * bits, dtype=torch.int32, device=device)
             self._set_parameter(name + PACKED, packed)
             self._set_parameter(name + ABSMAX, torch.zeros(*rows, blocks, dtype=stored, device=device))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import nn
 
+from kbit.format.errors import NonFiniteWeightError
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
 from kbit.nn.parts import QuantizedModule
+from kbit.ops.checks import float_dtype
 
 
 def require_policy(policy: object, what: str) -> None:
@@ -18,6 +21,39 @@ def require_policy(policy: object, what: str) -> None:
             f"{what}: policy must be a KbitConfig or QuantizationPolicy, got {type(policy).__name__}. For 4 "
             f"bits: kbit.KbitConfig(bits=4)."
         )
+
+
+def require_progress(progress: object, what: str) -> None:
+    """Raise TypeError unless `progress` is None or can be called; `what` was given it."""
+    if progress is not None and not callable(progress):
+        raise TypeError(
+            f"{what}: progress must be a function of (done, total, name), got {type(progress).__name__}. "
+            f"Leave it out to see nothing."
+        )
+
+
+def refuse_weights(modules: Mapping[str, nn.Module]) -> None:
+    """Raise for weights of modules that cannot be quantized, before any of them is; biases may be anything.
+
+    Raises:
+        NonFiniteWeightError: one holds NaN or Inf.
+        TypeError: one is of a dtype that is not quantized.
+        ValueError: one is on the meta device.
+    """
+    weights = {
+        f"{name}.{key}": parameter
+        for name, module in modules.items()
+        for key, parameter in module.named_parameters(recurse=False)
+        if not key.endswith("bias")
+    }
+    for name, weight in weights.items():
+        if weight.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device. Load the model's weights first.")
+        float_dtype("quantize_model", "w", weight.dtype, name)
+    for name, weight in weights.items():
+        ends = torch.stack(torch.aminmax(weight.detach())) if weight.numel() else weight
+        if not torch.isfinite(ends).all():  # a pass over the weight; to count takes several
+            raise NonFiniteWeightError(weight.numel() - int(torch.isfinite(weight).sum()), name)
 
 
 def has_quantized(model: nn.Module) -> bool:

@@ -14,14 +14,13 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.ties import contradictions, why_kept
 from kbit.format.unmatched import unmatched
 from kbit.format.words import counted
+from kbit.nn import refusals
 from kbit.nn.calibration import Group, Hessians, Sample, calibrated_layer, in_turn
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts
 from kbit.nn.fused_experts import is_experts
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.refusals import has_quantized, other_settings, refuse_other_format, require_policy
-from kbit.nn.sizes import refuse_meta, refuse_other_dtypes
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
 
@@ -93,9 +92,9 @@ def quantize_model(
         The model.
 
     Raises:
-        NonFiniteWeightError: a weight holds NaN or Inf. Layers before it are quantized already.
-        TypeError: the model is no module, the policy no policy, or a weight of another dtype than float32 or
-            16 bits.
+        NonFiniteWeightError: a weight holds NaN or Inf. Nothing is quantized yet, as for what follows.
+        TypeError: the model is no module, the policy no policy, `progress` no function, or a weight of
+            another dtype than float32 or 16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; the
             model has adapters of peft, another method's layers, or those of another codebook or scale format.
@@ -112,7 +111,8 @@ def quantize_model(
             f"quantize_model: model must be an nn.Module, got {type(model).__name__}. kbit.quantize "
             f"takes single tensors; the command kbit quantize takes folders."
         )
-    require_policy(policy, "quantize_model")
+    refusals.require_policy(policy, "quantize_model")
+    refusals.require_progress(progress, "quantize_model")
     for check in before_quantizing:
         check(model)
     names = {name: stored for ask in other_names for name, stored in ask(model).items()}
@@ -120,17 +120,18 @@ def quantize_model(
     layers = _layers(model)
     _warn_about_names(model, policy, layers, names)
     groups = _with_bits(model, layers, policy, names)
-    if not groups and (kept := other_settings(model, policy, lambda name: _width(name, policy, names))):
+    kept = None if groups else refusals.other_settings(model, policy, lambda n: _width(n, policy, names))
+    if kept is not None:
         warnings.warn(kept, stacklevel=_CALLER)
-    refuse_other_format(model, policy, {bits for bits, _ in groups})
-    refuse_other_dtypes({names[0]: model.get_submodule(names[0]) for _, names in groups})
+    refusals.refuse_other_format(model, policy, {bits for bits, _ in groups})
+    refusals.refuse_weights({names[0]: model.get_submodule(names[0]) for _, names in groups})
     for done, (group, fed) in enumerate(in_turn(model, groups, calibration), start=1):
         _replace_group(model, group, policy, fused, fed)
         if progress is not None:
             progress(done, len(groups), group[1][0])
     run_together(model)
     _warn_about_leftovers(model, policy, names)
-    if not has_quantized(model):
+    if not refusals.has_quantized(model):
         warnings.warn(NOTHING_QUANTIZED, stacklevel=_CALLER)
     for tell in after_quantizing:
         tell(model, policy)
@@ -229,7 +230,6 @@ def _tied(
 def _quantized(
     module: nn.Module, bits: int, policy: QuantizationPolicy, name: str, apart: bool, fed: Hessians | None
 ) -> QuantizedModule:
-    refuse_meta(module, name)
     if fed is not None:
         return calibrated_layer(module, fed, bits, policy, name, apart)
     if is_experts(module):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kbit.format.words import at
-from kbit.ops.checks import float_dtype
 
 
 def other_sizes(module: nn.Linear | nn.Embedding) -> str | None:
@@ -31,17 +28,3 @@ def refuse_other_sizes(method: str, module: nn.Linear | nn.Embedding, name: str)
         raise ValueError(f"{method}: a lazy layer has no sizes{at(name)}. Call it once, which gives it some.")
     if reason := other_sizes(module):
         raise ValueError(f"{method}: {reason}{at(name)}. Set the layer's attributes to the weight's sizes.")
-
-
-def refuse_other_dtypes(modules: Mapping[str, nn.Module]) -> None:
-    """Raise TypeError if a weight of modules is of a dtype that is not quantized; biases may be of any."""
-    for name, module in modules.items():
-        for weight, parameter in module.named_parameters(recurse=False):
-            if not weight.endswith("bias"):
-                float_dtype("quantize_model", "w", parameter.dtype, f"{name}.{weight}")
-
-
-def refuse_meta(module: nn.Module, name: str) -> None:
-    """Raise ValueError if a module holds a parameter on the meta device."""
-    if any(parameter.device.type == "meta" for parameter in module.parameters()):
-        raise ValueError(f"{name}: its weight is on the meta device. Load the model's weights first.")

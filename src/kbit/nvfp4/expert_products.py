@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbit.backends.reference.products import groups
+from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_product, check_tile, linear_nvfp4
 from kbit.nvfp4.kernels import kernels_for
@@ -38,7 +39,8 @@ def expert_product(
     check_product(a.tensor, w, accum, out_dtype, "moe_gemm_nvfp4", where)
     if len(w.shape) != 3 or len(routing.bounds) != w.shape[0] + 1:
         raise ValueError(
-            f"moe_gemm_nvfp4: w must be [{len(routing.bounds) - 1}, N, K] for this routing, got {w.shape}."
+            f"moe_gemm_nvfp4: w must be [{len(routing.bounds) - 1}, N, K] for this routing, got {w.shape}"
+            f"{at(where)}. One matrix goes to linear_nvfp4 or gemm_nvfp4."
         )
     # Rounded to float32 as in gemm_nvfp4. A 0-dim CPU tensor multiplies on any device without a wait.
     scale = w.global_scale * a.tensor.global_scale
@@ -92,7 +94,7 @@ def moe_gemm_nvfp4(
         x: float16, bfloat16 or float32 [T, K] or [T, U, K].
         w: [E, N, K]. "tiled" is the fastest under "exact" and "tc" on Hopper GPUs; elsewhere, and under
             "seq16", a layout other than "nv" is converted at every call.
-        ids: int32 [T, U]; E gives zeros.
+        ids: int32 or int64 [T, U]; E gives zeros.
         dedup: "off", "gather", "scatter" or "indirect"; see `quantize_for_experts`.
         accum: see `gemm_nvfp4`.
         out_dtype: x's if None.
@@ -105,7 +107,7 @@ def moe_gemm_nvfp4(
         TypeError, ValueError: the arguments do not fit.
     """
     check_nvfp4("moe_gemm_nvfp4", "w", w)
-    routing = route(ids, w.shape[0])
+    routing = route(ids, w.shape[0], op="moe_gemm_nvfp4")
     a = quantize_for_experts(x, routing, dedup, search, ties, global_scale)
     y = expert_product(a, routing, w, accum, x.dtype if out_dtype is None else out_dtype)
     return y[routing.inverse]

@@ -48,7 +48,7 @@ def rmsnorm(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    _check_norm(x, weight, eps, residual)
+    _check_norm("rmsnorm", x, weight, eps, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
     return kernels.rmsnorm(x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
 
@@ -80,7 +80,7 @@ def rmsnorm_quantize_nvfp4(
     >>> rmsnorm_quantize_nvfp4(x, weight, eps=1e-6).quantized
     NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
     """
-    _check_norm(x, weight, eps, residual)
+    _check_norm("rmsnorm_quantize_nvfp4", x, weight, eps, residual)
     type_checks.flag("rmsnorm_quantize_nvfp4", "write_norm", write_norm)
     factor = check_rounding(search, ties, global_scale, "rmsnorm_quantize_nvfp4")
     kernels = kernels_for(x, weight=weight, residual=residual)
@@ -101,7 +101,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: the argument does not fit.
     """
-    _check_gate_up(gate_up)
+    _check_gate_up("silu_mul", gate_up)
     return kernels_for(gate_up).silu_mul(gate_up.contiguous())
 
 
@@ -120,7 +120,7 @@ def silu_mul_quantize_nvfp4(
     Raises:
         TypeError, ValueError: the arguments do not fit.
     """
-    _check_gate_up(gate_up)
+    _check_gate_up("silu_mul_quantize_nvfp4", gate_up)
     factor = check_rounding(search, ties, global_scale, "silu_mul_quantize_nvfp4")
     kernels = kernels_for(gate_up)
     codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
@@ -137,26 +137,32 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _check_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> None:
+def _check_norm(
+    op: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> None:
     for name, value in {"x": x, "weight": weight, "residual": x if residual is None else residual}.items():
-        type_checks.tensor("rmsnorm", name, value)
-    checks.float_dtype("rmsnorm", "x", x.dtype)
-    checks.float_dtype("rmsnorm", "weight", weight.dtype)
+        type_checks.tensor(op, name, value)
+    checks.float_dtype(op, "x", x.dtype)
+    checks.float_dtype(op, "weight", weight.dtype)
     if x.dim() != 2 or tuple(weight.shape) != tuple(x.shape[1:]):
         raise ValueError(
-            f"rmsnorm: x must be [M, K] and weight [K], got {tuple(x.shape)} and {tuple(weight.shape)}."
+            f"{op}: x must be [M, K] and weight [K], got {tuple(x.shape)} and {tuple(weight.shape)}. Flatten "
+            f"tokens: x.reshape(-1, x.shape[-1])."
         )
     if not isinstance(eps, int | float) or not eps >= 0:
-        raise ValueError(f"rmsnorm: eps must be a number >= 0, got {eps!r}. Models have about 1e-6.")
+        raise ValueError(f"{op}: eps must be a number >= 0, got {eps!r}. Models have about 1e-6.")
     if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
         raise ValueError(
-            f"rmsnorm: residual must be {x.dtype} {tuple(x.shape)} like x, got {residual.dtype} "
-            f"{tuple(residual.shape)}."
+            f"{op}: residual must be {x.dtype} {tuple(x.shape)} like x, got {residual.dtype} "
+            f"{tuple(residual.shape)}. Cast and reshape both alike."
         )
 
 
-def _check_gate_up(gate_up: torch.Tensor) -> None:
-    type_checks.tensor("silu_mul", "gate_up", gate_up)
-    checks.float_dtype("silu_mul", "gate_up", gate_up.dtype)
+def _check_gate_up(op: str, gate_up: torch.Tensor) -> None:
+    type_checks.tensor(op, "gate_up", gate_up)
+    checks.float_dtype(op, "gate_up", gate_up.dtype)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1]:
-        raise ValueError(f"silu_mul: gate_up must be [R, 2I], got {tuple(gate_up.shape)}.")
+        raise ValueError(
+            f"{op}: gate_up must be [R, 2I], a row's gate before as many ups, got {tuple(gate_up.shape)}. "
+            f"Flatten tokens, and merge gate and up first."
+        )

@@ -101,9 +101,11 @@ def linear_nvfp4(
     if bias is not None:
         type_checks.tensor("linear_nvfp4", "bias", bias, where)
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != w.shape[:1]):
+        fits = tuple(bias.shape) == w.shape[:1]
+        remedy = "Cast it to x's dtype" if fits else "Is it that of another layer"
         raise ValueError(
             f"linear_nvfp4: bias must be {x.dtype} [{w.shape[0]}] for these x and w, got {bias.dtype} "
-            f"{tuple(bias.shape)}{at(where)}. Cast it to x's dtype."
+            f"{tuple(bias.shape)}{at(where)}. {remedy}{'.' if fits else '?'}"
         )
     kernels = kernels_for(x, w=w.codes, bias=bias)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)

@@ -48,7 +48,7 @@ def moe_align(
     """Sort (token, choice) pairs by expert, stably.
 
     Args:
-        ids: int32 [T, U]: the experts of each token. num_experts means "not mine" and sorts last.
+        ids: int32 or int64 [T, U]: the experts of each token. num_experts means "not mine" and sorts last.
         num_experts: E.
 
     Returns:
@@ -58,7 +58,7 @@ def moe_align(
         inverse: int32 [T, U], the sorted row of each pair.
 
     Raises:
-        TypeError: ids are not int32.
+        TypeError: ids are not int32 or int64.
         ValueError: ids are not [T, U], or (on CPU, where looking costs no wait) outside 0..num_experts. On a
             GPU such ids count as "not mine".
     """
@@ -66,36 +66,38 @@ def moe_align(
 
 
 def _align(
-    ids: torch.Tensor, num_experts: int, where: str = ""
+    ids: torch.Tensor, num_experts: int, where: str = "", op: str = "moe_align"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check_ids(ids, num_experts, where)
+    _check_ids(ids, num_experts, where, op)
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(-1, num_experts).int()  # what int32 cannot hold stays outside
     return kernels_for(ids).align(ids.contiguous(), num_experts)
 
 
-def _check_ids(ids: torch.Tensor, num_experts: int, where: str) -> None:
-    type_checks.tensor("moe_align", "ids", ids, where)
-    if ids.dtype != torch.int32:
+def _check_ids(ids: torch.Tensor, num_experts: int, where: str, op: str) -> None:
+    type_checks.tensor(op, "ids", ids, where)
+    if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(
-            f"moe_align: ids must be int32, got {ids.dtype}{at(where)}. Convert them with .int()."
+            f"{op}: ids must be int32 or int64, got {ids.dtype}{at(where)}. Convert them with .int()."
         )
     known = isinstance(num_experts, int | torch.SymInt) and 1 <= num_experts < 2**31  # ids are int32
     if ids.dim() != 2 or ids.shape[1] < 1 or not known:
         raise ValueError(
-            f"moe_align: ids must be [T, U] with U >= 1 and num_experts a whole number in 1..2^31 - 1, got "
-            f"{tuple(ids.shape)} and {num_experts!r}{at(where)}."
+            f"{op}: ids must be [T, U] with U >= 1 and num_experts a whole number in 1..2^31 - 1, got "
+            f"{tuple(ids.shape)} and {num_experts!r}{at(where)}. Ids are what a router's topk chooses."
         )
     if ids.device.type == "cpu" and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high > num_experts:
             raise ValueError(
-                f"moe_align: ids must be in 0..{num_experts}, got {low}..{high}{at(where)}. {num_experts} "
+                f"{op}: ids must be in 0..{num_experts}, got {low}..{high}{at(where)}. {num_experts} "
                 f"means an expert of another device."
             )
 
 
-def route(ids: torch.Tensor, num_experts: int, where: str = "") -> Routing:
-    """`moe_align` as one object; `where` is the name of the layer, for messages."""
-    return Routing(*_align(ids, num_experts, where))
+def route(ids: torch.Tensor, num_experts: int, where: str = "", op: str = "moe_align") -> Routing:
+    """`moe_align` as one object; `where` is the name of the layer and `op` who asks, for messages."""
+    return Routing(*_align(ids, num_experts, where, op))
 
 
 def quantize_for_experts(
@@ -189,7 +191,8 @@ def moe_combine(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     type_checks.tensor("moe_combine", "p", p)
     if y.dim() != 3 or p.shape != y.shape[:2]:
         raise ValueError(
-            f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}."
+            f"moe_combine: y must be [T, U, N] and p [T, U], got {tuple(y.shape)} and {tuple(p.shape)}. Are "
+            f"the weights p those of the same tokens and choices?"
         )
     slots = torch.arange(p.numel(), dtype=torch.int32, device=y.device).view(p.shape)
     return combine_sorted(y.reshape(-1, y.shape[2]), slots, p)
@@ -205,6 +208,9 @@ def combine_sorted(y: torch.Tensor, inverse: torch.Tensor, p: torch.Tensor) -> t
     if p.dtype != torch.float32:
         raise TypeError(f"moe_combine: p must be float32, got {p.dtype}. Convert it with .float().")
     if p.shape != inverse.shape:
-        raise ValueError(f"moe_combine: p must be {tuple(inverse.shape)}, got {tuple(p.shape)}.")
+        raise ValueError(
+            f"moe_combine: p must be {tuple(inverse.shape)}, got {tuple(p.shape)}. Are they of the same "
+            f"tokens and choices?"
+        )
     kernels = kernels_for(y, inverse=inverse, p=p)
     return kernels.combine(y.contiguous(), inverse.contiguous(), p.contiguous())

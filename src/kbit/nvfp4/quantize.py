@@ -55,7 +55,7 @@ def quantize_nvfp4(
     """
     factor = check_input(x, search, ties, global_scale, row_scale, where)
     type_checks.flag("quantize_nvfp4", "check", check, where)
-    layouts.check_layout(layout, "quantize_nvfp4")
+    layouts.check_layout(layout, "quantize_nvfp4", where)
     rows = x.contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
     how, row_factor = (search, ties == "even", factor), None
@@ -88,9 +88,12 @@ def check_input(
     type_checks.tensor("quantize_nvfp4", "x", x, where)
     checks.float_dtype("quantize_nvfp4", "x", x.dtype, where)
     if x.dim() not in (2, 3) or x.shape[-1] < 1:
+        remedy = "Flatten the leading dimensions" if x.dim() > 3 else "Is it a vector? Add a dimension"
+        if x.dim() in (2, 3):
+            remedy = "Leave it as it is: there is nothing to quantize"
         raise ValueError(
             f"quantize_nvfp4: x must be [M, K] or [E, M, K] with K >= 1, got {tuple(x.shape)}{at(where)}. "
-            f"Flatten the leading dimensions."
+            f"{remedy}."
         )
     type_checks.flag("quantize_nvfp4", "row_scale", row_scale, where)
     if row_scale and x.dim() == 3:

@@ -8,20 +8,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kbit.format.codebook import check_bits, get_codebook
+from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
-from kbit.ops import checks, forms, grad_checks, type_checks
+from kbit.format.words import at
+from kbit.ops import checks, forms, grad_checks, places, type_checks
 
 
 def quantize(
     w: torch.Tensor,
     bits: int = 4,
     codebook: str | Sequence[float] | torch.Tensor = "nf",
-    scale: str = "e4m4",
+    scale: str | None = None,
     search: bool = True,
     *,
     where: str = "",
+    absmax_format: str | None = None,
 ) -> QuantizedTensor:
     """Quantize a weight, or a stack of them, in blocks of 32 along its last dimension.
 
@@ -29,17 +31,18 @@ def quantize(
         w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite; any N and K >= 1. Gradients end here.
         bits: code width, 2 to 5.
         codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
-        scale: block scale format: "e4m4" (one byte), "float16" or "float32".
+        scale: block scale format: "e4m4" (one byte, the default), "float16" or "float32".
         search: pick each block's scale for the least squared error among its neighbours (default), or
             take the rounded absmax.
         where: name of the layer, for error messages.
+        absmax_format: another name for `scale`, the one that layers and policies have.
 
     Returns:
         A `QuantizedTensor` on w's device.
 
     Raises:
         NonFiniteWeightError: w holds NaN or Inf.
-        TypeError, ValueError: w, bits, codebook or scale format are not legal.
+        TypeError, ValueError: w, bits, codebook or scale format are not legal, or the latter is given twice.
 
     >>> q = kbit.quantize(torch.randn(64, 256), bits=4)
     >>> q.bits_per_weight
@@ -47,14 +50,25 @@ def quantize(
     """
     type_checks.tensor("quantize", "w", w, where)
     type_checks.flag("quantize", "search", search, where)
-    levels = get_codebook(codebook, check_bits(bits)).to(w.device)
+    form = _scale_format(scale, absmax_format, where)
+    levels = get_codebook(codebook, bits, where).to(w.device)
     w = w.detach()  # else torch takes float results for differentiable ones
-    checks.quantize(w, levels, bits, scale, where)
+    checks.quantize(w, levels, bits, form, where)
     try:
-        packed, absmax, factor = torch.ops.kbit.quantize(w, levels, bits, scale, search)
+        packed, absmax, factor = torch.ops.kbit.quantize(w, levels, bits, form, search)
     except NonFiniteWeightError as error:
         raise NonFiniteWeightError(error.count, where) from None
     return QuantizedTensor(packed, absmax, levels, factor, bits, tuple(w.shape))
+
+
+def _scale_format(scale: str | None, absmax_format: str | None, where: str) -> str:
+    if scale is not None and absmax_format is not None:
+        raise TypeError(
+            f"quantize: scale and absmax_format are one setting, got {scale!r} and {absmax_format!r}"
+            f"{at(where)}. Give one of them."
+        )
+    given = absmax_format if scale is None else scale
+    return "e4m4" if given is None else given
 
 
 def dequantize(
@@ -133,7 +147,7 @@ def linear(
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if needs_grad:
         grad_checks.no_transform("linear", where)
-    return _multiply("linear", x, q, bias, out, fused, needs_grad)
+    return _multiply("linear", x, q, bias, out, fused, needs_grad, where)
 
 
 def grouped_linear(
@@ -171,7 +185,7 @@ def grouped_linear(
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     if needs_grad:
         grad_checks.no_transform("grouped_linear", where)
-    return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad)
+    return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad, where)
 
 
 def _multiply(
@@ -182,10 +196,11 @@ def _multiply(
     out: torch.Tensor | None,
     fused: bool,
     needs_grad: bool,
+    where: str,
 ) -> torch.Tensor:
     """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
     if out is not None:
-        _check_out(name, out, needs_grad)
+        _check_out(name, out, needs_grad, where)
     if q.tiled is None and forms.should_tile(q, name, q.device, q.absmax.dtype):
         q.tile()
     if q.tiled is None:
@@ -194,23 +209,29 @@ def _multiply(
         name += "_tiled"
         arguments = (x, q.tiled, q.codebook, q.scale, extra, *q.shape[-2:])
     op: Any = getattr(torch.ops.kbit, f"{name}_train" if needs_grad else name)
-    if fused and (needs_grad or q.tiled is None):
-        y = silu_and_mul(op(*arguments))
-        return y if out is None else _copy(name, y, out)
-    if fused:
-        arguments += (True,)
-    if out is None:
-        return op(*arguments)
-    op.out(*arguments, out=out)
-    return out
+    try:  # costs nothing where nothing is raised
+        if fused and (needs_grad or q.tiled is None):
+            y = silu_and_mul(op(*arguments))
+            return y if out is None else _copy(name, y, out)
+        if fused:
+            arguments += (True,)
+        if out is None:
+            return op(*arguments)
+        op.out(*arguments, out=out)
+        return out
+    except (TypeError, ValueError) as error:
+        told = places.placed(error, where)
+        if told is error:  # with its cause
+            raise
+        raise told from None
 
 
-def _check_out(name: str, out: torch.Tensor, needs_grad: bool) -> None:
+def _check_out(name: str, out: torch.Tensor, needs_grad: bool, where: str = "") -> None:
     """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
-    type_checks.tensor(name, "out", out)
+    type_checks.tensor(name, "out", out, where)
     if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
         raise ValueError(
-            f"{name}: out= cannot be combined with gradients. Drop out=, or use torch.no_grad()."
+            f"{name}: out= cannot be combined with gradients{at(where)}. Drop out=, or use torch.no_grad()."
         )
 
 
@@ -243,7 +264,7 @@ def _copy(name: str, result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(result)
 
 
-def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Decode the rows of a quantized table that `ids` name.
 
     Args:
@@ -261,7 +282,10 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype) -> torc
     type_checks.quantized("embedding", q)
     type_checks.tensor("embedding", "ids", ids)
     checks.float_dtype("embedding", "dtype", dtype)
-    return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
+    try:
+        return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
+    except IndexError as error:
+        raise places.looked_up(error) from None
 
 
 def _parts(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

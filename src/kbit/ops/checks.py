@@ -36,22 +36,22 @@ def quantize(
         TypeError: w is not float32, float16 or bfloat16.
         ValueError: w is not [N, K] or [E, N, K] with K >= 1, or codebook, bits, format are illegal.
     """
-    check_bits(bits)
-    absmax_format(str(absmax_format_name))  # a name, not the dtype
+    check_bits(bits, where=where)
+    absmax_format(str(absmax_format_name), where or "quantize")  # a name, not the dtype
     float_dtype("quantize", "w", w.dtype, where)
     if w.dim() not in (2, 3) or w.shape[-1] < 1:
+        remedy = "Reshape it" if w.dim() not in (2, 3) else "Leave it as it is: there is nothing to quantize"
         raise ValueError(
-            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}{at(where)}. "
-            f"Reshape it."
+            f"quantize: w must be [N, K] or [E, N, K] with K >= 1, got {tuple(w.shape)}{at(where)}. {remedy}."
         )
     if codebook.dtype != torch.float32 or codebook.dim() != 1 or codebook.shape[0] != 2**bits:
         raise ValueError(
             f"quantize: a {bits}-bit codebook is float32 [{2**bits}], got {codebook.dtype} "
-            f"{tuple(codebook.shape)}. kbit.quantize makes one of a name or of numbers."
+            f"{tuple(codebook.shape)}{at(where)}. kbit.quantize makes one of a name or of numbers."
         )
     if codebook.device != w.device:
         raise ValueError(
-            f"quantize: w is on {w.device}, the codebook on {codebook.device}. Move them together."
+            f"quantize: w is on {w.device}, the codebook on {codebook.device}{at(where)}. Move them together."
         )
 
 
@@ -275,7 +275,12 @@ def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> N
 
 
 def output(
-    op: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    op: str,
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    where: str = "",
 ) -> None:
     """Check a caller's `out=` against the result to be written.
 
@@ -284,9 +289,10 @@ def output(
         ValueError: another shape or device, or not contiguous.
     """
     if out.dtype != dtype:
-        raise TypeError(f"{op}: out must be {dtype}, got {out.dtype}.")
+        raise TypeError(f"{op}: out must be {dtype}, got {out.dtype}{at(where)}. Make it of that dtype.")
     if tuple(out.shape) != tuple(shape) or out.device != device or not out.is_contiguous():
         raise ValueError(
             f"{op}: out must be contiguous with shape {tuple(shape)} on {device}, got "
-            f"{tuple(out.shape)} with strides {out.stride()} on {out.device}."
+            f"{tuple(out.shape)} with strides {out.stride()} on {out.device}{at(where)}. Make it with "
+            f"torch.empty."
         )

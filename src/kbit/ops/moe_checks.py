@@ -54,14 +54,22 @@ def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor
     """
     checks.float_dtype("moe_route", "logits", logits.dtype)
     if scoring not in SCORINGS:
-        raise ValueError(f"moe_route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}.")
+        raise ValueError(
+            f"moe_route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}. "
+            f"Take the one of the model's router."
+        )
     if shared not in SHARED:
-        raise ValueError(f"moe_route: shared must be one of {SHARED}, got {shared!r}.")
+        raise ValueError(
+            f"moe_route: shared must be one of {SHARED}, got {shared!r}. Leave it out if no expert is shared."
+        )
     if logits.dim() != 2:
         raise ValueError(f"moe_route: logits must be [T, E], got {tuple(logits.shape)}. Flatten tokens.")
     experts = logits.shape[1] - (shared == "sigmoid")
     if not 1 <= top_k <= experts:
-        raise ValueError(f"moe_route: top_k must be in 1..{experts}, the number of experts, got {top_k}.")
+        raise ValueError(
+            f"moe_route: top_k must be in 1..{experts}, the number of experts, got {top_k}. Is it that of "
+            f"another model?"
+        )
     if bias is None:
         return
     if bias.dtype != torch.float32:
@@ -69,7 +77,7 @@ def moe_route(logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor
     if bias.shape != (experts,) or bias.device != logits.device:
         raise ValueError(
             f"moe_route: bias must be [{experts}] on {logits.device}, got {tuple(bias.shape)} on "
-            f"{bias.device}."
+            f"{bias.device}. It has one number for each expert."
         )
 
 
@@ -106,7 +114,7 @@ def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: st
         where: name of the layer, for the message.
 
     Raises:
-        TypeError: one is no dense tensor.
+        TypeError: one is no dense tensor, or ids are no integers.
         ValueError: shapes do not belong together.
     """
     for name, value in (("hidden_states", x), ("top_k_index", ids), ("top_k_weights", weights)):
@@ -116,6 +124,11 @@ def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: st
             f"experts: hidden_states must be [T, K], top_k_index and top_k_weights [T, choices], got "
             f"{tuple(x.shape)}, {tuple(ids.shape)} and {tuple(weights.shape)}{at(where)}. Flatten "
             f"tokens, and pass the choices of the same ones."
+        )
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"experts: top_k_index must be int32 or int64, got {ids.dtype}{at(where)}. Is it in the place of "
+            f"top_k_weights?"
         )
 
 

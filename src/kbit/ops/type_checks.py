@@ -21,6 +21,12 @@ def tensor(op: str, name: str, value: object, where: str = "") -> None:
         )
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be dense, got {value.layout}{at(where)}. Use .to_dense().")
+    decode = "kbit.dequantize" if isinstance(value, QuantizedTensor) else _instead(value, "dequantize")
+    if decode:
+        raise TypeError(
+            f"{op}: {name} must be a tensor, got {type(value).__name__}{at(where)}. It is quantized already: "
+            f"{decode} decodes it."
+        )
     raise TypeError(
         f"{op}: {name} must be a tensor, got {type(value).__name__}{at(where)}. Make one of it: "
         f"torch.as_tensor."
@@ -31,7 +37,7 @@ def flag(op: str, name: str, value: object, where: str = "") -> None:
     """Raise TypeError unless the argument `name` is True or False; a misplaced factor has a truth, too."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{op}: {name} must be True or False, got {str(value)[:80]!r}{at(where)}. Pass options by name."
+            f"{op}: {name} must be True or False, got {repr(value)[:80]}{at(where)}. Pass options by name."
         )
 
 
@@ -39,8 +45,16 @@ def quantized(op: str, q: object, where: str = "") -> None:
     """Raise TypeError unless the weight is quantized."""
     if not isinstance(q, QuantizedTensor):
         of = f" of {where}" if where else ""
-        # A quantized layer has one to give.
-        remedy = (
-            "Pass its .quantized()" if hasattr(q, "quantized") else "Make one: kbit.quantize(weight, bits=4)"
-        )
+        if other := _instead(q, op):
+            remedy = f"Use {other}"
+        elif hasattr(q, "quantized"):  # a quantized layer has one to give
+            remedy = "Pass its .quantized()"
+        else:
+            remedy = "Make one: kbit.quantize(weight, bits=4)"
         raise TypeError(f"{op}: the weight{of} must be a QuantizedTensor, got {type(q).__name__}. {remedy}.")
+
+
+def _instead(value: object, op: str) -> str | None:
+    """What does `op` with a weight of another format, which says so itself: formats are known above here."""
+    known: dict[str, str] = getattr(type(value), "functions", {})
+    return known.get(op) if isinstance(known, dict) else None

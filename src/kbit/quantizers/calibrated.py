@@ -98,7 +98,7 @@ def _columns(
     codebook: torch.Tensor,
     thresholds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., N, 32] of a block [..., N, 32], column after column, and the weighed errors that they leave.
+    """Codes of a block [..., N, 32], column after column, and the weighed errors that they leave.
 
     `scale` is [..., N]. Columns come first meanwhile, as the many small steps want them beside each other in
     memory. Codes are counted, not searched for: that a CPU splits over threads, who wait for each other.

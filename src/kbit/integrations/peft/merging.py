@@ -40,7 +40,8 @@ def merge(model: Any, requantize: bool = True) -> Any:
             not LoRA, or puts tokens in front of prompts. Nothing has changed then.
         NonFiniteWeightError: a sum holds NaN or Inf; layers in front of the one it names are merged already.
     """
-    check_tuners(model)
+    if hasattr(model, "named_modules"):
+        check_tuners(model)
     if not hasattr(model, "get_base_model"):
         raise TypeError(
             f"merge: {type(model).__name__} is no peft model, so it has no adapters to merge. Give what "

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from kbit.backends.cuda import weights
 from kbit.format import nvfp4_layout as tiles
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
+from kbit.format.words import at
 from kbit.nvfp4.formats import e2m1
 
 SUB_BLOCK = tiles.BLOCK
@@ -42,14 +43,17 @@ class _Blocks:
 _INTERLEAVED = {"ggml": _Blocks(4, 64), "mmq": _Blocks(16, 512)}
 
 
-def check_layout(layout: str, where: str = "nvfp4") -> str:
-    """Return `layout` if it is one.
+def check_layout(layout: str, op: str = "nvfp4", where: str = "") -> str:
+    """Return `layout` if it is one; `where` is the name of the layer, for the message.
 
     Raises:
         ValueError: it is not.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"{where}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+        raise ValueError(
+            f'{op}: layout must be one of {", ".join(LAYOUTS)}, got {layout!r}{at(where)}. Use "nv", or '
+            f'"tiled" for weights that a GPU multiplies.'
+        )
     return layout
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from kbit.format.errors import KbitError
 from kbit.format.part_checks import check_all, sizes_of
+from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at, counted, dtype_name
 from kbit.nvfp4.formats import layouts
 from kbit.ops import type_checks
@@ -63,6 +64,13 @@ class NVFP4Tensor:
     shape: tuple[int, ...]
     layout: str = "nv"
     row_scale: torch.Tensor | None = None
+
+    # What does with one of these what the key does with a k-bit weight; `kbit.ops.type_checks` names it.
+    functions: ClassVar[dict[str, str]] = {
+        "dequantize": "kbit.nvfp4.dequantize_nvfp4",
+        "linear": "kbit.nvfp4.linear_nvfp4",
+        "grouped_linear": "kbit.nvfp4.moe_gemm_nvfp4",
+    }
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", sizes_of(self.shape, "NVFP4 tensor"))
@@ -186,8 +194,10 @@ def check_nvfp4(op: str, name: str, value: object, where: str = "") -> None:
     Raises:
         TypeError: it is something else.
     """
-    if not isinstance(value, NVFP4Tensor):
-        raise TypeError(
-            f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{at(where)}. Make one: "
-            f"kbit.nvfp4.quantize_nvfp4({name})."
-        )
+    if isinstance(value, NVFP4Tensor):
+        return
+    remedy = f"Make one: kbit.nvfp4.quantize_nvfp4({name})"
+    if isinstance(value, QuantizedTensor):
+        for_codes = {other: f"kbit.{mine}" for mine, other in NVFP4Tensor.functions.items()}
+        remedy = f"Use {for_codes.get(f'kbit.nvfp4.{op}', 'kbit.linear')} for k-bit weights"
+    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{at(where)}. {remedy}.")

@@ -30,6 +30,15 @@ def stamp(path: Path) -> Stamp:
     return path.name, status.st_ino, status.st_size, status.st_mtime_ns, young
 
 
+def refuse_missing(path: Path, reader: str, kind: str) -> None:
+    """Raise FileNotFoundError if there is nothing at `path` for a reader of files of a kind."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{reader}: there is no {path}. Give {kind} on this machine; fetch a model of the Hub first: "
+            f"hf download."
+        )
+
+
 def check_scale_bytes(scales: torch.Tensor, where: str) -> None:
     """Scales are unsigned: bit 7 must be 0, and so is NaN's byte refused.
 

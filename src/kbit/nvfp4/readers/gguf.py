@@ -21,7 +21,14 @@ import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.quantize import repack_nvfp4
-from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
+from kbit.nvfp4.readers.checks import (
+    KNOWN,
+    Stamp,
+    check_global_scale,
+    check_scale_bytes,
+    refuse_missing,
+    stamp,
+)
 
 NVFP4_TYPE = 40
 _F32_TYPE = 0
@@ -54,10 +61,11 @@ def from_gguf(path: str | Path, name: str, layout: str = "nv") -> NVFP4Tensor:
 
     Raises:
         ValueError: the file is damaged, or the tensor is missing or not NVFP4.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read; a FileNotFoundError says what to give.
     """
     path = Path(path)
     layouts.check_layout(layout, "from_gguf")
+    refuse_missing(path, "from_gguf", "a GGUF file")
     tensors = _known_tensors(path, stamp(path))
     info = tensors.get(name)
     if info is None or info.kind != NVFP4_TYPE:

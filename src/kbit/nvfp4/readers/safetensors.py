@@ -22,7 +22,16 @@ from kbit.format.model_files import read_index
 from kbit.format.names import ABSMAX
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.nvfp4.formats import NVFP4Tensor
-from kbit.nvfp4.readers.checks import KNOWN, Stamp, check_global_scale, check_scale_bytes, stamp
+from kbit.nvfp4.readers.checks import (
+    KNOWN,
+    Stamp,
+    check_global_scale,
+    check_scale_bytes,
+    refuse_missing,
+    stamp,
+)
+
+_KIND = "a safetensors file or a model folder"
 
 
 def from_modelopt(path: str | Path, name: str) -> NVFP4Tensor:
@@ -37,8 +46,9 @@ def from_modelopt(path: str | Path, name: str) -> NVFP4Tensor:
 
     Raises:
         ValueError: the file is damaged, or the tensors are missing or not what the format says.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read; a FileNotFoundError says what to give.
     """
+    refuse_missing(Path(path), "from_modelopt", _KIND)
     codes, scales, factor = _read(Path(path), name, "weight", "weight_scale_2")
     return _assemble(codes, scales, factor, f"{path}: {name}")
 
@@ -55,8 +65,9 @@ def from_compressed_tensors(path: str | Path, name: str) -> NVFP4Tensor:
 
     Raises:
         ValueError: the file is damaged, or the tensors are missing or not what the format says.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read; a FileNotFoundError says what to give.
     """
+    refuse_missing(Path(path), "from_compressed_tensors", _KIND)
     where = f"{path}: {name}"
     codes, scales, divisor = _read(Path(path), name, "weight_packed", "weight_global_scale")
     check_global_scale(float(divisor), f"{where}.weight_global_scale")

@@ -86,8 +86,8 @@ DEVICE void multiply_block(float (&sums)[kColumns][4], u32 (&a)[2][4], S::Words 
     }
 }
 
-// sums[half] += one column tile of each half times x. A quarter of 2-bit codes do without shared memory, which
-// gives out look-ups and activations in three of four clocks.
+// sums[half] += one column tile of each half times x. A quarter of 2-bit codes do without shared memory,
+// which gives out look-ups and activations in three of four clocks.
 DEVICE void multiply_tile(float (&sums)[2][kColumns][4], const D& decode, const u32 (&w)[2][Config::bits],
                           const S::Words (&scales)[2], const u32 (&b)[kColumns][8]) {
     static_for<2>([&](auto block) {
