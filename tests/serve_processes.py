@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,12 +18,20 @@ BATCHED = ["--continuous-batching", "--cb-block-size=16", "--cb-num-blocks=64"]
 
 
 @contextlib.contextmanager
-def own_process(folder: Path, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen, int]]:
-    """A server's process, and its port; it has answered once, which starts the batching."""
+def own_process(
+    folder: Path, options: Sequence[str], hangup: signal.Handlers = signal.SIG_DFL
+) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A server's process, and its port; it has answered once, which starts the batching.
+
+    `hangup` is what it begins with for SIGHUP, whatever these tests were started by; nohup has it ignored.
+    """
     port = free_port()
     command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), *options], stderr=subprocess.PIPE, text=True
+        [*command, "--host", "127.0.0.1", "--port", str(port), *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGHUP, hangup),
     )
     try:
         bench._wait(process, port, 120.0, [])

@@ -282,9 +282,9 @@ REFUSED = {
         r"\(64, 0\)\. Leave it as it is",
     ),
     "format twice": (
-        lambda g: kbit.quantize(g.x, scale="e4m4", absmax_format="float16", where="up"),
+        lambda g: kbit.quantize(g.x, scale="float32", absmax_format="float16", where="up"),
         TypeError,
-        r"one setting, got 'e4m4' and 'float16' \(up\)\. Give one of them",
+        r"one setting, got 'float32' and 'float16' \(up\)\. Give one of them",
     ),
     # Samples.
     "sample of other width": (

@@ -19,7 +19,7 @@ def quantize(
     w: torch.Tensor,
     bits: int = 4,
     codebook: str | Sequence[float] | torch.Tensor = "nf",
-    scale: str | None = None,
+    scale: str = "e4m4",
     search: bool = True,
     *,
     where: str = "",
@@ -31,7 +31,7 @@ def quantize(
         w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite; any N and K >= 1. Gradients end here.
         bits: code width, 2 to 5.
         codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
-        scale: block scale format: "e4m4" (one byte, the default), "float16" or "float32".
+        scale: block scale format: "e4m4" (one byte), "float16" or "float32".
         search: pick each block's scale for the least squared error among its neighbours (default), or
             take the rounded absmax.
         where: name of the layer, for error messages.
@@ -42,7 +42,7 @@ def quantize(
 
     Raises:
         NonFiniteWeightError: w holds NaN or Inf.
-        TypeError, ValueError: w, bits, codebook or scale format are not legal, or the latter is given twice.
+        TypeError, ValueError: w, bits, codebook or scale format are not legal, or two of the latter are given.
 
     >>> q = kbit.quantize(torch.randn(64, 256), bits=4)
     >>> q.bits_per_weight
@@ -61,14 +61,13 @@ def quantize(
     return QuantizedTensor(packed, absmax, levels, factor, bits, tuple(w.shape))
 
 
-def _scale_format(scale: str | None, absmax_format: str | None, where: str) -> str:
-    if scale is not None and absmax_format is not None:
+def _scale_format(scale: str, absmax_format: str | None, where: str) -> str:
+    if absmax_format is not None and scale not in ("e4m4", absmax_format):
         raise TypeError(
             f"quantize: scale and absmax_format are one setting, got {scale!r} and {absmax_format!r}"
             f"{at(where)}. Give one of them."
         )
-    given = absmax_format if scale is None else scale
-    return "e4m4" if given is None else given
+    return scale if absmax_format is None else absmax_format
 
 
 def dequantize(
