@@ -262,7 +262,7 @@ def test_plots_say_what_can_be_drawn(tmp_path):
     (tmp_path / "other.json").write_text('{"rows": 5}')
     message = refuse("plot", tmp_path / "other.json", "--out", tmp_path)
     assert "kbit bench kernels --json FILE" in message
-    assert "`kbit bench chat` and `kbit eval --bits`" in message
+    assert "`kbit bench chat`, `kbit profile` and `kbit eval --bits`" in message
 
 
 def test_plots_are_drawn_from_a_result(tmp_path):

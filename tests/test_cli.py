@@ -247,7 +247,7 @@ def test_pickled_weights_are_refused(folders, tmp_path, command):
 def test_other_dtypes_are_refused(folders, command, dtype):
     extra = ["hello"] if command == "generate" else []
     message = refuse(command, folders["original"], *extra, "--dtype", dtype)
-    assert f"--dtype takes auto, float32, float16 or bfloat16; got {dtype!r}" in message
+    assert f"--dtype takes auto, float32, float16, bfloat16, fp32, fp16 or bf16; got {dtype!r}" in message
 
 
 @pytest.mark.parametrize("device", ["foo", "cuda:x", "", "-1", "meta", "xpu"])
