@@ -42,7 +42,7 @@ def quantize(
 
     Raises:
         NonFiniteWeightError: w holds NaN or Inf.
-        TypeError, ValueError: w, bits, codebook or scale format are not legal, or there are two of the latter.
+        TypeError, ValueError: w, bits, codebook or scale format are not legal, or two formats are given.
 
     >>> q = kbit.quantize(torch.randn(64, 256), bits=4)
     >>> q.bits_per_weight
