@@ -21,7 +21,6 @@ from kbit.cli.tables import show
 from kbit.cli.texts import check_positions
 
 if TYPE_CHECKING:
-    import torch
 
     from kbit.bench.profile import Part, StepProfile
 
@@ -65,7 +64,9 @@ def profile(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         gpu_timing.require_gpu("kbit profile --device cuda", or_cpu=True)
-    models = _loaded(folder, dtype, device) if folder else _built(random, layers, bits, baseline, device)
+    models = (
+        _loaded(folder, dtype, device) if folder else _built(random or "", layers, bits, baseline, device)
+    )
     profiles: list[dict[str, Any]] = []
     for name, arm, model in models:
         check_positions(
@@ -79,6 +80,8 @@ def profile(
                 try:
                     found = bench.profile_step(model, count, context, steps, graph)
                 except torch.OutOfMemoryError:
+                    if not arm:
+                        raise
                     console.print(f"{what}, batch {count}: out of memory, left out", style="red")
                     torch.cuda.empty_cache()
                     continue
@@ -96,17 +99,16 @@ def _loaded(folder: Path, dtype: str, device: str) -> Iterator[tuple[str, str, A
 
 
 def _built(
-    name: str | None, layers: int | None, bits: str, baseline: bool, device: str
+    name: str, layers: int | None, bits: str, baseline: bool, device: str
 ) -> Iterator[tuple[str, str, Any]]:
     """(name, arm, model) of random weights, built when its turn comes."""
     import torch
 
     from kbit.bench import model_build
 
-    assert name is not None
     arms, config = all_arms(bits, baseline), model_build.load_config(name, layers)
+    place = torch.device(device)
     for arm, policy in arms.items():
-        place: torch.device = torch.device(device)
         with model_build.freeing(place):
             yield Path(name).stem, arm, model_build.build(config, place, policy=policy).model
 
