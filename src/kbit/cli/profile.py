@@ -21,7 +21,6 @@ from kbit.cli.tables import show
 from kbit.cli.texts import check_positions
 
 if TYPE_CHECKING:
-
     from kbit.bench.profile import Part, StepProfile
 
 console = Console()
