@@ -25,6 +25,7 @@ SHIPPED_TABLES = ROOT / "src" / "kbit" / "backends" / "cuda" / "tables"
 REPEATS = "--repeats 7"
 KERNEL_OPTIONS = f"{REPEATS} --rows 1,2,4,8,16,32,64,128,256,512,576,1024,2048,4096,8192"
 DOCUMENTED = "h200"
+MODELS = {"8b": "llama-3-8b", "30b": "qwen3-30b-a3b", "coder-next": "qwen3-coder-next"}
 POLL_SECONDS = 0.5
 NOT_RUN = -1  # in place of an exit code
 
@@ -55,6 +56,13 @@ class Job:
 def plots_of(gpu: str) -> Path:
     """Where pictures go: those of the documentation are of one GPU."""
     return ROOT / "docs" / "plots" if gpu == DOCUMENTED else LOGS / "plots"
+
+
+def _of_model(kind: str, command: str, short: str, options: str = "") -> Job:
+    """A command that takes a model's name, into a result of its kind."""
+    name = MODELS[short]
+    words = f"{command} {name} {options} --json {{results}}/{{gpu}}-{kind}-{name}.json"
+    return Job(f"{short}-{kind}", words, after=("tune",))
 
 
 # The most important first, and long before short; those that need several GPUs wait for all of them.
@@ -128,39 +136,13 @@ JOBS = (
         "bench model llama-3-8b --embedding-bits 5 --no-baseline --json {results}/{gpu}-llama-3-8b-head.json",
         after=("tune",),
     ),
-    Job(
-        "30b-generate",
-        "bench generate qwen3-30b-a3b --compile --json {results}/{gpu}-generate-qwen3-30b-a3b.json",
-        after=("tune",),
-    ),
-    Job(
-        "8b-generate",
-        "bench generate llama-3-8b --compile --json {results}/{gpu}-generate-llama-3-8b.json",
-        after=("tune",),
-    ),
-    *(
-        Job(
-            f"{short}-chat",
-            f"bench chat {name} {options}--json {{results}}/{{gpu}}-chat-{name}.json",
-            after=("tune",),
-        )
-        for short, name, options in (
-            ("8b", "llama-3-8b", ""),
-            ("30b", "qwen3-30b-a3b", ""),
-            ("coder-next", "qwen3-coder-next", "--no-baseline "),  # one GPU does not hold it in 16 bits
-        )
-    ),
-    *(
-        Job(
-            f"{short}-profile",
-            f"profile --random {name} {options}--json {{results}}/{{gpu}}-profile-{name}.json",
-            after=("tune",),
-        )
-        for short, name, options in (
-            ("30b", "qwen3-30b-a3b", "--baseline --batch 1,4,32 "),
-            ("coder-next", "qwen3-coder-next", "--batch 1,4,32 "),
-        )
-    ),
+    _of_model("generate", "bench generate", "30b", "--compile"),
+    _of_model("generate", "bench generate", "8b", "--compile"),
+    _of_model("chat", "bench chat", "8b"),
+    _of_model("chat", "bench chat", "30b"),
+    _of_model("chat", "bench chat", "coder-next", "--no-baseline"),  # one GPU does not hold it in 16 bits
+    _of_model("profile", "profile --random", "30b", "--baseline --batch 1,4,32"),
+    _of_model("profile", "profile --random", "coder-next", "--batch 1,4,32"),
     Job("train", "bench train llama-3-8b --json {results}/{gpu}-train.json", after=("tune",)),
     Job("moe", f"bench moe {REPEATS} --json {{results}}/{{gpu}}-moe.json"),
     Job(  # what `workload` weighs beside `widths`
@@ -224,11 +206,11 @@ JOBS = (
     *(
         Job(
             f"{short}-profile-plot",
-            f"bench plot {{results}}/{{gpu}}-profile-{name}.json --out {{plots}}",
+            f"bench plot {{results}}/{{gpu}}-profile-{MODELS[short]}.json --out {{plots}}",
             gpus=0,
             after=(f"{short}-profile",),
         )
-        for short, name in (("30b", "qwen3-30b-a3b"), ("coder-next", "qwen3-coder-next"))
+        for short in ("30b", "coder-next")
     ),
     Job(
         "generate-plot",

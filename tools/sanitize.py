@@ -359,17 +359,26 @@ def _operands(m: int, weight, dtype):
     return torch.randn(m, k, device="cuda", dtype=dtype), out
 
 
+def _as_on(multiprocessors):
+    """Launches are planned as on a machine of so many multiprocessors; None: as on this one."""
+    import torch
+
+    from kbit.backends.cuda import driver
+
+    limits = driver.device_limits(torch.cuda.current_device())
+    planned = limits._replace(multiprocessors=multiprocessors or limits.multiprocessors)
+    return mock.patch.object(driver, "device_limits", return_value=planned)
+
+
 def _multiply_few(weight, dtype, rows, machines=(None,)) -> None:
     """By stream.cu, so many tokens, as launched on machines of so many multiprocessors; None: this one."""
     import torch
 
-    from kbit.backends.cuda import driver, stream
+    from kbit.backends.cuda import stream
 
-    limits = driver.device_limits(torch.cuda.current_device())
     for m, multiprocessors in product(rows, machines):
-        planned = limits._replace(multiprocessors=multiprocessors or limits.multiprocessors)
         x, out = _operands(m, weight, dtype)
-        with mock.patch.object(driver, "device_limits", lambda index, planned=planned: planned):
+        with _as_on(multiprocessors):
             stream.linear(x, *weight, out)
         assert torch.isfinite(out).all()
 
@@ -431,8 +440,7 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
 
     from kbit.backends.cuda import driver, grouped, mma, one_token, resident, wgmma
 
-    limits = driver.device_limits(torch.cuda.current_device())
-    hopper = limits.arch == wgmma.ARCH
+    hopper = driver.device_arch(torch.cuda.current_device()) == wgmma.ARCH
     n, k, gated = sizes
     ops, scale = torch.ops.kbit, torch.ones(5, device="cuda")
     for tokens, choices in ((1, 2), (9, 3), (70, 2)):
@@ -443,10 +451,9 @@ def _multiply_experts(tiled, codebook, sizes, dtype) -> None:
         weights = torch.rand(tokens, choices, device="cuda", dtype=dtype)
         shape = (tokens * choices, n // 2 if gated else n)
         out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
-        for settled, multiprocessors in product((False, True), (limits.multiprocessors, 1)):
+        for settled, multiprocessors in product((False, True), (None, 1)):
             problem = (x, tiled, codebook, scale, bounds, source, *sizes, out.fill_(torch.nan))
-            planned = limits._replace(multiprocessors=multiprocessors)
-            with mock.patch.object(driver, "device_limits", lambda index, planned=planned: planned):
+            with _as_on(multiprocessors):
                 grouped.linear(*problem, settled=settled)
             assert torch.isfinite(out).all()
         if hopper:

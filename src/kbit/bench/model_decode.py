@@ -90,6 +90,11 @@ def _captured(run: Callable[[], object], device: torch.device) -> tuple[Callable
     return (graph.replay, None) if reason is None else (run, reason)
 
 
+def positions(prompt: int, steps: int) -> int:
+    """How many a `DecodeLoop` reaches, warming up included."""
+    return prompt + max(steps, WARM_STEPS)
+
+
 class DecodeLoop:
     """One batch of sequences of a model: a prompt, then single tokens.
 
@@ -108,7 +113,7 @@ class DecodeLoop:
 
         self.model, self.prompt, self.steps = model, prompt, steps
         self.device = next(model.parameters()).device
-        length = -(-(prompt + max(steps, WARM_STEPS)) // _LENGTHS) * _LENGTHS
+        length = -(-positions(prompt, steps) // _LENGTHS) * _LENGTHS
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         if any(self.cache.is_sliding):
             raise ValueError(

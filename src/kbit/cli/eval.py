@@ -18,8 +18,8 @@ from rich.table import Table
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
-from kbit.cli.model_folder import check_model_folder, load_model
-from kbit.cli.options import DTYPE_HELP, widths
+from kbit.cli.model_folder import DTYPE_HELP, check_model_folder, load_model
+from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.cli.texts import WINDOW, calibration_samples, check_ids, encode_windows, read_text

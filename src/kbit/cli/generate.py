@@ -11,8 +11,7 @@ import typer
 
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
-from kbit.cli.model_folder import load_model, load_tokenizer
-from kbit.cli.options import DTYPE_HELP
+from kbit.cli.model_folder import DTYPE_HELP, load_model, load_tokenizer
 from kbit.cli.texts import check_ids, known_positions
 from kbit.format.words import counted
 from kbit.integrations.transformers.token_times import TokenTimes

@@ -25,6 +25,7 @@ console = Console(stderr=True)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # As `kbit bench` and most people write them.
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPE_HELP = "auto (the model's own), float32, float16 (or fp16) or bfloat16 (or bf16)"
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json into it."
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
 

@@ -10,8 +10,6 @@ import typer
 
 from kbit.format.codebook import SUPPORTED_BITS
 
-# Of options --dtype that a model is loaded by; see `kbit.cli.model_folder.load_model`.
-DTYPE_HELP = "auto (the model's own), float32, float16 (or fp16) or bfloat16 (or bf16)"
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit and torch alike.")]
 
 

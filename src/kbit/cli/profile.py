@@ -14,8 +14,8 @@ from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_arms import all_arms
-from kbit.cli.model_folder import load_model
-from kbit.cli.options import DTYPE_HELP, numbers
+from kbit.cli.model_folder import DTYPE_HELP, load_model
+from kbit.cli.options import numbers
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
 from kbit.cli.texts import check_positions
@@ -55,7 +55,7 @@ def profile(
     from kbit.bench import gpu_timing
     from kbit.bench import profile as bench
     from kbit.bench.model import ways
-    from kbit.bench.model_decode import WARM_STEPS
+    from kbit.bench.model_decode import positions
 
     if (folder is None) == (random is None):
         raise ValueError("profile takes a model's folder, or --random and a model's name.")
@@ -68,9 +68,7 @@ def profile(
     )
     profiles: list[dict[str, Any]] = []
     for name, arm, model in models:
-        check_positions(
-            model, context + max(steps, WARM_STEPS), f"{name}: --context {context} with --steps {steps}"
-        )
+        check_positions(model, positions(context, steps), f"{name}: --context {context} with --steps {steps}")
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # a CUDA graph records what runs on the current one
         for count in batches:
