@@ -69,6 +69,11 @@ def check(
         cuda_on_cpu.require_product(y[mine], x[mine], w[expert], gated=gated)
 
 
+def test_blocks_of_24_warps_have_whole_teams() -> None:
+    """Of three units for two blocks, 16 warps could take one; the other 8 would be none's."""
+    check(grouped, (1,), 96, 2048, bits=2)
+
+
 @both
 @pytest.mark.parametrize("dealing", DEALINGS, ids=str)
 @pytest.mark.parametrize("gathered", [False, True])

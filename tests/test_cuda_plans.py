@@ -104,6 +104,17 @@ def test_grouped_plans_fit_and_have_room_for_every_dealing(device: DeviceLimits)
             assert int(pieces[shares > 0].max()) <= room, case
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_teams_of_grouped_are_whole(device: DeviceLimits) -> None:
+    """Warps of a team wait for each other."""
+    sizes = [(512, 2048), (1024, 2048), (2048, 512), (32, 8192), (1536, 2048), (2112, 4096)]
+    for bits, experts, (n, k) in itertools.product(SUPPORTED_BITS, (1, 8, 64, 512), sizes):
+        for rows in (1, 2, 4, 6, 10, 20, 40, 80, 300, 1280, 5000):
+            plan = grouped.plan(rows, experts, WeightShape(n, k, bits, False, device))
+            assert plan is not None
+            assert plan.config.warps % plan.span == 0, (bits, experts, n, k, rows, plan)
+
+
 def test_what_resident_does_not_take() -> None:
     device = next(device for device in DEVICES if device.arch == resident.ARCH)
 

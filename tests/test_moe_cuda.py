@@ -218,6 +218,21 @@ def test_one_hot_rows_return_decoded_weights(kernel, sizes, rows, monkeypatch):
     assert torch.equal(kbit.ops.grouped_linear(x, q, offsets), decoded[expert, :, at])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_teams_of_all_sizes_return_decoded_weights(bits, monkeypatch):
+    """A row for each of some experts: from fewer units than blocks to several for each warp."""
+    force("grouped", monkeypatch)
+    experts = 128
+    q = kbit.quantize(torch.randn(experts, 512, 2048, device="cuda").half(), bits=bits, search=False)
+    decoded = kbit.dequantize(q, torch.float16)
+    for active in (1, 3, 8, 9, 10, 12, 17, 33, 60, 128):
+        at = torch.randint(0, 2048, (active,), device="cuda")
+        x = torch.nn.functional.one_hot(at, 2048).half()
+        offsets = torch.arange(experts + 1, device="cuda", dtype=torch.int32).clamp(max=active)
+        expected = decoded[torch.arange(active, device="cuda"), :, at]
+        assert torch.equal(kbit.ops.grouped_linear(x, q, offsets), expected), active
+
+
 # Teams of several warps, then several turns of 2; down projections that follow gates and ups at once.
 @pytest.mark.parametrize("bits", [3, 4])  # blocks of 24 warps and of 16
 @pytest.mark.parametrize("tokens", [2, 5, 24])

@@ -201,6 +201,8 @@ def _lay_out(config: Config, rows: int, experts: int, most: int, fewer: int, wei
 def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: int) -> int:
     """Warps that split K: as few as keep a block's warps busy, if rows are dealt at random.
 
+    They divide `warps`: a team with fewer than its span would wait for the others without an end.
+
     With more units than warps it is the last turn that leaves some idle, and a team's are shorter: of 512
     experts of 1024 x 2048, 80 rows on an H200 took 26.5 us by teams of 2, 26.9 by teams of 4, 29.4 by single
     warps, 1280 rows 141, 145 and 144; of 2048 x 512, whose turns are short as it is, 80 rows took 16.8 by
@@ -210,7 +212,7 @@ def _span(rows: int, experts: int, units: int, k_tiles: int, grid: int, warps: i
     if each > warps:  # several turns of all warps
         return 2 if k_tiles >= 16 else 1
     span = 1
-    while 2 * span <= warps and each * 2 * span <= warps and k_tiles >= 4 * span:
+    while warps % (2 * span) == 0 and each * 2 * span <= warps and k_tiles >= 4 * span:
         span *= 2
     return span
 
