@@ -47,7 +47,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
 
 inline Index3 blockDim, gridDim;
 // Shared memory of a cluster: a shared address says whose, too.
-constexpr int kMostBlocks = 8, kMostThreads = 1024, kWindowBytes = 1 << 20;
+constexpr int kMostBlocks = 16, kMostThreads = 1024, kWindowBytes = 1 << 20;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline int cluster_blocks;
 

@@ -143,7 +143,7 @@ class Loaded(NamedTuple):
     format: str
 
     def takes_cluster(self, cluster: int, block: int, smem: int) -> bool:
-        return cluster <= launcher.PORTABLE_CLUSTER
+        return cluster <= launcher.MAX_CLUSTER
 
 
 _parsed = tempfile.TemporaryDirectory()

@@ -44,6 +44,7 @@ def run(tensors, how, monkeypatch, kernels, device=cuda_on_cpu.H200):
         (1, (12, 1), 128, 32, 300, (17, 299), (0.07, 1e-5, True, False)),  # 8 heads of a head of keys, and 4
         (2, (16, 2), 256, 64, 150, (149,), attention_steps.HOW),
         (1, (3, 3), 128, 128, 400, (390,), attention_steps.HOW),
+        (1, (9, 1), 64, 32, 2050, (0, 700, 2049, 2050), attention_steps.HOW),  # clusters of 16 blocks
     ],
 )
 def test_steps(batch, heads, columns, turned, room, lengths, how, dtype, monkeypatch, kernels):

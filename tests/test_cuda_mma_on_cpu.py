@@ -96,6 +96,20 @@ def test_products_of_single_ones_are_the_weights():
     assert torch.equal(y, kbit.dequantize(q, dtype)[:, at].T)
 
 
+def test_products_of_single_ones_where_a_matrix_has_a_factor():
+    """A subnormal of float16 is rounded before the factor and behind it, which may add up to a whole unit."""
+    made, dtype = torch.Generator().manual_seed(7), torch.float16
+    q = kbit.quantize(2e-4 * torch.randn(40, 130, generator=made), bits=4, search=False)
+    assert float(q.scale) < 1
+    x, at = one_hot(130, 130, dtype)
+    y = torch.full((130, 40), float("nan"), dtype=dtype)
+    mma.linear(x, q.tile().tiled, q.codebook.float(), q.scale.float(), None, 40, 130, False, y)
+    decoded = kbit.dequantize(q, dtype)[:, at].T
+    differs = y != decoded
+    assert bool((decoded[differs].abs() < torch.finfo(dtype).smallest_normal).all())
+    assert float((y.double() - decoded.double()).abs().max()) <= 2.0**-24
+
+
 # Rows of each expert, and how many belong to none in front and behind.
 DEALINGS = [([3, 0, 1, 40, 9], 0, 0), ([0, 0, 0], 2, 3), ([33] * 3, 1, 0), ([0] * 40 + [2] + [0] * 30, 0, 1)]
 
