@@ -36,6 +36,7 @@ KERNELS = {
     False: ("dispatch", "stream", "wgmma", "mma", "cublas"),
     True: ("dispatch", "grouped", "resident", "wgmma", "mma"),
 }
+BY_WEIGHTS = ("wgmma", "mma", "cublas")  # multiply with weights as `dequantize` rounds them
 DEDUPS = ("off", "gather", "scatter", "indirect")
 MOST_WEIGHTS = 2**25
 MOST_PRODUCTS = 2**37
@@ -135,8 +136,8 @@ class Want:
     bound: torch.Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor | None, slack: float) -> Want:
-        """x [M, K] times w [N, K], or [E, N, K] and the expert of each row; `slack` of sums of magnitudes."""
+    def of(cls, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor | None) -> Want:
+        """x [M, K] times w [N, K], or [E, N, K] and the expert of each row; the bound: sums of magnitudes."""
         y = torch.zeros(len(x), w.shape[-2], dtype=torch.float64, device=x.device)
         want = cls(y, torch.zeros_like(y))
         mine: torch.Tensor | slice
@@ -146,9 +147,12 @@ class Want:
                 mine = (ids == expert).nonzero().flatten()
             rows = x[mine].double()
             want.y[mine] = rows @ weight.T
-            if slack:
-                want.bound[mine] = (rows.abs() @ weight.abs().T) * slack
+            want.bound[mine] = rows.abs() @ weight.abs().T
         return want
+
+    def within(self, slack: float) -> Want:
+        """With a bound of so many magnitudes."""
+        return Want(self.y, self.bound * slack)
 
     def rounded(self, dtype: torch.dtype) -> Want:
         """For a result that is rounded to `dtype`."""
@@ -198,14 +202,16 @@ def kbit_ways(problem: Problem, device: torch.device) -> Ways:
     bias = None
     if problem.bias:
         bias = torch.randn(problem.n, generator=made, device=device).to(problem.dtype)
-    exact = problem.one_hot and bias is None
     ids = dealt(problem).sort().values.to(device) if problem.experts else None
-    slack = 0.0 if exact else eps + problem.k**0.5 * 2.0**-23
-    want = Want.of(x, kbit.dequantize(q, problem.dtype), ids, slack)
+    sums, of_sums = Want.of(x, kbit.dequantize(q, problem.dtype), ids), problem.k**0.5 * 2.0**-23
     if bias is not None:
-        want.y += bias.double()
-    want = want if exact else want.rounded(problem.dtype)
-    want = want.silu_and_mul(problem.dtype) if problem.gated else want
+        sums.y += bias.double()
+    want = tight = sums.within(0.0)
+    if not problem.one_hot or bias is not None:
+        want = sums.within(eps + of_sums).rounded(problem.dtype)
+        tight = sums.within(of_sums).rounded(problem.dtype)
+    if problem.gated:
+        want = tight = want.silu_and_mul(problem.dtype)
     activation = "silu_and_mul" if problem.gated else None
     if ids is None:
         run = partial(kbit.linear, x, q, bias, activation=activation)
@@ -214,7 +220,7 @@ def kbit_ways(problem: Problem, device: torch.device) -> Ways:
         run = partial(kbit.grouped_linear, x, q, offsets, activation=activation)
     for kernel in KERNELS[problem.experts > 0] if device.type == "cuda" else ("dispatch",):
         os.environ["KBIT_KERNEL"] = "" if kernel == "dispatch" else kernel
-        yield kernel, run, want
+        yield kernel, run, tight if kernel in BY_WEIGHTS else want
     os.environ["KBIT_KERNEL"] = ""
 
 
@@ -227,7 +233,7 @@ def nvfp4_ways(problem: Problem, device: torch.device) -> Ways:
     a = nvfp4.quantize_nvfp4(x)
     ids = dealt(problem).to(device) if problem.experts else None
     decoded = nvfp4.dequantize_nvfp4(w)
-    sums = Want.of(nvfp4.dequantize_nvfp4(a), decoded, ids, k**0.5 * 2.0**-23)
+    sums = Want.of(nvfp4.dequantize_nvfp4(a), decoded, ids).within(k**0.5 * 2.0**-23)
     exact = Want(sums.y.float().to(dtype).double(), torch.zeros_like(sums.y))
     for layout in ("nv", "tiled"):
         weight = nvfp4.repack_nvfp4(w, layout)
@@ -239,8 +245,8 @@ def nvfp4_ways(problem: Problem, device: torch.device) -> Ways:
                 run = partial(_nvfp4_experts, x, weight, ids[:, None], dedup, accum)
             yield f"nvfp4 {layout} {accum}", run, exact if accum == "exact" else sums.rounded(dtype)
         if ids is None:
-            of_x = Want.of(x, decoded, None, torch.finfo(dtype).eps + k**0.5 * 2.0**-23).rounded(dtype)
-            yield f"nvfp4 {layout} W4A16", partial(nvfp4.linear_nvfp4, x, weight), of_x
+            of_x = Want.of(x, decoded, None).within(torch.finfo(dtype).eps + k**0.5 * 2.0**-23)
+            yield f"nvfp4 {layout} W4A16", partial(nvfp4.linear_nvfp4, x, weight), of_x.rounded(dtype)
 
 
 def _nvfp4_experts(x: torch.Tensor, weight: nvfp4.NVFP4Tensor, ids: torch.Tensor, *how: str) -> torch.Tensor:

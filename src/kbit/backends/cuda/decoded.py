@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from kbit.backends.cuda import operands, rows
 from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: 256 MB of 16-bit weights, more than a layer of most models.
 _CHUNK_WEIGHTS = 128 * 2**20
+_ALIGNED = 8  # 16-bit numbers in 16 bytes
 
 
 def linear_tiled(
@@ -61,15 +63,25 @@ def _multiply(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """out = x @ W^T + bias, W decoded by `decode(first row, rows to write)`."""
+    """out = x @ W^T + bias, W decoded by `decode(first row, rows to write)`.
+
+    Where rows of a 16-bit result are not aligned to 16 bytes cuBLAS may add up parts of K in the result's
+    dtype, and takes longer. So they are aligned, for as many rows of nothing in particular behind W's.
+    """
     n, k = out.shape[-1], x.shape[-1]
-    chunk = max(1, _CHUNK_WEIGHTS // k)
-    w = x.new_empty((min(n, chunk), k))
+    wide = n if x.dtype == torch.float32 else -(-n // _ALIGNED) * _ALIGNED
+    y = out if wide == n else x.new_empty((x.shape[0], wide))
+    if bias is not None:
+        bias = F.pad(bias, (0, wide - n))
+    chunk = max(1, _CHUNK_WEIGHTS // k // _ALIGNED) * _ALIGNED
+    w = x.new_empty((min(wide, chunk), k))
     for first in range(0, n, chunk):
-        rows_now = w[: min(chunk, n - first)]
-        decode(first, rows_now)
-        part = slice(first, first + rows_now.shape[0])
+        part = slice(first, min(first + chunk, wide))
+        decode(first, w[: min(chunk, n - first)])
+        rows_now = w[: part.stop - first].t()
         if bias is None:
-            torch.mm(x, rows_now.t(), out=out[:, part])
+            torch.mm(x, rows_now, out=y[:, part])
         else:
-            torch.addmm(bias[part], x, rows_now.t(), out=out[:, part])
+            torch.addmm(bias[part], x, rows_now, out=y[:, part])
+    if y is not out:
+        out.copy_(y[:, :n])

@@ -254,11 +254,12 @@ def _cublas(
 ) -> torch.Tensor:
     """Decode both operands, exactly, and multiply; a factor alone is cuBLAS's alpha, applied in float32.
 
-    In bfloat16: without their factor sums go beyond float16, in which cuBLAS may add up parts of K.
+    In bfloat16: without their factor sums go beyond float16, in which cuBLAS may add up parts of K. It does
+    so in the result's dtype where rows of the result are not aligned to 16 bytes, so that is float32 then.
     """
     a = dequantize(a_codes, a_scales, 1.0, None, torch.bfloat16)
     w = dequantize(w_codes, w_scales, 1.0, None, torch.bfloat16)
-    if out_dtype == torch.bfloat16 and row_scale is None:
+    if out_dtype == torch.bfloat16 and row_scale is None and w.shape[0] % 8 == 0:
         return a.new_empty((a.shape[0], w.shape[0])).addmm_(a, w.t(), beta=0.0, alpha=w_scale)
     total = torch.mm(a, w.t(), out_dtype=torch.float32).mul_(w_scale)
     return (total if row_scale is None else total.mul_(row_scale[:, None])).to(out_dtype)
