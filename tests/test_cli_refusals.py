@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from kbit.cli import app
-from tiny_models import write_config
+from tiny_models import build_with_tokenizer, write_config
 
 POSITIONS = 32
 
@@ -77,3 +77,19 @@ def test_a_file_for_json_that_is_printed(folder: Path, tmp_path: Path) -> None:
         assert ran.exit_code == 2
         assert ran.output.rstrip().endswith(f"Got unexpected extra argument(s) ({file}).")
     assert not file.exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "profile", "quantize"])
+def test_a_model_of_another_kind(command: str, tmp_path: Path) -> None:
+    folder, text = tmp_path / "t5", tmp_path / "words.txt"
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 72}
+    build_with_tokenizer("llama", folder)
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder)
+    text.write_text("w1 w2 " * 400)
+    more = {"generate": ("w1",), "quantize": (tmp_path / "out", "--calibrate", text)}.get(command, ())
+    refused = run(command, folder, *more)
+    assert str(refused.exception) == (
+        f"{folder} has a model of type 't5', and this takes causal language models (AutoModelForCausalLM). "
+        "In Python its own class loads it, quantized or not."
+    )
+    assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
+    AdaptionPromptConfig,
     IA3Config,
     LoHaConfig,
     LoraConfig,
@@ -277,6 +278,19 @@ def test_prompts_are_learned_in_front_of_a_quantized_table(kind):
         merge(model)
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
     assert "get_submodule" not in vars(model.base_model.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adaption_prompts_are_learned_in_front_of_quantized_projections(dtype):
+    base = quantized("llama").to(dtype)
+    base.config.dtype = dtype
+    config = AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    prompts = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert prompts
+    assert {one.dtype for one in prompts.values()} == {dtype}
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(one.grad is not None for one in prompts.values())
 
 
 def test_unloading_gives_the_base_back():

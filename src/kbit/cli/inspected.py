@@ -155,11 +155,11 @@ def large(modules: list[Module]) -> list[tuple[str, int, Module]]:
         whole = parameters.setdefault(name, Module(module.name, None))
         whole.weights += module.weights
         whole.bytes += module.bytes
-    from kbit.nn import replace
+    from kbit.nn import leftovers
 
     layers: dict[str, dict[str, Module]] = {}
     for name, module in parameters.items():
-        if module.weights >= replace.LARGE:
+        if module.weights >= leftovers.LARGE:
             layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), {})[name] = module
     return [
         (

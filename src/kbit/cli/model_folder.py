@@ -131,6 +131,11 @@ def _explained(folder: Path, what: str, remedy: str, config: Mapping[str, Any]) 
         yield
     except Exception as error:
         message, more, _ = str(error).partition("\n")
+        if what == "model" and "Unrecognized configuration class" in message:
+            raise ValueError(
+                f"{folder} has a model of type {config['model_type']!r}, and this takes causal language "
+                f"models (AutoModelForCausalLM). In Python its own class loads it, quantized or not."
+            ) from error
         if type(error).__name__.startswith("StrictDataclass"):  # a field of a config; the cause is on line 2
             what, remedy, message = "config.json", "Fetch it again.", " ".join(str(error).split())
         clear = isinstance(error, ValueError | OSError | ImportError | RuntimeError)

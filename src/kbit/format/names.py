@@ -8,7 +8,7 @@ both belong to the experts module, `...mlp.experts`, so that one fused tensor al
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PACKED = "_packed"
 ABSMAX = "_absmax"
@@ -60,6 +60,11 @@ def holder_of(parameter: str) -> str:
     'mlp.experts'
     """
     return parameter.rpartition(".")[0]
+
+
+def all_names(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """A module's names: those in the model's checkpoints if they are others, and the model's own."""
+    return (*names.get(name, ()), name)
 
 
 def is_candidate(tensor_name: str, shape: Sequence[int]) -> bool:

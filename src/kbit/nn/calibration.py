@@ -202,13 +202,14 @@ def _call_with(model: nn.Module, sample: Sample, index: int) -> None:
     """Call a model with a sample; what it raises then says which one."""
     try:
         _call(model, sample)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
         kind = type(error)
-        if kind not in (TypeError, ValueError, RuntimeError):  # others may be made of other arguments
-            raise
-        raise kind(
-            f"quantize_model: the model fails on calibration[{index}]: {str(error).removesuffix('.')}. Give "
-            f"samples that it can be called with."
+        if kind not in (TypeError, ValueError, RuntimeError, IndexError, KeyError):
+            raise  # it may be made of other arguments
+        words = repr(error) if kind is KeyError else str(error).removesuffix(".")
+        raise (ValueError if kind is KeyError else kind)(
+            f"quantize_model: the model fails on calibration[{index}]: {words}. Give samples that it can be "
+            f"called with{', of ids in its vocabulary' if kind is IndexError else ''}."
         ) from error
 
 

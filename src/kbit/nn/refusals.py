@@ -15,12 +15,16 @@ from kbit.ops.checks import float_dtype
 
 
 def require_policy(policy: object, what: str) -> None:
-    """Raise TypeError unless a policy is one; `what` was given it."""
+    """Raise TypeError unless a policy is one, and what its fields raise that were changed since it was made.
+
+    `what` was given it.
+    """
     if not isinstance(policy, QuantizationPolicy):
         raise TypeError(
             f"{what}: policy must be a KbitConfig or QuantizationPolicy, got {type(policy).__name__}. For 4 "
             f"bits: kbit.KbitConfig(bits=4)."
         )
+    policy.validate()
 
 
 def require_progress(progress: object, what: str) -> None:

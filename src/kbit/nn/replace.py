@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from kbit.format.names import module_of
+from kbit.format.names import all_names
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.ties import contradictions, why_kept
 from kbit.format.unmatched import unmatched
-from kbit.format.words import counted
-from kbit.nn import refusals
+from kbit.nn import leftovers, refusals
 from kbit.nn.calibration import Group, Hessians, Sample, calibrated_layer, in_turn
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.experts import KbitExperts
@@ -43,9 +41,6 @@ NOTHING_QUANTIZED = (
     "kbit quantized no layer: the model has none that can be, or the policy leaves them out. Check "
     "modules_to_not_convert, overrides and embedding_bits."
 )
-
-# Elements from which on a parameter that stays 16-bit against the policy is worth a warning.
-LARGE = 1_000_000
 
 
 def empty_like(
@@ -130,7 +125,9 @@ def quantize_model(
         if progress is not None:
             progress(done, len(groups), group[1][0])
     run_together(model)
-    _warn_about_leftovers(model, policy, names)
+    found = leftovers.warning(model, policy, names)
+    if found is not None:
+        warnings.warn(found, stacklevel=_CALLER)
     if not refusals.has_quantized(model):
         warnings.warn(NOTHING_QUANTIZED, stacklevel=_CALLER)
     for tell in after_quantizing:
@@ -184,11 +181,6 @@ def _with_bits(
     return groups
 
 
-def all_names(name: str, names: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """A module's names: those in the model's checkpoints if they are others, and the model's own."""
-    return (*names.get(name, ()), name)
-
-
 def _width(name: str, policy: QuantizationPolicy, names: Mapping[str, list[str]]) -> int | None:
     """A module's width; None as well where checkpoints have weights of it apart and one stays unquantized."""
     stored = names.get(name, [name])
@@ -239,53 +231,6 @@ def _quantized(
         return KbitLinear.from_linear(module, *settings)
     assert isinstance(module, nn.Embedding)
     return KbitEmbedding.from_embedding(module, *settings)
-
-
-def leftovers(
-    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, list[str]] | None = None
-) -> dict[str, str]:
-    """Large parameters that stay as they are although the policy would quantize them: {name: reason}.
-
-    Args:
-        names: {module: its names in the model's checkpoints} where they are others.
-    """
-    found = {}
-    alone = left_alone(model)
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append(name)
-
-    def why(name: str, parameter: nn.Parameter) -> str:
-        for holder in (name, *holders[id(parameter)]):
-            reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
-            reason = reason or policy.why_not(*all_names(holder, names or {}))
-            if reason is not None:
-                return reason if holder == name else f"it shares its weight with {holder}: {reason}"
-        return "the checkpoint has it unquantized, or in another layout"
-
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
-            continue
-        for key, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{key}" if name else key
-            known = not is_lazy(parameter)  # PyTorch's lazy modules have no sizes before the first call
-            large = known and parameter.numel() >= LARGE and parameter.dim() > 1
-            if large and policy.bits_for(*all_names(module_of(full), names or {})):
-                found[full] = why(name, parameter)
-    return found
-
-
-def _warn_about_leftovers(
-    model: nn.Module, policy: QuantizationPolicy, names: Mapping[str, list[str]]
-) -> None:
-    found = leftovers(model, policy, names)
-    if found:
-        lines = "; ".join(f"{name}: {reason}" for name, reason in found.items())
-        warnings.warn(
-            f"kbit left {counted(len(found), 'large parameter')} unquantized: {lines}.",
-            stacklevel=_CALLER + 1,
-        )
 
 
 def _warn_about_names(

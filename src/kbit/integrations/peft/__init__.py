@@ -11,6 +11,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
 from kbit.nn import replace
@@ -84,12 +86,25 @@ def _named(original: Any) -> Any:
 def guard_prompts(module: ModuleType) -> None:
     """Have peft find a quantized table for prompt and prefix tuning.
 
-    It looks for a parameter with a row per token, and drops ".weight" from its name to have the table's.
+    It looks for a parameter with a row per token, and drops ".weight" from its name to have the table's. The
+    prompts of adaption prompt have the dtype of a projection's weight, which is that of codes.
 
     Args:
         module: peft.peft_model.
     """
+    from peft.tuners.adaption_prompt.layer import _BaseAdaptedAttention
+
     wrap_method(module.PeftModel, "_setup_prompt_encoder", _finding_tables)
+    wrap_method(_BaseAdaptedAttention, "__init__", _of_floats)
+
+
+def _of_floats(original: Any) -> Any:
+    def init(self: Any, kind: str, length: int, model: Any, target_dtype: Any = torch.float32) -> None:
+        if not target_dtype.is_floating_point:
+            target_dtype = getattr(model.config, "dtype", None) or torch.float32
+        original(self, kind, length, model, target_dtype)
+
+    return init
 
 
 def _finding_tables(original: Any) -> Any:

@@ -31,8 +31,16 @@ def is_distributed() -> bool:
 
 
 def as_config(policy: Any) -> Any:
-    """A policy, a copy, with what transformers asks of a config."""
-    return copy.deepcopy(policy) if isinstance(policy, KbitConfig) else KbitConfig.from_dict(policy.to_dict())
+    """A policy, a copy, with what transformers asks of a config.
+
+    Raises:
+        TypeError, ValueError: a field was changed since the policy was made, to what it may not be.
+    """
+    if not isinstance(policy, KbitConfig):
+        return KbitConfig.from_dict(policy.to_dict())
+    copied = copy.deepcopy(policy)
+    copied.validate()
+    return copied
 
 
 class KbitHfQuantizer(HfQuantizer):

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from kbit.format.names import holder_of, module_of
+from kbit.format.names import all_names, holder_of, module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.ties import why_kept
 from kbit.format.words import counted
 from kbit.integrations.transformers.names import loading_transforms, parameter_of
 from kbit.integrations.transformers.tied_modules import tied_modules
-from kbit.nn import replace
+from kbit.nn import leftovers
 from kbit.nn.support import left_alone, unsupported
 from kbit.nn.tiling import TileableModule
 
@@ -56,10 +56,10 @@ def unquantized(
         policy: what leaves out a parameter that could be quantized.
         names: {module: its names in the model's files} where they are others.
     """
-    reasons = replace.leftovers(model, policy, names)
+    reasons = leftovers.against_policy(model, policy, names)
 
     def why(parameter: str) -> str | None:
-        known = replace.all_names(module_of(parameter), names or {})
+        known = all_names(module_of(parameter), names or {})
         return reasons.get(parameter) or policy.why_not(*known)
 
     return large_parameters(model, why)
@@ -78,7 +78,7 @@ def large_parameters(model: nn.Module, why: Callable[[str], str | None]) -> str 
         if isinstance(module, TileableModule):
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.numel() < replace.LARGE or id(parameter) in seen:
+            if parameter.numel() < leftovers.LARGE or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             full = f"{name}.{key}" if name else key
