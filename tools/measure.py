@@ -70,6 +70,7 @@ JOBS = (
     Job("tune", "tune --fresh --out {tables}/nvidia-{gpu}.json"),
     Job("tests", "python -m pytest -q -m gpu tests"),
     Job("sanitizer", "python tools/sanitize.py {results}/{gpu}-sanitizer.json"),
+    Job("fuzz", "python tools/fuzz.py {results}/{gpu}-fuzz.json --seconds 120"),
     # Where there are any, which may take minutes to compile.
     Job(
         "peers",

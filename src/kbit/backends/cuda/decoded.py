@@ -65,19 +65,24 @@ def _multiply(
 ) -> None:
     """out = x @ W^T + bias, W decoded by `decode(first row, rows to write)`.
 
-    Where rows of a 16-bit result are not aligned to 16 bytes cuBLAS may add up parts of K in the result's
-    dtype, and takes longer. So they are aligned, for as many rows of nothing in particular behind W's.
+    Where 16-bit rows, of operands or the result, are not aligned to 16 bytes, cuBLAS may add up parts of K in
+    16 bits, and takes longer. So columns of zeros and rows of nothing in particular make them so.
     """
     n, k = out.shape[-1], x.shape[-1]
-    wide = n if x.dtype == torch.float32 else -(-n // _ALIGNED) * _ALIGNED
+    wide, long = (_aligned(size) if x.dtype != torch.float32 else size for size in (n, k))
     y = out if wide == n else x.new_empty((x.shape[0], wide))
     if bias is not None:
         bias = F.pad(bias, (0, wide - n))
-    chunk = max(1, _CHUNK_WEIGHTS // k // _ALIGNED) * _ALIGNED
-    w = x.new_empty((min(wide, chunk), k))
+    if long > k:
+        x = F.pad(x, (0, long - k))
+    chunk = _aligned(max(1, _CHUNK_WEIGHTS // long - _ALIGNED + 1))
+    w = x.new_zeros((min(wide, chunk), long)) if long > k else x.new_empty((min(wide, chunk), k))
+    decoded = w.new_empty((len(w), k)) if long > k else w
     for first in range(0, n, chunk):
-        part = slice(first, min(first + chunk, wide))
-        decode(first, w[: min(chunk, n - first)])
+        part, count = slice(first, min(first + chunk, wide)), min(chunk, n - first)
+        decode(first, decoded[:count])
+        if decoded is not w:
+            w[:count, :k] = decoded[:count]
         rows_now = w[: part.stop - first].t()
         if bias is None:
             torch.mm(x, rows_now, out=y[:, part])
@@ -85,3 +90,7 @@ def _multiply(
             torch.addmm(bias[part], x, rows_now, out=y[:, part])
     if y is not out:
         out.copy_(y[:, :n])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
