@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_product_that_does_not_repeat_is_found(run, monkeypatch, capsys) -> No
     seed = seed_with(lambda one: not one.bits and not one.experts and one.rows)
     assert run("--only", "--seed", seed) == 1
     assert "differ when repeated" in capsys.readouterr().out
+
+
+def test_what_takes_too_long_is_told_and_ends_the_process(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(fuzz, "PATIENCE", 0.5)
+    ended = threading.Event()
+    monkeypatch.setattr(fuzz.os, "_exit", lambda status: status == 2 and ended.set())
+    with fuzz.Watchdog() as watchdog:
+        watchdog.now("grouped: a problem")
+        assert ended.wait(20)
+    assert "HANGS for 0.5 s: grouped: a problem" in capfd.readouterr().out
+    ended.clear()
+    assert not ended.wait(2.5)  # nobody watches any more
 
 
 def test_problems_are_those_of_their_seeds() -> None:

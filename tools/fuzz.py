@@ -30,6 +30,7 @@ import torch
 
 import kbit
 from kbit import nvfp4
+from kbit.bench.gpu_timing import describe, environment
 from kbit.format.codebook import get_codebook
 
 KERNELS = {
@@ -140,12 +141,11 @@ class Want:
         """x [M, K] times w [N, K], or [E, N, K] and the expert of each row; the bound: sums of magnitudes."""
         y = torch.zeros(len(x), w.shape[-2], dtype=torch.float64, device=x.device)
         want = cls(y, torch.zeros_like(y))
-        mine: torch.Tensor | slice
-        for expert in [0] if ids is None else ids.unique().tolist():
-            mine, weight = slice(None), w.double() if ids is None else w[expert].double()
-            if ids is not None:
-                mine = (ids == expert).nonzero().flatten()
-            rows = x[mine].double()
+        if ids is None:
+            w, ids = w[None], torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        for expert in ids.unique().tolist():
+            mine = ids == expert
+            rows, weight = x[mine].double(), w[expert].double()
             want.y[mine] = rows @ weight.T
             want.bound[mine] = rows.abs() @ weight.abs().T
         return want
@@ -219,9 +219,8 @@ def kbit_ways(problem: Problem, device: torch.device) -> Ways:
         offsets = torch.nn.functional.pad(ids.bincount(minlength=problem.experts).cumsum(0), (1, 0)).int()
         run = partial(kbit.grouped_linear, x, q, offsets, activation=activation)
     for kernel in KERNELS[problem.experts > 0] if device.type == "cuda" else ("dispatch",):
-        os.environ["KBIT_KERNEL"] = "" if kernel == "dispatch" else kernel
-        yield kernel, run, tight if kernel in BY_WEIGHTS else want
-    os.environ["KBIT_KERNEL"] = ""
+        with environment({"KBIT_KERNEL": "" if kernel == "dispatch" else kernel}):
+            yield kernel, run, tight if kernel in BY_WEIGHTS else want
 
 
 def nvfp4_ways(problem: Problem, device: torch.device) -> Ways:
@@ -257,17 +256,24 @@ class Watchdog:
     """Ends the process when a product takes too long: nobody else could, for it waits for the device."""
 
     def __init__(self) -> None:
+        """Nothing is watched yet."""
+        self._words, self._since, self._over = "", time.monotonic(), threading.Event()
+
+    def __enter__(self) -> Watchdog:
         """Begin to watch."""
-        self._words, self._since = "", time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Watch no longer."""
+        self._over.set()
 
     def now(self, words: str) -> None:
         """Say what is under way."""
         self._words, self._since = words, time.monotonic()
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(1)
+        while not self._over.wait(1):
             if time.monotonic() - self._since > PATIENCE:
                 print(f"HANGS for {PATIENCE} s: {self._words}", flush=True)
                 os._exit(2)
@@ -275,24 +281,25 @@ class Watchdog:
 
 def fuzz(seeds: range, seconds: float, device: torch.device) -> tuple[Counter[str], list[str]]:
     """Products checked of each kernel, and what was wrong."""
-    done, wrong, end, watchdog = Counter[str](), list[str](), time.monotonic() + seconds, Watchdog()
-    for seed in seeds:
-        if time.monotonic() > end:
-            break
-        problem = problem_of(seed)
-        watchdog.now(f"operands of {problem}")
-        for way, run, want in (kbit_ways if problem.bits else nvfp4_ways)(problem, device):
-            watchdog.now(f"{way}: {problem}")
-            try:
-                words = want.wrong(run)
-            except ValueError as error:
-                if "KBIT_KERNEL" not in str(error):
-                    raise
-                continue  # the kernel may not take it
-            done[way] += 1
-            if words:
-                wrong.append(f"{way}: {words}: {problem}")
-                print("WRONG", wrong[-1], flush=True)
+    done, wrong, end = Counter[str](), list[str](), time.monotonic() + seconds
+    with Watchdog() as watchdog:
+        for seed in seeds:
+            if time.monotonic() > end:
+                break
+            problem = problem_of(seed)
+            watchdog.now(f"operands of {problem}")
+            for way, run, want in (kbit_ways if problem.bits else nvfp4_ways)(problem, device):
+                watchdog.now(f"{way}: {problem}")
+                try:
+                    words = want.wrong(run)
+                except ValueError as error:
+                    if "KBIT_KERNEL" not in str(error):
+                        raise
+                    continue  # the kernel may not take it
+                done[way] += 1
+                if words:
+                    wrong.append(f"{way}: {words}: {problem}")
+                    print("WRONG", wrong[-1], flush=True)
     return done, wrong
 
 
@@ -305,8 +312,6 @@ def main() -> int:
     parser.add_argument("--only", action="store_true", help="only the problem of this seed")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     given = parser.parse_args()
-    from kbit.bench.gpu_timing import describe
-
     seeds = range(given.seed, given.seed + (1 if given.only else 2**31))
     done, wrong = fuzz(seeds, given.seconds, torch.device(given.device))
     for way, count in done.items():
