@@ -3,7 +3,7 @@
 //
 // Stands in for common.cuh, stage16.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix
 // products included, go through memory between two barriers; misaligned accesses abort, as they fault on a
-// GPU. fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor
+// GPU, and so do those behind a launch's shared memory. fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor
 // cores add up (here exactly, rounded once).
 #pragma once
 
@@ -50,6 +50,15 @@ inline Index3 blockDim, gridDim;
 constexpr int kMostBlocks = 16, kMostThreads = 1024, kWindowBytes = 1 << 20;
 alignas(1024) inline u8 cluster_memory[kMostBlocks * kWindowBytes];
 inline int cluster_blocks;
+inline int launch_bytes;  // of shared memory, of each block
+
+// Shared memory that a launch has not asked for belongs to another block, or to none.
+inline void require_inside(u32 address, u64 bytes) {
+    if (address / kWindowBytes >= u32(cluster_blocks) ||
+        address % kWindowBytes + bytes > u64(launch_bytes)) {
+        std::abort();
+    }
+}
 
 constexpr u32 kAll = ~0u;
 constexpr int kBlock = 32;
@@ -310,6 +319,7 @@ inline u32 shared_address(const void* pointer) {
 template <class T>
 T from_shared(u32 address) {
     require_aligned(address, sizeof(T));
+    require_inside(address, sizeof(T));
     T value;
     std::memcpy(&value, cluster_memory + address, sizeof(T));
     return value;
@@ -317,6 +327,7 @@ T from_shared(u32 address) {
 template <class T>
 void into_shared(u32 address, T value) {
     require_aligned(address, sizeof(T));
+    require_inside(address, sizeof(T));
     std::memcpy(cluster_memory + address, &value, sizeof(T));
 }
 inline u32 load_shared(u32 address) {
@@ -429,6 +440,7 @@ inline Barrier barriers[sizeof(cluster_memory) / 8];
 
 inline Barrier& barrier_at(u32 address) {
     require_aligned(address, 8);
+    require_inside(address, 8);
     return barriers[address / 8];
 }
 inline void barrier_init(u32 address, int arrivals) {
@@ -459,6 +471,7 @@ template <int PLACES>
 void copy(const u32 (&to)[PLACES], const u8* const (&from)[PLACES], u32 bytes, u32 address, int lane) {
     for (int i = 0; lane == 0 && i < PLACES; ++i) {
         require_aligned(to[i] | u64(from[i]) | bytes, 16);
+        require_inside(to[i], bytes);
         std::memcpy(cluster_memory + to[i], from[i], bytes);
     }
     if (lane == 0) {
@@ -549,9 +562,11 @@ float silu_and_mul(float gate, float up) {
 template <class KERNEL>
 void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bool together, KERNEL kernel) {
     const int x = grid[0], y = grid[1], z = grid[2];
-    if (shared_bytes > kWindowBytes || cluster > kMostBlocks || x % cluster != 0) {
+    if (shared_bytes > kWindowBytes || cluster > kMostBlocks || x % cluster != 0 || threads > kMostThreads ||
+        std::min({x, y, z}) < 1 || std::max(y, z) > 65535) {
         std::abort();
     }
+    launch_bytes = shared_bytes;
     blockDim = {u32(threads), 1, 1};
     gridDim = {u32(x), u32(y), u32(z)};
     cluster_blocks = cluster;
@@ -565,9 +580,13 @@ void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bo
             warps[rank][w].barrier.init(32);
         }
     }
+    constexpr u8 kBehind = 0x5a;
+    const int behind = std::min(4096, kWindowBytes - shared_bytes);
     for (int first = 0; first < x * y * z; first += cluster) {
         for (int rank = 0; rank < cluster; ++rank) {
-            std::memset(cluster_memory + rank * kWindowBytes, 0xa5, shared_bytes);
+            u8* const memory = cluster_memory + rank * kWindowBytes;
+            std::memset(memory, 0xa5, shared_bytes);
+            std::memset(memory + shared_bytes, kBehind, behind);
         }
         const auto place = [=](int i, turns::Place& one) {
             const int block = first + i / threads;
@@ -577,6 +596,12 @@ void launch(const int (&grid)[3], int threads, int shared_bytes, int cluster, bo
         };
         if (together) {
             turns::run_together(cluster * threads, place, kernel);
+            for (int rank = 0; rank < cluster; ++rank) {  // what was written through pointers
+                const u8* const end = cluster_memory + rank * kWindowBytes + shared_bytes;
+                if (std::any_of(end, end + behind, [](u8 byte) { return byte != kBehind; })) {
+                    std::abort();
+                }
+            }
             continue;
         }
         for (int i = 0; i < cluster * threads; ++i) {

@@ -217,9 +217,10 @@ def require_product(
         bias: [N], or None.
         gated: y is silu(gate) * up.
     """
-    want, eps = x.double() @ w.T, torch.finfo(y.dtype).eps
-    want = want if bias is None else want + bias.double()
-    bound = (x.double().abs() @ w.abs().T) * (eps + x.shape[1] ** 0.5 * 2.0**-23) + want.abs() * eps
+    want, info = x.double() @ w.T, torch.finfo(y.dtype)
+    want, eps = want if bias is None else want + bias.double(), info.eps
+    bound = (x.double().abs() @ w.abs().T) * (eps + x.shape[1] ** 0.5 * 2.0**-23)
+    bound += want.abs() * eps + info.smallest_normal * eps
     if gated:
         (gate, up), (of_gate, of_up) = want.chunk(2, dim=1), bound.chunk(2, dim=1)
         want = torch.nn.functional.silu(gate) * up

@@ -42,6 +42,7 @@ inline void fill_box(u32 to, const TensorMap& map, int column, int row) {
             const u32 byte = u32(c * map.element);
             const u32 place = u32(r * map.box_columns * map.element) + byte;
             const u32 at = to + (map.swizzled ? swizzle(u32(r), byte) : place);
+            require_inside(at, map.element);
             std::memcpy(cluster_memory + at, &value, map.element);
         }
     }

@@ -161,11 +161,10 @@ def experts_of(count: int, n: int, k: int, bits: int, made: torch.Generator):
     w = torch.randn(count, n, k, generator=made)
     qs = [kbit.quantize(one, bits=bits, search=False) for one in w]
     tiled = torch.stack([q.tile().tiled for q in qs])
-    scale = torch.rand(count, generator=made) + 0.5
-    dense = (
-        torch.stack([kbit.dequantize(q, torch.float32).double() for q in qs]) * scale.double()[:, None, None]
-    )
-    return tiled, qs[0].codebook.float(), scale, dense
+    more = torch.rand(count, generator=made) + 0.5
+    dense = torch.stack([kbit.dequantize(q, torch.float32).double() for q in qs])
+    scale = more * torch.stack([q.scale for q in qs])
+    return tiled, qs[0].codebook.float(), scale, dense * more.double()[:, None, None]
 
 
 @pytest.mark.parametrize("bits", [2, 4])
