@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/parallel.py MODEL [--bits 4] [--experts] [--new-tokens 64]
 
 MODEL is a folder or a hub name, quantized by kbit already, or not: then --bits quantizes it while it loads.
+transformers wants accelerate for it.
 """
 
 import argparse

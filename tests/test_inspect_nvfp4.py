@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kbit
 from kbit.cli import app
 from kbit.cli.model_folder import load_model
-from kbit.nn import replace
+from kbit.nn import leftovers
 from kbit.nvfp4 import dequantize_nvfp4, global_scale_for, quantize_nvfp4
 from tiny_models import build
 
@@ -97,7 +97,7 @@ def test_errors_are_those_of_the_decoded_weights(tmp_path: Path) -> None:
 def test_the_table_says_how_it_multiplies_and_what_stayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, how: str
 ) -> None:
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     folder, _ = saved(tmp_path, "qwen3", modules_to_not_convert=["model.layers.1.mlp"], **settings)
     output = run(folder)
     assert re.search(rf"^ *NVFP4, {how} *$", output, re.M)
@@ -148,6 +148,30 @@ def test_folders_of_other_libraries(tmp_path: Path, spelling: str, stated: bool)
     assert f"NVFP4 of {spelling}" in run(folder)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
+def test_fused_experts_have_a_factor_each_or_one_for_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight, name = torch.randn(3, 24, 64), "model.layers.0.mlp.experts.down_proj"
+    t = quantize_nvfp4(weight)
+    assert t.scales is not None
+    tensors = {f"{name}.weight": t.codes, f"{name}.weight_scale": t.scales.view(torch.float8_e4m3fn)}
+    tensors[f"{name}.weight_scale_2"] = torch.ones(shape)
+    folder, source = tmp_path / "folder", tmp_path / "source"
+    for one, parts in ((folder, tensors), (source, {f"{name}.weight": weight})):
+        one.mkdir()
+        save_file(parts, one / "model.safetensors")
+        (one / "config.json").write_text("{}")
+    assert 0.004 < inspected(folder, "--source", source)["model.layers.0.mlp.experts"]["nmse"] < 0.012
+
+
+def test_scales_of_other_formats_are_listed(tmp_path: Path) -> None:
+    """MXFP4's, of 8 bits of exponent alone."""
+    codes, scales = torch.zeros(8, 32).byte(), torch.ones(8, 2).to(torch.float8_e8m0fnu)
+    save_file({"up.weight_blocks": codes, "up.weight_scale": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert sum(row["bytes"] for row in inspected(tmp_path).values()) == 8 * 32 + 8 * 2
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder, source = saved(tmp_path, "qwen3")
     assert "is quantized. Give the folder" in refuse(folder, "--source", folder)
@@ -164,6 +188,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert f"has no '{MODULE}.weight_{part}' beside it" in refused({f"{MODULE}.weight_{part}": None})
     assert "must be uint8" in refused({codes: tensors[codes][:-1].clone()})
     assert "must be uint8" in refused({codes: tensors[codes].int()})
+    scales, factor = f"{MODULE}.weight_scales", f"{MODULE}.weight_global_scale"
+    assert "must be float8_e4m3fn" in refused({scales: tensors[scales].view(torch.float8_e5m2)})
+    assert "must be float8_e4m3fn" in refused({scales: tensors[scales].bfloat16()})
+    for wrong in (torch.ones(4), torch.ones(0), torch.ones(1).int()):
+        assert "must be one floating-point number for each matrix" in refused({factor: wrong})
     bad = {f"{MODULE}.weight_scales": torch.full_like(tensors[f"{MODULE}.weight_scales"], 0xFF)}
     assert "negative or NaN" in refused(bad, "--source", source)
     plain = {name: tensor for name, tensor in tensors.items() if not re.search("_(codes|.*scales?)$", name)}

@@ -65,3 +65,10 @@ def test_an_id_beyond_the_vocabulary_is_told_with_its_sample() -> None:
     samples = [torch.tensor([[1]]), torch.tensor([[8]])]
     with pytest.raises(IndexError, match=r"calibration\[1\]: .*called with, of ids in its vocabulary\."):
         kbit.quantize_model(model, kbit.KbitConfig(), calibration=samples)
+
+
+def test_an_nvfp4_config_is_for_loading() -> None:
+    with pytest.raises(
+        TypeError, match=r"got NVFP4Config\. A model gets NVFP4 layers on loading: from_pretrained"
+    ):
+        kbit.quantize_model(nn.ModuleDict({"up": linear()}), kbit.NVFP4Config())

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kbit
 from kbit.cli import app
 from kbit.integrations.transformers import names, report
-from kbit.nn import KbitExperts, replace
+from kbit.nn import KbitExperts, leftovers
 from tiny_models import build
 
 MIXTURES = ("qwen3_moe", "qwen3_next", "glm4_moe_lite")
@@ -76,7 +76,7 @@ def of_kbit(caplog):
 
 
 def test_the_loader_names_every_large_parameter_once(folders, caplog, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 72 * 48)
+    monkeypatch.setattr(leftovers, "LARGE", 72 * 48)
     load(folders["qwen3_moe"])
     (text,) = of_kbit(caplog)
     assert text.startswith("kbit left 2 large parameters unquantized: ")
@@ -90,7 +90,7 @@ def test_the_loader_is_silent_where_nothing_is_large(folders, caplog):
 
 
 def test_experts_of_another_layout_are_told_with_the_reason(monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 4 * 48 * 48)
+    monkeypatch.setattr(leftovers, "LARGE", 4 * 48 * 48)
     model = build("qwen3_next", torch.float32)
     for layer in model.model.layers:
         layer.mlp.experts.is_transposed = True
@@ -114,7 +114,7 @@ def test_experts_of_another_layout_are_told_with_the_reason(monkeypatch):
     ],
 )
 def test_experts_left_out_by_their_names_in_files_are_told_so(name, left_out, reason, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     model, policy = build(name, torch.float32), kbit.KbitConfig(**left_out)
     text = report.unquantized(model, policy, names.names_in_files(model))
     assert re.search(rf"layers\.[0*]\.\w+\.experts\.gate_up_proj \([^(]*{re.escape(reason)}", text), text
@@ -128,7 +128,7 @@ def test_a_shared_parameter_is_told_once():
 
 
 def test_inspect_counts_experts_of_a_layer_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 4 * 24 * 48)
+    monkeypatch.setattr(leftovers, "LARGE", 4 * 24 * 48)
     build("qwen3_next", torch.bfloat16).save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -138,7 +138,7 @@ def test_inspect_counts_experts_of_a_layer_together(tmp_path, monkeypatch):
 
 
 def test_inspect_says_why_experts_that_are_stored_one_by_one_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 4 * 24 * 48)
+    monkeypatch.setattr(leftovers, "LARGE", 4 * 24 * 48)
     build("qwen3_next", torch.bfloat16).save_pretrained(tmp_path / "in")
     for arguments in (["quantize", "--override", "experts$=0", tmp_path / "in"], ["inspect"]):
         result = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / "out")])

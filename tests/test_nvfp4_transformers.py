@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kbit
 from kbit.integrations.nvfp4 import NVFP4Config, quantizer
-from kbit.nn import fused_experts, replace
+from kbit.integrations.transformers import inplace
+from kbit.nn import fused_experts, leftovers
 from kbit.nvfp4.layers import NVFP4Linear, NVFP4Module
 from tiny_models import build
 
@@ -32,7 +34,7 @@ def test_large_parameters_that_stay_are_reported(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(quantizer.logger, "propagate", True)
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     caplog.set_level(logging.WARNING)
     model = quantized(source, modules_to_not_convert=["model.layers.1.mlp"])
     model.save_pretrained(tmp_path / "saved")
@@ -51,7 +53,7 @@ def test_experts_of_another_layout_are_reported_with_the_reason(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(quantizer.logger, "propagate", True)
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     monkeypatch.setitem(fused_experts._LAYOUT, "has_bias", True)
     caplog.set_level(logging.WARNING)
     quantized(source)
@@ -89,3 +91,16 @@ def test_a_folder_can_be_loaded_with_other_settings(source: Path, tmp_path: Path
     expected = quantized(source, activations="16bit")
     with torch.no_grad():
         assert torch.equal(other(IDS).logits, expected(IDS).logits)
+
+
+def test_models_that_are_split_over_ranks_are_refused():
+    model = build("llama", torch.bfloat16, spread=False)
+    model.config.distributed_config = SimpleNamespace(tp_size=2)
+    loads = quantizer.NVFP4HfQuantizer(NVFP4Config())
+    for step in (loads._process_model_before_weight_loading, loads._process_model_after_weight_loading):
+        with pytest.raises(ValueError, match="NVFP4 layers are not split over ranks"):
+            step(model)
+    with pytest.raises(ValueError, match="the model is split over ranks, each of which has a part"):
+        kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+    model.config.distributed_config = SimpleNamespace(tp_size=None, fsdp_size=2)
+    assert not inplace.is_split(model)

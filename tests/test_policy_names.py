@@ -18,7 +18,7 @@ from kbit.cli import app
 from kbit.format import QuantizationPolicy, patterns
 from kbit.format.unmatched import unmatched
 from kbit.integrations.streaming import quantize_checkpoint
-from kbit.nn import QuantizedModule, replace
+from kbit.nn import QuantizedModule, leftovers
 from tiny_models import build, quantize_files
 
 EXPERTS = {
@@ -111,7 +111,7 @@ def test_a_skip_by_either_name(skipped, way, sources, tmp_path):
     ],
 )
 def test_inspect_says_why_by_either_name(settings, reason, way, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     folder = quantize(way, sources["mixtral"], tmp_path / "out", bits=4, **settings)
     result = CliRunner().invoke(app, ["inspect", str(folder)])
     assert result.exit_code == 0, result.output
@@ -121,7 +121,7 @@ def test_inspect_says_why_by_either_name(settings, reason, way, sources, tmp_pat
 
 
 def test_inspect_needs_no_model_that_transformers_knows(sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     settings = {"bits": 4, "modules_to_not_convert": ["model.layers.0.mlp"]}
     folder = quantize(WAYS[0], sources["mixtral"], tmp_path / "out", **settings)
     file = folder / "config.json"

@@ -19,7 +19,7 @@ from kbit.cli import app
 from kbit.format import QuantizationPolicy
 from kbit.format.ties import contradictions, why_kept, width_of
 from kbit.integrations.streaming import quantize_checkpoint
-from kbit.nn import QuantizedModule, quantize_model, replace
+from kbit.nn import QuantizedModule, leftovers, quantize_model
 from tiny_models import build
 
 WAYS = ("in place", "on load", "from files")
@@ -118,7 +118,7 @@ def test_pickled_weights_are_treated_alike(source, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_inspect_says_why(way, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "LARGE", 1000)
+    monkeypatch.setattr(leftovers, "LARGE", 1000)
     settings = {"embedding_bits": 4, "modules_to_not_convert": ["lm_head"]}
     quantize(way, source, tmp_path / "out", **settings)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")])

@@ -271,17 +271,22 @@ def plot(
 ) -> None:
     """Draw a result as PNGs. Speed-up, roofline, tokens a second, waits, steps, quality; needs matplotlib."""
     from kbit.bench import chat_plot, generate_plot, kernel_rows, plots, profile_plot, quality_plot
-    from kbit.bench.result_files import read_result
+    from kbit.bench.result_files import no_result, read_result
 
     found = read_result(file, kernel_rows.COMMAND)
-    if quality_plot.is_quality(found):
-        written = [quality_plot.write(found, out)]
-    elif generate_plot.is_generate(found):
-        written = [generate_plot.write(found, out)]
-    elif chat_plot.is_chat(found):
-        written = [chat_plot.write(found, out)]
-    elif profile_plot.is_profile(found):
-        written = [profile_plot.write(found, out)]
+    kinds = {
+        "kbit eval --bits": (quality_plot.is_quality, quality_plot.write),
+        "kbit bench generate": (generate_plot.is_generate, generate_plot.write),
+        "kbit bench chat": (chat_plot.is_chat, chat_plot.write),
+        "kbit profile": (profile_plot.is_profile, profile_plot.write),
+    }
+    for command, (is_one, write) in kinds.items():
+        if is_one(found):
+            try:
+                written = [write(found, out)]
+            except (LookupError, TypeError, AttributeError) as error:
+                raise no_result(file, command, error) from error
+            break
     else:
         try:
             rows = kernel_rows.rows_of(found, file)

@@ -127,9 +127,9 @@ def _tensor(index: Mapping[str, TensorInfo], weight: StoredWeight, expert: int |
     from kbit.nvfp4 import NVFP4Tensor
     from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
-    codes, scales, factor = (
-        read(index, name, expert) for name in (weight.codes, weight.scales, weight.factor)
-    )
+    shared = index[weight.factor].numel == 1
+    codes, scales = (read(index, name, expert) for name in (weight.codes, weight.scales))
+    factor = read(index, weight.factor, None if shared else expert)
     scales, factor = scales.view(torch.uint8), factor.float().reshape(())
     check_scale_bytes(scales, weight.scales)
     check_global_scale(float(factor), weight.factor)

@@ -20,10 +20,11 @@ def require_policy(policy: object, what: str) -> None:
     `what` was given it.
     """
     if not isinstance(policy, QuantizationPolicy):
-        raise TypeError(
-            f"{what}: policy must be a KbitConfig or QuantizationPolicy, got {type(policy).__name__}. For 4 "
-            f"bits: kbit.KbitConfig(bits=4)."
-        )
+        kind = type(policy).__name__
+        remedy = "For 4 bits: kbit.KbitConfig(bits=4)."
+        if kind == "NVFP4Config":
+            remedy = "A model gets NVFP4 layers on loading: from_pretrained(..., quantization_config=config)."
+        raise TypeError(f"{what}: policy must be a KbitConfig or QuantizationPolicy, got {kind}. {remedy}")
     policy.validate()
 
 

@@ -128,10 +128,14 @@ def tiles_nvfp4(accum: str, device: torch.device | str = "cpu") -> tuple[str, ..
         device: where products would run.
 
     Raises:
-        ValueError: there is no such contract.
+        ValueError: there is no such contract, or no such device.
     """
     check_accumulation(accum, "tiles_nvfp4")
-    return kernels_for(torch.empty(0, device=device)).tiles(accum)
+    try:
+        there = torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what PyTorch raises is a matter of how it was built
+        raise ValueError(f"tiles_nvfp4: there is no device {str(device)!r}: {error}.") from None
+    return kernels_for(there).tiles(accum)
 
 
 def check_accumulation(accum: str, op: str) -> None:

@@ -45,6 +45,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:
+        _refuse_split(model)
         if not self.pre_quantized:
             return model
         # Imported here because transformers' registry, which imports this module, comes before its loader.
@@ -66,6 +67,7 @@ class NVFP4HfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
+        _refuse_split(model)
         if not self.pre_quantized:
             _warn_about_unmatched(model, config)
             names = replace_layers(model, config.settings(), config.chooses)
@@ -100,6 +102,16 @@ class NVFP4HfQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Activations are quantized without a gradient."""
         return False
+
+
+def _refuse_split(model: Any) -> None:
+    from kbit.integrations.transformers.inplace import is_split
+
+    if is_split(model):
+        raise ValueError(
+            "NVFP4Config: NVFP4 layers are not split over ranks. Load the model without tp_plan and expert "
+            "parallelism, or split it in k bits: quantization_config=kbit.KbitConfig(...)."
+        )
 
 
 def _warn_about_unmatched(model: Any, config: NVFP4Config) -> None:

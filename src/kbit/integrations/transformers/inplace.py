@@ -20,7 +20,7 @@ from kbit.nn.parts import QuantizedModule
 def install() -> None:
     """Have `quantize_model` and `dequantize_model` tell transformers. Calling it again changes nothing."""
     if tell_transformers not in replace.after_quantizing:
-        replace.before_quantizing.append(refuse_other_methods)
+        replace.before_quantizing += [refuse_other_methods, _refuse_split]
         replace.after_quantizing.append(tell_transformers)
         dequantize.after_dequantizing.append(forget)
         replace.other_names.append(names_in_files)
@@ -70,6 +70,22 @@ def refuse_other_methods(model: nn.Module) -> None:
         f"quantize_model: the model is quantized already, by {type(section).__name__}, and its config can "
         f"state one method only. Quantize the unquantized model."
     )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether a tensor or expert parallel plan spreads a model of transformers over ranks, or will do so."""
+    config = getattr(model.config, "distributed_config", None)
+    asked = [getattr(config, name, None) for name in ("tp_plan", "enable_expert_parallel")]
+    ranks = [getattr(config, name, None) or 1 for name in ("tp_size", "ep_size")]
+    return any(asked) or max(ranks) > 1 or getattr(model, "_tp_size", None) is not None
+
+
+def _refuse_split(model: nn.Module) -> None:
+    if is_of_transformers(model) and is_split(model):
+        raise ValueError(
+            "quantize_model: the model is split over ranks, each of which has a part of its weights. "
+            "Quantize it on loading: from_pretrained(..., tp_plan=..., quantization_config=KbitConfig(...))."
+        )
 
 
 def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:

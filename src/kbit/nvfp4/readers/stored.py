@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -95,6 +96,16 @@ def _stored(stem: str, spelling: str, index: Mapping[str, TensorInfo]) -> Stored
         raise ValueError(
             f"{index[codes].file}: tensor {codes!r} must be uint8 {expected} beside block scales "
             f"{index[scales].shape}, got {index[codes].dtype} {index[codes].shape}. The file is not NVFP4."
+        )
+    if index[scales].dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise ValueError(
+            f"{index[scales].file}: tensor {scales!r} must be float8_e4m3fn, or its bytes, got "
+            f"{index[scales].dtype}. The file is not NVFP4."
+        )
+    if not index[factor].dtype.is_floating_point or index[factor].numel not in (1, prod(lead[:-1])):
+        raise ValueError(
+            f"{index[factor].file}: tensor {factor!r} must be one floating-point number for each matrix of "
+            f"{codes!r}, got {index[factor].dtype} {index[factor].shape}. The file is not NVFP4."
         )
     weight = f"{stem}.weight" if spelling != KBIT else stem
     if spelling == KBIT and not stem.endswith("weight"):
