@@ -70,7 +70,8 @@ def by_name(
     has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or is_lazy(module.weight) or module.weight.numel() < LARGE:
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Linear) or weight is None or is_lazy(weight) or weight.numel() < LARGE:
             continue
         known = all_names(name, names or {})
         router = any(map(ROUTERS.search, known))
