@@ -3,8 +3,8 @@
 //
 // Stands in for common.cuh, stage16.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix
 // products included, go through memory between two barriers; misaligned accesses abort, as they fault on a
-// GPU, and so do those behind a launch's shared memory. fp-contract must be off. What a GPU might do otherwise, and this cannot show: races, and how tensor
-// cores add up (here exactly, rounded once).
+// GPU, and so do those behind a launch's shared memory. fp-contract must be off. What a GPU might do
+// otherwise, and this cannot show: races, and how tensor cores add up (here exactly, rounded once).
 #pragma once
 
 #include <algorithm>

@@ -12,7 +12,6 @@ from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: 256 MB of 16-bit weights, more than a layer of most models.
 _CHUNK_WEIGHTS = 128 * 2**20
-_ALIGNED = 8  # 16-bit numbers in 16 bytes
 
 
 def linear_tiled(
@@ -69,13 +68,14 @@ def _multiply(
     16 bits, and takes longer. So columns of zeros and rows of nothing in particular make them so.
     """
     n, k = out.shape[-1], x.shape[-1]
-    wide, long = (_aligned(size) if x.dtype != torch.float32 else size for size in (n, k))
+    short = x.dtype != torch.float32
+    wide = operands.padded(n) if short else n
     y = out if wide == n else x.new_empty((x.shape[0], wide))
     if bias is not None:
         bias = F.pad(bias, (0, wide - n))
-    if long > k:
-        x = F.pad(x, (0, long - k))
-    chunk = _aligned(max(1, _CHUNK_WEIGHTS // long - _ALIGNED + 1))
+    x = operands.aligned_rows(x) if short else x
+    long = x.shape[-1]
+    chunk = operands.padded(max(1, _CHUNK_WEIGHTS // long - operands.PIECE + 1))
     w = x.new_zeros((min(wide, chunk), long)) if long > k else x.new_empty((min(wide, chunk), k))
     decoded = w.new_empty((len(w), k)) if long > k else w
     for first in range(0, n, chunk):
@@ -90,7 +90,3 @@ def _multiply(
             torch.addmm(bias[part], x, rows_now, out=y[:, part])
     if y is not out:
         out.copy_(y[:, :n])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

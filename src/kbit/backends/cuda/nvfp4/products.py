@@ -15,6 +15,7 @@ from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, run_items
 from kbit.backends.cuda.nvfp4.rows import dequantize
+from kbit.backends.cuda.operands import PIECE
 from kbit.backends.cuda.weights import aligned
 from kbit.backends.dtype_codes import DTYPES
 
@@ -259,7 +260,7 @@ def _cublas(
     """
     a = dequantize(a_codes, a_scales, 1.0, None, torch.bfloat16)
     w = dequantize(w_codes, w_scales, 1.0, None, torch.bfloat16)
-    if out_dtype == torch.bfloat16 and row_scale is None and w.shape[0] % 8 == 0:
+    if out_dtype == torch.bfloat16 and row_scale is None and w.shape[0] % PIECE == 0:
         return a.new_empty((a.shape[0], w.shape[0])).addmm_(a, w.t(), beta=0.0, alpha=w_scale)
     total = torch.mm(a, w.t(), out_dtype=torch.float32).mul_(w_scale)
     return (total if row_scale is None else total.mul_(row_scale[:, None])).to(out_dtype)
