@@ -234,7 +234,7 @@ def test_the_kernel(batch, heads, columns, room, lengths, how, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 4, 128), (16, 2, 256), (16, 16, 64)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 4, 128), (16, 2, 256), (16, 16, 64), (40, 5, 96)])
 def test_repeated_runs_are_equal_also_on_a_busy_gpu(heads):
     *of, columns = heads
     tensors = operands(4, of, columns, columns, torch.bfloat16, "cuda", 700, 800, gate=True)

@@ -40,6 +40,21 @@ def attention_step(
         scores = scores + mask[:, None, None]
     # Copies for every query head, as transformers makes them; rows that nothing was written to may be NaN.
     k, v = (x.masked_fill(~there[:, None], 0.0).repeat_interleave(shared, 1) for x in (keys, values))
-    y = F.scaled_dot_product_attention(made.transpose(1, 2), k, v, attn_mask=scores, scale=scaling)
+    y = attend(made.transpose(1, 2), k, v, scores, scaling)
     y = y[:, :, 0].masked_fill((scores[:, :, 0] == -torch.inf).all(-1, keepdim=True), 0.0)
     out.copy_(y if gate is None else y * torch.sigmoid(gate))
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attention of [B, H, T, D] to as many heads; the mask is added to scores.
+
+    On GPUs by its formula in float32, whatever PyTorch would choose: of 2.11, others there give other bits each
+    time, and wrong numbers for queries whose rows do not begin at multiples of 16 bytes.
+    """
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    by_formula = torch.ops.aten._scaled_dot_product_attention_math
+    tensors = (x.float() for x in (query, keys, values, mask))
+    return by_formula(*tensors, scale=scaling)[0].to(query.dtype)

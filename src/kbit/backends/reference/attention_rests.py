@@ -3,8 +3,11 @@ against."""
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
+
+from kbit.backends.reference.attention import attend
 
 
 def attention_rest(
@@ -19,8 +22,9 @@ def attention_rest(
     tokens, shared = query.shape[2], query.shape[1] // keys.shape[1]
     at, own = (torch.arange(count, device=query.device) for count in (keys.shape[2], tokens))
     first = length.view(1)
-    there, seen = at < first + tokens, at <= (first + own)[:, None]
+    there, unseen = at < first + tokens, at > (first + own)[:, None]
+    mask = query.new_zeros(unseen.shape).masked_fill_(unseen, -math.inf)
     # Copies for every query head, as transformers makes them; rows that nothing was written to may be NaN.
     k, v = (x.masked_fill(~there[:, None], 0.0).repeat_interleave(shared, 1) for x in (keys, values))
-    y = F.scaled_dot_product_attention(query, k, v, attn_mask=seen, scale=scaling)
+    y = attend(query, k, v, mask, scaling)
     out.copy_(y.transpose(1, 2))
