@@ -42,7 +42,7 @@ from kbit.format import SUPPORTED_BITS, normal_float
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILES = {name: f"{H100}{name}.json" for name in ("kernels", "widths", "moe")}
 H100_MODEL_FILES = [name.replace("h200-", H100) for name in MODEL_FILES]
-SANITIZER_FILES, MOE_FILE = "*-sanitizer.json", "h200-moe.json"
+SANITIZER_FILES, FUZZ_FILES, MOE_FILE = "*-sanitizer.json", "*-fuzz.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE, LEVERS_FILE = "h200-nvfp4.json", "h200-nvfp4-levers.json"
 HEAD_QUALITY_FILES = "quality-tiny-moe.json", "quality-tiny-moe-head.json"
@@ -426,6 +426,17 @@ def sanitizer() -> str:
     return "\n\n".join(found)
 
 
+def fuzz() -> str:
+    """How many random problems each kernel and op had, on every GPU where there were some."""
+    found = []
+    for file in sorted(RESULTS.glob(FUZZ_FILES)):
+        result = load(file.name)
+        done, wrong = result["done"], len(result["wrong"])
+        parts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
+        found.append(f"{about(result)} {sum(done.values())} problems, {wrong} wrong: {parts}.")
+    return "\n\n".join(found)
+
+
 def provenance() -> str:
     """Every result file: machine, commit, date."""
     body = []
@@ -539,7 +550,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "models_h100": lambda: models(H100_MODEL_FILES),
     **{f.__name__: f for f in (widths, crossover, below_bounds, peers, ahead_of_peers, experts)},
     **{f.__name__: f for f in (workload, attention, parallel, training)},
-    **{f.__name__: f for f in (nvfp4, levers, sanitizer, provenance, codebooks, head)},
+    **{f.__name__: f for f in (nvfp4, levers, sanitizer, fuzz, provenance, codebooks, head)},
     **{f.__name__: f for f in (serving, chats, profiles, quantizing, dequantizing)},
     **{f"options {name}": lambda command=command: options(command) for name, command in commands().items()},
 }
