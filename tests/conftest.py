@@ -23,8 +23,10 @@ if not INDUCTOR_BUILDS:
 
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    # Or each worker's references would take every core.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
+    # Or each worker's references, and each process that it starts, would take every core.
+    threads = max(1, (os.cpu_count() or 1) // int(workers))
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 # A shell's background jobs ignore SIGINT, nohup's SIGHUP; processes that tests start would inherit that.
 for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):

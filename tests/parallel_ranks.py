@@ -174,7 +174,9 @@ def run_loaded(case, out):
         model.save_pretrained(out / f"saved-{case['name']}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedModule)}
     held = {name: (type(m).__name__, dict(m.shapes)) for name, m in layers.items()}
-    more = {"together": together(model), "sums": count_sums(model), "compiled": is_compiled_alike(model)}
+    more = {"together": together(model), "sums": count_sums(model)}
+    if case.get("tiles"):
+        more["compiled"] = is_compiled_alike(model)
     groups = [module.split.group for module in model.modules() if isinstance(module, ParallelModule)]
     more["one_group"] = all(group is groups[0] for group in groups)
     return {**evaluate(model), "layers": held, **more}

@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def finished(name: str, *arguments: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
