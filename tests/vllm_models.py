@@ -76,6 +76,7 @@ def run(folder, dtype="float32", adapter=None, between=None, **options):
     """
     from vllm import LLM, SamplingParams
 
+    gc.freeze()  # or each of an engine's eight collections would look at all of vLLM
     settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
     llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
     try:
