@@ -25,6 +25,7 @@ MOST = 2**23  # numbers of an operand
 REFERENCE = {"KBIT_BACKEND": "reference"}
 # Roundings: of one dtype's result where steps in between are rounded, too.
 SOME, MANY = 4.0, 24.0
+SHORT = 32  # numbers of a row
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Call:
         op: returns a tensor or some.
         args: of it.
         written: places of arguments that it writes; they are results, too.
-        roundings: how many a result may be off, of the largest number in its row; 0: none.
+        roundings: how many a result may be off, of the largest number in its row, or, of a short one, in
+            the rows beside it; 0: none.
         view: what of the results is compared; None: all.
         on_cpu: whether the CPU says what is right, not the reference backend.
     """
@@ -70,7 +72,8 @@ class Call:
             return Want(y, torch.zeros_like(y))
         dtypes = [one.dtype for one in self.args if isinstance(one, torch.Tensor) and one.is_floating_point()]
         eps = max(2.0**-17, *(torch.finfo(dtype).eps for dtype in dtypes))
-        largest = y.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+        dims = (-1, -2) if y.dim() > 1 and y.shape[-1] < SHORT else -1  # few numbers may all be nearly 0
+        largest = y.nan_to_num(0.0, 0.0, 0.0).abs().amax(dims, keepdim=True)
         return Want(y, (largest + y.abs().nan_to_num(0.0, 0.0, 0.0)) * (self.roundings * eps) + eps * eps)
 
 
