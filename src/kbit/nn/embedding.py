@@ -60,7 +60,8 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The packed codes, int32 [num_embeddings, blocks * bits]; see KbitLinear.weight."""
-        return self.weight_packed
+        stand_in = self._stand_in()
+        return self.weight_packed if stand_in is None else stand_in
 
     @classmethod
     @torch.inference_mode(False)  # gradients may be asked for later

@@ -97,8 +97,12 @@ class KbitLinear(QuantizedModule, nn.Linear):
         """The packed codes, int32 [out_features, ceil(in_features / 32) * bits], or the tiles, int32 too.
 
         PEFT asks a weight for its device, and whether its dtype is one that an adapter could have;
-        transformers asks whether it is initialized. Decoded values are in `dequantize()`.
+        transformers asks whether it is initialized, and may write to what it gets then, which is another one
+        while it loads. Decoded values are in `dequantize()`.
         """
+        stand_in = self._stand_in()
+        if stand_in is not None:
+            return stand_in
         tiled = self._held("weight")
         return self.weight_packed if tiled is None else tiled
 

@@ -25,6 +25,7 @@ from kbit.format.words import at
 from kbit.nn import tied
 from kbit.nn.casts import without_casts
 from kbit.nn.fuse import Parts
+from kbit.nn.initialized import Initialized
 from kbit.nn.tiling import TILED, TileableModule
 from kbit.ops import forms
 
@@ -43,7 +44,7 @@ def refuse_others(method: str, module: object, kind: type[nn.Module], name: str)
         )
 
 
-class QuantizedModule(TileableModule):
+class QuantizedModule(TileableModule, Initialized):
     """Base of KbitLinear, KbitEmbedding and KbitExperts.
 
     Attributes:

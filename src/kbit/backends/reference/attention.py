@@ -50,8 +50,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of [B, H, T, D] to as many heads; the mask is added to scores.
 
-    On GPUs by its formula in float32, whatever PyTorch would choose: of 2.11, others there give other bits each
-    time, and wrong numbers for queries whose rows do not begin at multiples of 16 bytes.
+    On GPUs by its formula in float32, whatever PyTorch would choose: of 2.11, others there give other bits
+    each time, and wrong numbers for queries whose rows do not begin at multiples of 16 bytes.
     """
     if not query.is_cuda:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)

@@ -69,7 +69,7 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
         if placeholders:
             for key in layer.shapes:
                 layer._parameters[key] = module._parameters[key]
-        elif isinstance(layer, KbitExperts):
+        if not placeholders or not isinstance(layer, KbitExperts):  # whose weights are their placeholders
             mark_initialized(layer, layer.shapes)
         for name in names[module]:
             model.set_submodule(name, layer)
@@ -78,10 +78,12 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
 def mark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
     """Have transformers find weights that need no initialization where it has codes, until they are loaded.
 
-    Qwen3-Omni initializes its experts from the block around them, by their names.
+    Qwen3-Omni initializes its experts from the block around them, by their names, ChineseCLIP a row of its
+    embedding, and a model's own code may write to weights that need none: these are nowhere.
     """
     for name in names:
-        weight = torch.empty(0)
+        shape = getattr(layer, "shapes", {}).get(name, 0)
+        weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         layer.__dict__[name] = weight
 
@@ -159,6 +161,7 @@ def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -
             module = model.get_submodule(path)
             if not isinstance(module, QuantizedModule):
                 layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
+                mark_initialized(layer, layer.shapes)
                 for each in names[module]:
                     model.set_submodule(each, layer)
         # Of a source that files lack transformers draws numbers, and ties it to the target only then.

@@ -7,6 +7,7 @@ the files follow it, and so does loading what either has written.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -153,6 +154,9 @@ def _routes(
         shape = shapes.get(name)
         if shape is not None and not is_candidate(name, shape) and not is_candidate(target, shape):
             continue
+        other = shape is not None and pattern is None and math.prod(shape) != state[target].numel()
+        if other and not pre_quantized:
+            continue  # transformers refuses it, or draws another
         module, own = module_of(name), module_of(target)
         modules = (module,) if pre_quantized else (stored.get(name, module), own)
         routes.append(Route(name, target, pattern, modules))

@@ -1,0 +1,111 @@
+"""Models that write to weights while transformers loads them: their own code, and rows for padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForImageClassification,
+    ChineseCLIPTextConfig,
+    ChineseCLIPTextModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import kbit
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own_code"
+
+
+class OwnModel(PreTrainedModel):
+    """As models outside transformers are written: numbers are drawn in place, whatever was loaded."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(40, 64, padding_idx=0)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx].zero_()
+
+    def forward(self, ids):
+        return self.down(torch.relu(self.up(self.embed(ids))))
+
+
+IDS = torch.arange(40)
+CONFIG = {"bits": 4}
+
+
+@pytest.fixture
+def model():
+    made = OwnModel(OwnConfig())
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+def test_code_of_its_own_draws_nothing_that_was_loaded(model, tmp_path):
+    model.save_pretrained(tmp_path / "plain")
+    on_load = OwnModel.from_pretrained(tmp_path / "plain", quantization_config=kbit.KbitConfig(**CONFIG))
+    in_place = kbit.quantize_model(model, kbit.KbitConfig(**CONFIG))
+    in_place.save_pretrained(tmp_path / "quantized")
+    loaded = OwnModel.from_pretrained(tmp_path / "quantized")
+    want = in_place(IDS)
+    for one in (on_load, loaded):
+        assert torch.equal(one(IDS), want)
+        assert {type(module) for module in (one.embed, one.up)} == {kbit.nn.KbitEmbedding, kbit.nn.KbitLinear}
+        assert one.up.weight is one.up.weight_packed
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(OwnModel.from_pretrained(tmp_path / "again")(IDS), want)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_files_lack_is_drawn(model, quantized, tmp_path):
+    """A bias: by the model's code, which may write to the weight beside it, too."""
+    model.up.bias = None
+    how = {} if quantized else {"quantization_config": kbit.KbitConfig(**CONFIG)}
+    source = kbit.quantize_model(model, kbit.KbitConfig(**CONFIG)) if quantized else model
+    source.save_pretrained(tmp_path)
+    loaded = OwnModel.from_pretrained(tmp_path, **how)
+    assert not loaded.up.bias.any()
+    assert torch.equal(loaded.down.bias, model.down.bias)
+    decoded = model.up.dequantize() if quantized else model.up.weight
+    assert (loaded.up.dequantize() - decoded).abs().max() < (1e-6 if quantized else 0.5)
+
+
+def test_the_row_of_padding_keeps_its_codes(tmp_path):
+    """transformers draws zeros there, through the module that holds the embedding."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    model = ChineseCLIPTextModel(ChineseCLIPTextConfig(**sizes, vocab_size=99))
+    nn.init.normal_(model.get_input_embeddings().weight)
+    kbit.quantize_model(model, kbit.KbitConfig(bits=4, embedding_bits=4)).save_pretrained(tmp_path)
+    loaded = ChineseCLIPTextModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_input_embeddings()(IDS), model.get_input_embeddings()(IDS))
+
+
+def test_a_head_of_another_size_is_drawn_and_stays_unquantized(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=2)
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    how = {"quantization_config": kbit.KbitConfig(bits=4), "num_labels": 5}
+    load = AutoModelForImageClassification.from_pretrained
+    model = load(tmp_path, ignore_mismatched_sizes=True, **how)
+    assert type(model.classifier) is nn.Linear
+    assert model.classifier.weight.std() > 0
+    assert isinstance(model.vit.layers[0].attention.q_proj, kbit.nn.KbitLinear)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(tmp_path, **how)
