@@ -90,6 +90,13 @@ REFUSED = {
         TypeError,
         "model must be an nn.Module, got str",
     ),
+    "scripted": (
+        lambda g: kbit.quantize_model(
+            torch.jit.trace(torch.nn.Linear(4, 4), torch.ones(1, 4)), kbit.KbitConfig()
+        ),
+        TypeError,
+        "the model was made by torch.jit, and its layers cannot be replaced. Quantize the module",
+    ),
     "compile text": (
         lambda g: kbit.compile_kernels(g.model, tokens="x"),
         TypeError,

@@ -104,3 +104,13 @@ def other_settings(
         f"kbit quantized nothing: {counted(len(other), 'layer')} keep what they have, such as {other[0]}, "
         f"though the policy says others. Start from the unquantized model."
     )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise TypeError if a module was made by torch.jit, whose layers nobody can replace."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"quantize_model: {name or 'the model'} was made by torch.jit, and its layers cannot be "
+                f"replaced. Quantize the module that it was made from."
+            )

@@ -88,8 +88,8 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Nothing is quantized yet, as for what follows.
-        TypeError: the model is no module, the policy no policy, `progress` no function, or a weight of
-            another dtype than float32 or 16 bits.
+        TypeError: the model is no module, or has one of torch.jit, the policy is no policy, `progress` no
+            function, or a weight of another dtype than float32 or 16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; the
             model has adapters of peft, another method's layers, or those of another codebook or scale format.
@@ -106,6 +106,7 @@ def quantize_model(
             f"quantize_model: model must be an nn.Module, got {type(model).__name__}. kbit.quantize "
             f"takes single tensors; the command kbit quantize takes folders."
         )
+    refusals.refuse_scripted(model)
     refusals.require_policy(policy, "quantize_model")
     refusals.require_progress(progress, "quantize_model")
     for check in before_quantizing:
