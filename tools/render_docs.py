@@ -433,7 +433,8 @@ def fuzz() -> str:
         result = load(file.name)
         done, wrong = result["done"], len(result["wrong"])
         parts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
-        found.append(f"{about(result)} {sum(done.values())} problems, {wrong} wrong: {parts}.")
+        counts = [f"{sum(done.values())} problems, {wrong} of them wrong", f"by kernel or op: {parts}"]
+        found.append("\n".join([about(result), "", *(f"* {each}" for each in counts)]))
     return "\n\n".join(found)
 
 
