@@ -24,7 +24,7 @@ def size_of(pick: random.Random, most: int) -> int:
 
 @dataclass
 class Want:
-    """A product in float64, and how far off a result may be."""
+    """A result in float64, and how far off another may be."""
 
     y: torch.Tensor
     bound: torch.Tensor
