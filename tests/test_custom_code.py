@@ -106,6 +106,6 @@ def test_a_head_of_another_size_is_drawn_and_stays_unquantized(tmp_path):
     model = load(tmp_path, ignore_mismatched_sizes=True, **how)
     assert type(model.classifier) is nn.Linear
     assert model.classifier.weight.std() > 0
-    assert isinstance(model.vit.layers[0].attention.q_proj, kbit.nn.KbitLinear)
+    assert any(isinstance(module, kbit.nn.KbitLinear) for module in model.modules())
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(tmp_path, **how)
