@@ -47,6 +47,7 @@ class OwnModel(PreTrainedModel):
 
 IDS = torch.arange(40)
 CONFIG = {"bits": 4}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
 
 
 @pytest.fixture
@@ -89,8 +90,7 @@ def test_what_files_lack_is_drawn(model, quantized, tmp_path):
 
 def test_the_row_of_padding_keeps_its_codes(tmp_path):
     """transformers draws zeros there, through the module that holds the embedding."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
-    model = ChineseCLIPTextModel(ChineseCLIPTextConfig(**sizes, vocab_size=99))
+    model = ChineseCLIPTextModel(ChineseCLIPTextConfig(**SIZES, vocab_size=99))
     nn.init.normal_(model.get_input_embeddings().weight)
     kbit.quantize_model(model, kbit.KbitConfig(bits=4, embedding_bits=4)).save_pretrained(tmp_path)
     loaded = ChineseCLIPTextModel.from_pretrained(tmp_path)
@@ -98,8 +98,7 @@ def test_the_row_of_padding_keeps_its_codes(tmp_path):
 
 
 def test_a_head_of_another_size_is_drawn_and_stays_unquantized(tmp_path):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
-    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=2)
+    config = ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=2)
     ViTForImageClassification(config).save_pretrained(tmp_path)
     how = {"quantization_config": kbit.KbitConfig(bits=4), "num_labels": 5, "ignore_mismatched_sizes": True}
     model = AutoModelForImageClassification.from_pretrained(tmp_path, **how)

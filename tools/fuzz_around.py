@@ -7,6 +7,7 @@ quantizes to NVFP4 is compared with the CPU, to the bit.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -286,9 +287,7 @@ def causal_mask(d: Draw) -> Call:  # noqa: D103
     batch, tokens = d.size(5), d.size(2000)
     keys = d.size(min(20000, MOST // (batch * tokens)))
     there = None if d.maybe() else d.uniform(batch, d.size(keys + 10), dtype=torch.float32) < 0.8
-    return Call(
-        ops.causal_mask, [d.one(d.pick.randint(0, keys)), there, batch, tokens, keys, d.dtype], roundings=0
-    )
+    return Call(ops.causal_mask, [d.one(d.pick.randint(0, keys)), there, batch, tokens, keys, d.dtype])
 
 
 def rotary(d: Draw) -> Call:  # noqa: D103
@@ -307,7 +306,7 @@ def rotary_angles(d: Draw) -> Call:  # noqa: D103
 def rms_norm(d: Draw) -> Call:  # noqa: D103
     columns = d.of(128, 256, 2048, 4096, d.size(9000))
     inner = d.of((), (d.size(32),))
-    x = d.apart(d.size(MOST // (columns * (inner[0] if inner else 1))), *inner, columns)
+    x = d.apart(d.size(MOST // (columns * math.prod(inner))), *inner, columns)
     added = [d.apart(*x.shape)] if d.maybe() else []
     op = ops.add_rms_norm if added else ops.rms_norm
     return Call(op, [x, *added, d.normal(columns), 1e-6, d.maybe(), d.maybe()], roundings=SOME)
@@ -428,10 +427,14 @@ def gated_delta_output(d: Draw) -> Call:  # noqa: D103
     return Call(ops.gated_delta_output, args, roundings=SOME)
 
 
+def _weight(d: Draw) -> tuple[int, tuple[int, ...], int, int]:
+    """Bits, experts if any, rows, columns."""
+    bits, columns, experts = d.of(2, 3, 4, 5), d.size(9000), d.of((), (), (d.size(8),))
+    return bits, experts, d.size(MOST // (4 * columns * math.prod(experts))), columns
+
+
 def quantize(d: Draw) -> Call:  # noqa: D103
-    bits, columns = d.of(2, 3, 4, 5), d.size(9000)
-    experts = d.of((), (), (d.size(8),))
-    rows = d.size(MOST // (4 * columns * (experts[0] if experts else 1)))
+    bits, experts, rows, columns = _weight(d)
     w = d.normal(*experts, rows, columns, dtype=d.of(d.dtype, torch.float32))
     w *= 2.0 ** d.pick.uniform(-12, 6)
     codebook = get_codebook("nf", bits) if d.maybe() else d.normal(2**bits, dtype=torch.float32).sort().values
@@ -441,9 +444,7 @@ def quantize(d: Draw) -> Call:  # noqa: D103
 
 def formats(d: Draw) -> Call:
     """Codes to tiles, back, to weights, and rows of them."""
-    bits, columns = d.of(2, 3, 4, 5), d.size(9000)
-    experts = d.of((), (), (d.size(8),))
-    rows = d.size(MOST // (4 * columns * (experts[0] if experts else 1)))
+    bits, experts, rows, columns = _weight(d)
     blocks = -(-columns // 32)
     packed = d.below(2**31, *experts, rows, blocks * bits, dtype=torch.int32)
     absmax = d.below(256, *experts, rows, blocks, dtype=torch.uint8)
@@ -539,5 +540,8 @@ def problem(seed: int, device: torch.device) -> tuple[str, Ways]:
         else str(one)
         for one in call.args
     )
-    ways = ((name, call.run, call.wants()) for name in (made.__name__,))
-    return f"seed={seed} {made.__name__}({', '.join(parts)})", ways
+
+    def ways() -> Ways:
+        yield made.__name__, call.run, call.wants()
+
+    return f"seed={seed} {made.__name__}({', '.join(parts)})", ways()

@@ -154,8 +154,8 @@ def _routes(
         shape = shapes.get(name)
         if shape is not None and not is_candidate(name, shape) and not is_candidate(target, shape):
             continue
-        other = shape is not None and pattern is None and math.prod(shape) != state[target].numel()
-        if other and not pre_quantized:
+        alone = pattern is None and not pre_quantized
+        if alone and shape is not None and math.prod(shape) != state[target].numel():
             continue  # transformers refuses it, or draws another
         module, own = module_of(name), module_of(target)
         modules = (module,) if pre_quantized else (stored.get(name, module), own)
