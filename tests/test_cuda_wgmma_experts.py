@@ -19,7 +19,14 @@ pytestmark = [
 ]
 N, K = 352, 712  # three blocks of rows, the last in part; 12 tiles of columns, the last in part
 # Empty experts first, last and between; one with all rows; rows that fill tiles, and one more.
-DEALINGS = [(0, 3, 0, 0, 70, 16, 0), (0, 0, 150), (64, 65, 32, 33, 16, 17), (1,) * 300, (2, 0, 1) * 30]
+DEALINGS = [
+    (0, 3, 0, 0, 70, 16, 0),
+    (0, 0, 150),
+    (64, 65, 32, 33, 16, 17),
+    (48, 49, 81, 97, 0, 112, 113, 145, 193, 257),
+    (1,) * 300,
+    (2, 0, 1) * 30,
+]
 
 
 def launches(bits: int, gated: bool) -> Iterator[wgmma.Plan]:

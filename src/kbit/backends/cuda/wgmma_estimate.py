@@ -8,14 +8,6 @@ import statistics
 from kbit.backends.cuda import wgmma_config as config
 from kbit.format.layout import TILE_COLUMNS
 
-# Of a step of one team's tile of experts against one of a single weight, by tokens.
-_STEP_OF_EXPERTS = {32: 0.85, 256: 1.05}
-# Of two teams' tiles against one team's, by tokens: both have one, or one has.
-_BOTH, _LONE = {16: 1.88, 32: 1.88, 64: 1.76}, 1.13
-# Experts from which on rows are taken for dealt at random. Of fewer the tiles are few, and whether they fill
-# the machine counts for more.
-_MANY_EXPERTS = 32
-
 
 def alone(tiles: int, grid: int, cluster: int) -> int:
     """How many tiles one block computes alone, without splitting K; Problem::find_alone in wgmma.cuh.
@@ -33,10 +25,7 @@ def clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Ti
     the best on average. For experts, to an H100's times of 32 to 512 of them.
     """
     if block.apart:
-        tile = clocks(1, in_features, block._replace(teams=1), tiling, grid)
-        both = _BOTH[block.tokens] - (0.13 if block.bits < 4 and block.tokens == 16 else 0)
-        rounds, rest = divmod(tiles, 2 * grid)
-        return tile * (both * (rounds + (rest > grid)) + _LONE * (0 < rest <= grid))
+        return _apart_clocks(tiles, in_features, block, grid)
     tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
     cluster, workers = tiling.cluster, grid // tiling.sharers
     steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
@@ -46,14 +35,14 @@ def clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Ti
     elif block.rows == config.WIDE_ROWS:
         step, ends = 260 + 5.65 * tokens, 2500 + 8 * tokens
         sums = 3500 + 30 * tokens + 300 * cluster
+    elif block.grouped:
+        step, ends = width * (185 + 4 * tokens), 700 + 10.5 * tokens
     elif teams == 1 and width == 1:
         step = 200 + 3.56 * tokens
     else:
         step = width * ((240 if teams > 1 else 280) + 3.06 * tokens)
     if teams > 1:  # one hands its sums to the other
         sums, ends = sums + 300 + 2 * tokens, ends + 300 + 2 * tokens
-    if block.grouped and teams == 1:
-        step *= _STEP_OF_EXPERTS.get(tokens, 1.0)
     if block.multicast:
         step, ends = 0.98 * step, ends + 1000
     elif block.narrow:  # or a little less: measurements choose it
@@ -65,17 +54,23 @@ def clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Ti
     return found
 
 
+def _apart_clocks(tiles: int, in_features: int, block: config.Config, grid: int) -> float:
+    """Clocks of blocks whose two teams have tiles of their own; a team that is alone takes 0.6 of both's."""
+    both = 285 + 8.7 * block.tokens + 40 * (block.bits - 4)
+    pair = -(-in_features // TILE_COLUMNS) * both + 1600 + 8 * block.tokens
+    rounds, rest = divmod(tiles, 2 * grid)
+    return pair * (rounds + (rest > grid) + 0.6 * (0 < rest <= grid))
+
+
 @functools.lru_cache(maxsize=4096)
 def tiles_of_expert(m: int, experts: int, tokens: int) -> float:
-    """Tiles of so many tokens that one of many experts has of m rows, as an expectation.
+    """Tiles of so many tokens that one of the experts has of m rows, as an expectation.
 
-    Rows that a router deals are nearly Poisson-distributed, nearly normal. Evenly dealt they are where tiles
-    of 16 tokens may do: 128 experts of 2048 x 768 by 16 rows each take 47.3 us on an H100 by these, by tiles
-    of 32 tokens 51; dealt at random 56.8 and 52.5.
+    Rows that a router deals are nearly Poisson-distributed, nearly normal. They may be dealt evenly, too, which is
+    not known here, so that counts for a third.
     """
     rows = m / experts
-    if experts < _MANY_EXPERTS or rows <= config.GROUPED_TOKENS[0]:
-        return -(-m // (experts * tokens))
     of_expert = statistics.NormalDist(rows, rows**0.5)
     most = int(rows + 4 * rows**0.5)
-    return 1.0 + sum(1 - of_expert.cdf(full + 0.5) for full in range(tokens, most + 1, tokens))
+    dealt_at_random = 1.0 + sum(1 - of_expert.cdf(full + 0.5) for full in range(tokens, most + 1, tokens))
+    return (2 * dealt_at_random + -(-m // (experts * tokens))) / 3

@@ -130,7 +130,7 @@ DEVICE void add_up(const Problem& p, float (&sums)[2][kColumns][4], u32 parts, i
 DEVICE int list_jobs(Job* jobs, int room, int& count, u32 scratch, const int* offsets, int experts, int rows,
                      const Problem& p, int most_log, const Divider& by_grid, const Divider& by_units) {
     BlockGroups groups;
-    groups.find(scratch, offsets, experts, rows, most_log);
+    groups.find(scratch, offsets, experts, rows, PowerPieces{most_log});
     const int all = groups.all_pieces * p.units, each = by_grid(all), rest = all - each * by_grid.divisor;
     const int block = blockIdx.x, first = each * block + min(block, rest);
     int units = each + (block < rest);
@@ -142,7 +142,7 @@ DEVICE int list_jobs(Job* jobs, int room, int& count, u32 scratch, const int* of
     }
 #pragma unroll
     for (int i = 0; i < groups.kShare; ++i) {
-        const int pieces = pieces_of(groups.row[i], groups.end[i], most_log), piece = groups.before[i];
+        const int pieces = PowerPieces{most_log}(groups.row[i], groups.end[i]), piece = groups.before[i];
         for (int j = max(0, first_piece - piece); j < min(pieces, first_piece + count - piece); ++j) {
             const int row = groups.row[i] + (j << most_log), begin = max(first, (piece + j) * p.units);
             jobs[piece + j - first_piece] = {groups.expert(i), row, min(1 << most_log, groups.end[i] - row),

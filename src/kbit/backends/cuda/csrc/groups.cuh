@@ -72,10 +72,19 @@ struct Owned {
     }
 };
 
-// Pieces of an expert's rows; tokens: of a piece, a power of two, as its logarithm.
-DEVICE int pieces_of(int first, int end, int tokens) {
-    return end > first ? (end - first + (1 << tokens) - 1) >> tokens : 0;
-}
+// Pieces of so many tokens that rows are cut in, known when compiled or a power of two.
+template <int TOKENS>
+struct Pieces {
+    DEVICE int operator()(int first, int end) const {
+        return end > first ? (end - first + TOKENS - 1) / TOKENS : 0;
+    }
+};
+struct PowerPieces {
+    int log;
+    DEVICE int operator()(int first, int end) const {
+        return end > first ? (end - first + (1 << log) - 1) >> log : 0;
+    }
+};
 
 // The experts of a thread, for all threads of a block to have a part: thread t has t and, of many, those
 // every WARPS * 32 from there on. Their rows are cut in pieces of as many tokens as a kernel takes at once.
@@ -97,8 +106,9 @@ struct Groups {
     int all_pieces;
 
     static DEVICE int expert(int i) { return threadIdx.x + i * kThreads; }
-    // scratch: a shared address. Has one block barrier.
-    DEVICE void find(u32 scratch, const int* offsets, int experts, int rows, int tokens) {
+    // scratch: a shared address; pieces: Pieces or PowerPieces. Has one block barrier.
+    template <class PIECES>
+    DEVICE void find(u32 scratch, const int* offsets, int experts, int rows, PIECES pieces) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {  // all on their way at once
@@ -115,7 +125,7 @@ struct Groups {
             if (i * kThreads < experts) {
                 const int next = __shfl_down_sync(~0u, row[i], 1);
                 end[i] = lane == 31 ? end[i] : next;
-                const int mine = pieces_of(row[i], end[i], tokens);
+                const int mine = pieces(row[i], end[i]);
                 sum = sum_up_to(mine, lane);
                 before[i] = sum - mine;
             }
@@ -182,12 +192,12 @@ struct Group {
 // Whose piece `piece` is, which must exist. All lanes of a warp, which look at 32 experts at once: halving a
 // list of pieces, of 128 experts, took 1050 clocks on an H100, a quarter of a tile of 128 rows, 512 columns
 // and 16 tokens.
-template <class LIST>
-DEVICE Group find_group(LIST list, int experts, int piece, int tokens) {
+template <class LIST, class PIECES>
+DEVICE Group find_group(LIST list, int experts, int piece, PIECES pieces) {
     const int lane = threadIdx.x & 31, before = lane * 32 < experts ? load_shared(list.before + lane * 4) : 0;
     const int chunk = __popc(__ballot_sync(~0u, lane * 32 < experts && before <= piece)) - 1;
     const int expert = min(chunk * 32 + lane, experts), first = list.first(expert);
-    const int end = list.first(min(expert + 1, experts)), mine = pieces_of(first, end, tokens);
+    const int end = list.first(min(expert + 1, experts)), mine = pieces(first, end);
     const int sum = sum_up_to(mine, lane) + __shfl_sync(~0u, before, chunk);
     const int at = __popc(__ballot_sync(~0u, sum <= piece));  // how many end in front of it
     return {chunk * 32 + at, __shfl_sync(~0u, first, at), __shfl_sync(~0u, end, at),

@@ -17,8 +17,6 @@ struct alignas(16) Tile {
 };
 
 constexpr int kTokens = Config::tokens;
-constexpr int kTokensLog = kTokens < 32 ? 4 : kTokens < 64 ? 5 : kTokens < 128 ? 6 : kTokens < 256 ? 7 : 8;
-static_assert(Config::experts == 0 || 1 << kTokensLog == kTokens);
 constexpr int kStages = Config::stages;
 // Two blocks of a cluster have the same tokens, and blocks of rows that follow each other; each copies half
 // of the activations for both. That is less work for the L2 cache, and where power bounds the clock, more
@@ -115,7 +113,7 @@ struct Problem {
             return {0, kMulticast ? 2 * block + int(cluster_rank()) : block, token, end};
         }
         const int piece = Divider(row_blocks)(i);
-        const Group g = find_group(list, experts, piece, kTokensLog);
+        const Group g = find_group(list, experts, piece, Pieces<kTokens>());
         return {g.expert, i - piece * row_blocks, g.first + (piece - g.before) * kTokens, g.end};
     }
     DEVICE int width() const { return gated ? n / 2 : n; }
@@ -133,7 +131,7 @@ struct Problem {
 DEVICE void find_experts(Problem& p, u8* memory, u32 scratch, const int* offsets, int experts) {
     const List list{memory + kListAt, scratch + BlockGroups::kBeforeAt};
     BlockGroups groups;
-    groups.find(scratch, offsets, experts, p.m, kTokensLog);
+    groups.find(scratch, offsets, experts, p.m, Pieces<kTokens>());
     write_list(list, groups, experts);
     p.list = list;
     p.experts = experts;
