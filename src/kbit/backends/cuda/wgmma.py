@@ -93,10 +93,9 @@ def grouped_plan(m: int, experts: int, weight: WeightShape) -> Plan:
             tiling = block.tiling(cluster)
             if cluster == 1 or block.splits(in_features, cluster):
                 row_blocks = _row_blocks(out_features, gated, tiling)
-                tiles = round(experts * row_blocks * estimate.tiles_of_expert(m, experts, block.tokens))
                 grid = cluster * device.clusters(cluster)
-                costs[Plan(tiling, grid, block.teams)] = estimate.clocks(
-                    tiles, in_features, block, tiling, grid
+                costs[Plan(tiling, grid, block.teams)] = estimate.clocks_of_experts(
+                    m, experts, row_blocks, in_features, block, tiling, grid
                 )
     return min(costs, key=lambda plan: costs[plan])
 

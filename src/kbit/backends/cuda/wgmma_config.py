@@ -16,10 +16,9 @@ from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
 # Of a block, fixed at compile time. A step takes 3 clocks a token or more, and 140 to 200 beside. 88 are for
 # 256 tokens, 85 for each of three blocks: 5120 x 2048 by these takes 11.5 us on an H100, by blocks of 96 12.
 TOKENS = (16, 32, 48, 64, 80, 88, 96, 112, 128, 144, 160, 176, 192, 224, 256)
-# Of experts, one team. A router deals rows at random, and a tile with few of its tokens takes as long as a full
-# one: 128 experts of 1536 x 2048 by 128 rows on average take 203 us on an H200 by tiles of 144 tokens, gated, by
-# tiles of 128 242, and by 256 289.
-GROUPED_TOKENS = (32, 112, 144, 192, 256)
+# Of experts, one team. Rows are dealt at random, and a tile of few takes as long as a full one: 128 experts
+# of 1536 x 2048, gated, by 128 rows on average take 203 us on an H200 by tiles of 144 tokens, by 128 242.
+GROUPED_TOKENS = (32, 128, 144, 192, 256)
 HALF_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)  # of blocks of 64 rows, two teams of one warpgroup each
 # The same for experts whose tiles of 128 rows leave half of the machine idle: 8 of 512 x 2048 by 64 rows each
 # take 7.1 us on an H200, by tiles of 128 rows 8.0.
@@ -32,13 +31,12 @@ NARROW_TOKENS = (64,)
 # take 18.8 us on an H200, by tiles of 128 rows 22.1.
 WIDE_TOKENS = (96, 128, 192)
 MULTICAST_TOKENS = (176, 256)  # of pairs of blocks that copy activations for each other
-# Of blocks of two teams of two warpgroups each, which take turns at the steps. Not for experts: 128 of
-# 1024 x 2048 by 16 rows each took 33.3 us on an H200, with one team 32.0.
+# Of blocks of two teams of two warpgroups each, which take turns at the steps. Not for experts.
 TEAM_TOKENS = (16, 32, 48, 64, 80, 88, 96)
-# By bits, of blocks for experts of which each team has tiles of its own: the end of one's hides behind the
-# other's steps, and no sums are added up. 512 experts of 1024 x 2048 by 40 rows on average take 287 us on an
-# H200 by 48 tokens, with one team 341. Of 32 tokens at 4 bits six steps in flight are too few.
-APART_TOKENS = {2: (16, 32, 48, 64, 80, 96), 3: (16, 32, 48, 64, 80, 96), 4: (16, 48, 64, 80, 96), 5: (16, 48, 64, 80, 96)}
+# Of blocks for experts of which each team has tiles of its own: the end of one's hides behind the other's
+# steps. 512 experts of 1024 x 2048 by 40 rows on average take 287 us on an H200 by 48 tokens, with one team
+# 341. Of 32 tokens from 4 bits on six steps in flight are too few.
+APART_TOKENS = (16, 48, 64, 80, 96)
 ROWS, HALF_ROWS, WIDE_ROWS = 128, 64, 192  # rows of W of a block
 # Up to so many columns a block, two teams lose more by adding up at the end than they gain.
 _FEW_COLUMNS = 16 * TILE_COLUMNS
@@ -187,7 +185,7 @@ def blocks(bits: int, in_features: int, cluster: int, gated: bool) -> list[Confi
 def grouped_blocks(bits: int, gated: bool) -> list[Config]:
     """The blocks that may be launched for experts; those of gated weights have 128 rows, see `blocks`."""
     found = [Config(bits, tokens, grouped=True) for tokens in GROUPED_TOKENS]
-    found += [Config(bits, tokens, 2, grouped=True) for tokens in APART_TOKENS[bits]]
+    found += [Config(bits, t, 2, grouped=True) for t in (*APART_TOKENS, *((32,) if bits < 4 else ()))]
     if not gated:
         found += [Config(bits, tokens, 2, grouped=True, rows=HALF_ROWS) for tokens in GROUPED_HALF_TOKENS]
     return found
@@ -286,8 +284,8 @@ def configs() -> list[Config]:
 
 def nvfp4_grouped_blocks() -> list[Config]:
     """The blocks that may be launched for experts of NVFP4, which are never gated."""
-    found = grouped_blocks(nvfp4_layout.BITS, gated=False)
-    return [of_tiling(block.bits, block.tiling(1), block.teams, grouped=True, nvfp4=True) for block in found]
+    bits = nvfp4_layout.BITS
+    return [of_tiling(bits, one.tiling(1), one.teams, True, True) for one in grouped_blocks(bits, False)]
 
 
 def specs() -> list[KernelSpec]:

@@ -22,13 +22,13 @@ def clocks(tiles: int, in_features: int, block: config.Config, tiling: config.Ti
     """Estimated clocks: steps of K, bound by shared memory or tensor cores; ends of tiles; sums of clusters.
 
     Fitted to an H200's table, 14 layers at 4 and 5 bits by 1 to 8192 tokens: the choice takes 1% longer than
-    the best on average. For experts, to an H100's times of 32 to 512 of them.
+    the best on average. For experts, to its times of 8 to 512 of them by 16 to 2048 rows each.
     """
     if block.apart:
         return _apart_clocks(tiles, in_features, block, grid)
     tokens, teams, width = block.tokens, block.teams, block.columns // TILE_COLUMNS
     cluster, workers = tiling.cluster, grid // tiling.sharers
-    steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500 + 5 * tokens
+    steps, sums, ends = block.steps_of(in_features), 2500 + 30 * tokens, 1500.0 + 5 * tokens
     if block.rows == config.HALF_ROWS:  # two teams take turns
         step = width * max(190, (120 if block.bits < 5 else 140) + 2.1 * tokens)
         sums = 2500 + 15 * tokens + 150 * cluster
@@ -62,15 +62,35 @@ def _apart_clocks(tiles: int, in_features: int, block: config.Config, grid: int)
     return pair * (rounds + (rest > grid) + 0.6 * (0 < rest <= grid))
 
 
+def clocks_of_experts(
+    m: int,
+    experts: int,
+    row_blocks: int,
+    in_features: int,
+    block: config.Config,
+    tiling: config.Tiling,
+    grid: int,
+) -> float:
+    """Estimated clocks for m rows of experts that have so many row blocks each.
+
+    How rows are dealt is not known. A router deals them nearly at random, a batch that was made for it
+    evenly, which counts for a third here; or for all, where tiles may be too few to fill the machine.
+    """
+    evenly = experts * row_blocks * -(-m // (experts * block.tokens))
+    found = clocks(evenly, in_features, block, tiling, grid)
+    if experts * row_blocks < grid:
+        return found
+    at_random = round(experts * row_blocks * tiles_of_expert(m, experts, block.tokens))
+    return (found + 2 * clocks(at_random, in_features, block, tiling, grid)) / 3
+
+
 @functools.lru_cache(maxsize=4096)
 def tiles_of_expert(m: int, experts: int, tokens: int) -> float:
-    """Tiles of so many tokens that one of the experts has of m rows, as an expectation.
+    """Tiles of so many tokens that one of the experts has of m rows, dealt at random, as an expectation.
 
-    Rows that a router deals are nearly Poisson-distributed, nearly normal. They may be dealt evenly, too, which is
-    not known here, so that counts for a third.
+    Their numbers are nearly Poisson-distributed, nearly normal.
     """
     rows = m / experts
     of_expert = statistics.NormalDist(rows, rows**0.5)
     most = int(rows + 4 * rows**0.5)
-    dealt_at_random = 1.0 + sum(1 - of_expert.cdf(full + 0.5) for full in range(tokens, most + 1, tokens))
-    return (2 * dealt_at_random + -(-m // (experts * tokens))) / 3
+    return 1.0 + sum(1 - of_expert.cdf(full + 0.5) for full in range(tokens, most + 1, tokens))

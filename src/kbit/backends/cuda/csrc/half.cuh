@@ -63,8 +63,9 @@ struct Half {
 };
 
 // silu(gate) * up, each first rounded to 16 bits, as the layers apart do: silu is rounded, too; the product
-// is left to the caller. The division is approximate, as the exponential is, off by far less than 16 bits show:
-// an exact one branches, and its latencies were a fifth of a tile of experts. Below gates of -87 it gives 0.
+// is left to the caller. The division is approximate, as the exponential is, off by far less than 16 bits
+// show: an exact one branches, and its latencies were a fifth of a tile of experts. Below gates of -87 it
+// gives 0.
 template <bool BF16>
 DEVICE float silu_and_mul(float gate, float up) {
     using H = Half<BF16>;
