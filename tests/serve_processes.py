@@ -6,10 +6,10 @@ import contextlib
 import functools
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import warm_processes
 from kbit.bench import serve as bench
 from kbit.bench.ports import free_port
 
@@ -26,9 +26,9 @@ def own_process(
     `hangup` is what it begins with for SIGHUP, whatever these tests were started by; nohup has it ignored.
     """
     port = free_port()
-    command = [sys.executable, "-m", "kbit", "serve", str(folder), "--device", "cpu"]
+    place = ("--device", "cpu", "--host", "127.0.0.1", "--port", port)
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), *options],
+        warm_processes.command("-m", "kbit", "serve", folder, *place, *options),
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=functools.partial(signal.signal, signal.SIGHUP, hangup),

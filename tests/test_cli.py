@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import kbit
 import tiny_models
+import warm_processes
 from kbit import cli
 from kbit.cli import app, doctor
 from kbit.integrations.streaming import quantize_checkpoint
@@ -52,7 +53,8 @@ def refuse(*arguments: object) -> str:
 
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    command = [sys.executable, "-m", "kbit", *map(str, arguments)]
+    words = ("-m", "kbit", *map(str, arguments))
+    command = [sys.executable, *words] if environment else warm_processes.command(*words)
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 

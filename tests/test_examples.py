@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import kbit
+import warm_processes
 from docs_blocks import ROOT
 from tiny_models import build, build_with_tokenizer, quantize_files
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 def finished(name: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    command = warm_processes.command(EXAMPLES / name, *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kbit
+import warm_processes
 from kbit.bench import random_models
 from kbit.bench import serve as bench
 from serve_processes import BATCHED, own_process
@@ -80,7 +81,7 @@ def test_a_second_signal_does_not_wait_for_an_answer(folder):
 
 
 def test_usage_errors_name_the_command(folder):
-    command = [sys.executable, "-m", "kbit", "serve", str(folder), "--port", "0", "--bogus"]
+    command = warm_processes.command("-m", "kbit", "serve", folder, "--port", "0", "--bogus")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "Usage: python -m kbit serve" in ran.stderr
