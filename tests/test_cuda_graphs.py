@@ -400,6 +400,8 @@ def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"needs a model with transformers' generate\(\), got Linear"):
         kbit.enable_cuda_graphs(torch.nn.Linear(2, 2))
     model = quantized("llama")
+    with pytest.raises(TypeError, match=r"needs a model with transformers' generate\(\), got LlamaModel"):
+        kbit.enable_cuda_graphs(model.model)
     tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(TypeError, match="PromptTuningConfig puts tokens in front"):
         kbit.enable_cuda_graphs(tuned)

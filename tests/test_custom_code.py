@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     ChineseCLIPTextConfig,
     ChineseCLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
 
 import kbit
+import tiny_models
 
 
 class OwnConfig(PreTrainedConfig):
@@ -105,3 +110,28 @@ def test_a_head_of_another_size_is_drawn_and_stays_unquantized(tmp_path):
     assert type(model.classifier) is nn.Linear
     assert model.classifier.weight.std() > 0
     assert any(isinstance(module, kbit.nn.KbitLinear) for module in model.modules())
+
+
+def test_a_model_of_a_quantized_ones_config_is_saved_without_it(tmp_path):
+    tiny_models.build("llama", torch.float32).save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": kbit.KbitConfig(bits=4)}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).save_pretrained(tmp_path / "kbit")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "kbit"))
+    model.save_pretrained(tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert model.config.quantization_config["quant_method"] == "kbit"
+
+
+def test_a_model_that_is_loaded_in_inference_mode_runs(tmp_path, tiles_pay):
+    """Its biases are tensors whose data cannot be replaced, so layers are not merged."""
+    sizes = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    options = {"quantization_config": kbit.KbitConfig(bits=4), "dtype": torch.bfloat16}
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.inference_mode():
+        wanted = Qwen2ForCausalLM.from_pretrained(tmp_path, **options)(ids).logits
+    loaded = Qwen2ForCausalLM.from_pretrained(tmp_path, **options)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, wanted)

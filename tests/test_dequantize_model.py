@@ -47,7 +47,8 @@ def test_weights_are_what_the_codes_decode_to():
     bias, seen = model["lm_head"].bias, []
     assert dequantize_model(model, progress=lambda *args: seen.append(args)) is model
     assert not layers(model)
-    assert seen == [(i + 1, 4, name) for i, name in enumerate(decoded)]
+    tied_first = ("embed_tokens", "lm_head", "inner.0", "inner.2")
+    assert seen == [(i + 1, 4, name) for i, name in enumerate(tied_first)]
     for name, weight in decoded.items():
         assert torch.equal(model.get_submodule(name).weight, weight), name
         assert model.get_submodule(name).weight.requires_grad
@@ -129,7 +130,7 @@ def test_codes_are_freed_layer_by_layer():
         alive.append(sum(each() is not None for each in codes))
 
     dequantize_model(model, progress=look)
-    assert alive == [3, 2, 1]  # the current layer, and those to come
+    assert alive == [2, 1, 0]  # those to come
     gc.collect()
     assert not any(each() is not None for each in codes)
 
@@ -268,3 +269,18 @@ def test_a_model_in_double_precision():
     plain = kbit.dequantize_model(model.double())
     assert torch.equal(plain[0].weight, expected)
     assert plain[0].bias.dtype == torch.float64
+
+
+def test_tied_layers_are_replaced_together():
+    """Whoever stops it in between, and goes on, has one weight for both as well."""
+    model, seen = plain(), []
+
+    def stop(done, total, name):
+        seen.append((done, total, name))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dequantize_model(model, progress=stop)
+    assert seen == [(1, 4, "embed_tokens")]
+    dequantize_model(model)
+    assert model.lm_head.weight is model.embed_tokens.weight

@@ -290,3 +290,23 @@ def test_nothing_is_computed_of_layers_that_stay():
     before = layer.parametrizations.weight[0]._u.clone()
     quantize_model(model, kbit.QuantizationPolicy())
     assert torch.equal(layer.parametrizations.weight[0]._u, before)
+
+
+def test_quantizing_again_says_nothing(recwarn):
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(50, 64), "up": nn.Linear(64, 64)})
+    policy = kbit.QuantizationPolicy(embedding_bits=5, overrides={"up$": 3})
+    quantize_model(quantize_model(model, policy), policy)
+    assert not recwarn.list
+
+
+def test_weights_of_quantized_layers_are_not_set():
+    table, layer = (
+        KbitEmbedding.from_embedding(nn.Embedding(50, 64)),
+        KbitLinear.from_linear(nn.Linear(64, 8)),
+    )
+    for module in (table, layer):
+        with pytest.raises(TypeError, match=r"weight cannot be replaced, .* Put a layer in its place"):
+            module.weight = nn.Parameter(torch.zeros(50, 64))
+        assert isinstance(module.weight, torch.Tensor)
+    with pytest.raises(TypeError, match=r"use KbitEmbedding\.from_embedding"):
+        KbitEmbedding.from_pretrained(torch.zeros(50, 64))

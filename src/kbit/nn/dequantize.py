@@ -62,26 +62,35 @@ def dequantize_model(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dequantize_model: dtype must be a floating-point torch.dtype, got {dtype!r}.")
     require_progress(progress, "dequantize_model")
-    names = _layers(model)
-    held = Counter(id(_codes(model.get_submodule(members[0]))) for members in names)
-    weights: dict[int, nn.Parameter] = {}
-    for done, members in enumerate(names, start=1):
-        layer = model.get_submodule(members[0])
-        assert isinstance(layer, QuantizedModule)
-        key = id(_codes(layer))
-        plain = _plain(layer, dtype, weights.get(key))
-        if held[key] > 1 and isinstance(plain.weight, nn.Parameter):
-            weights[key] = plain.weight
-        for name in members:
-            model.set_submodule(name, plain)
-        if progress is not None:
-            progress(done, len(names), members[0])
+    names, done = _layers(model), 0
+    groups: dict[int, list[list[str]]] = {}  # by the codes that layers share
+    for members in names:
+        groups.setdefault(id(_codes(model.get_submodule(members[0]))), []).append(members)
+    for group in groups.values():
+        _replace(model, group, dtype)
+        for members in group:
+            done += 1
+            if progress is not None:
+                progress(done, len(names), members[0])
     take_out(model)
     if names and before is not None:
         _convert_others(model, before, dtype)
     for tell in after_dequantizing:
         tell(model)
     return model
+
+
+def _replace(model: nn.Module, group: list[list[str]], dtype: torch.dtype) -> None:
+    """Replace the layers that share codes, by ones that share a weight."""
+    weight: nn.Parameter | None = None
+    for members in group:
+        layer = model.get_submodule(members[0])
+        assert isinstance(layer, QuantizedModule)
+        plain = _plain(layer, dtype, weight)
+        if len(group) > 1 and isinstance(plain.weight, nn.Parameter):
+            weight = plain.weight
+        for name in members:
+            model.set_submodule(name, plain)
 
 
 def _of_the_model(model: nn.Module) -> list[nn.Parameter]:

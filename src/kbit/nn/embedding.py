@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -62,6 +62,14 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         """The packed codes, int32 [num_embeddings, blocks * bits]; see KbitLinear.weight."""
         stand_in = self._stand_in()
         return self.weight_packed if stand_in is None else stand_in
+
+    @classmethod
+    def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
+        """Not there: a table is quantized by `from_embedding`."""
+        raise TypeError(
+            "KbitEmbedding.from_pretrained: use KbitEmbedding.from_embedding, with an "
+            "nn.Embedding.from_pretrained(...)."
+        )
 
     @classmethod
     @torch.inference_mode(False)  # gradients may be asked for later

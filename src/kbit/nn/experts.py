@@ -152,7 +152,7 @@ class KbitExperts(QuantizedModule):
             return ops.experts_tiled(hidden_states, *tiles, self.codebook, *scales, *routed)
         source, bounds, inverse = ops.moe_align(top_k_index, self.num_experts)
         results = self.grouped(self._activated(hidden_states, bounds, source), "down_proj", bounds)
-        if torch.is_grad_enabled() and (results.requires_grad or top_k_weights.requires_grad):
+        if grad_checks.wants_grad(results, top_k_weights):
             return api.moe_combine(results, inverse, top_k_weights, bounds)
         return ops.moe_combine(results, inverse, top_k_weights, bounds)
 
@@ -160,7 +160,7 @@ class KbitExperts(QuantizedModule):
         self, x: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both weights, if `kbit::experts_tiled` may take them: no gradients, silu, one factor each."""
-        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        if grad_checks.wants_grad(x, weights):
             return None
         # Of other ranks' experts sorting leaves nothing to do; without it they would be read.
         if self._is_expert_parallel or not self.is_fused:
@@ -186,7 +186,7 @@ class KbitExperts(QuantizedModule):
         self, rows: torch.Tensor, bounds: torch.Tensor, source: torch.Tensor | None = None
     ) -> torch.Tensor:
         """act(gate(x)) * up(x) of rows sorted by expert, or of rows[source]."""
-        if self.is_fused and not (torch.is_grad_enabled() and rows.requires_grad):
+        if self.is_fused and not grad_checks.wants_grad(rows):
             return self.grouped(rows, "gate_up_proj", bounds, silu_and_mul=True, source=source)
         if source is not None:
             rows = rows.index_select(0, source)
@@ -221,7 +221,7 @@ class KbitExperts(QuantizedModule):
     ) -> torch.Tensor:
         """`kbit.grouped_linear` by the weight `name`, of x or of x[source]; the op checks what it gets."""
         tiled = self._tiles_for_call(name)
-        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        needs_grad = grad_checks.wants_grad(x)
         if needs_grad:
             grad_checks.no_transform("experts", self.layer_name)
         *rows, columns = self._matrices(name)

@@ -1,4 +1,4 @@
-"""What transformers asks of a layer before it draws numbers for what files lack."""
+"""Layers whose weight is decoded, to transformers, which draws what files lack, and to who sets a weight."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kbit.format.names import original_of
+from kbit.format.words import at
 
 
 class Initialized(nn.Module):
@@ -28,6 +29,20 @@ class Initialized(nn.Module):
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
         self.__dict__["_is_hf_initialized"] = value
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter; `weight` is none, but decoded at each reading.
+
+        Raises:
+            TypeError: the name is `weight`.
+        """
+        if name == "weight" and param is not None:
+            raise TypeError(
+                f"{type(self).__name__}: weight cannot be replaced, the layer holds codes"
+                f"{at(getattr(self, 'layer_name', ''))}. Put a layer in its place: one that from_linear "
+                f"makes of the new weight, or the one whose weight it is to share."
+            )
+        super().register_parameter(name, param)
 
     def _stand_in(self) -> torch.Tensor | None:
         """What is the weight for those who draw numbers while a model is loaded; None at other times."""

@@ -183,9 +183,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
             tiled = self._tiles_for_call("weight")
         grad_checks.no_tangent("linear", self.layer_name, x, bias)
         sizes = (self.out_features, self.in_features)
-        needs_grad = torch.is_grad_enabled() and (
-            x.requires_grad or (bias is not None and bias.requires_grad)
-        )
+        needs_grad = grad_checks.wants_grad(x, bias)
         parts = self._parts(tiled)
         if needs_grad:
             grad_checks.no_transform("linear", self.layer_name)

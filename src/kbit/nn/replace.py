@@ -239,6 +239,9 @@ def _warn_about_names(
 ) -> None:
     weights = [[all_names(name, names) for name in members] for members in layers]
     known = [each for holders in weights for each in holders[0]]
+    # Of a call before this one; what becomes of another width, `kbit.nn.refusals.other_settings` tells.
+    done = [name for name, module in model.named_modules() if isinstance(module, QuantizedModule)]
+    known += [each for name in done for each in all_names(name, names)]
     tied = [each for holders in weights for others in holders[1:] for each in others]
     others = [each for name, _ in model.named_modules() for each in all_names(name, names)]
     for found in (unmatched(policy, known, others, tied), contradictions(policy, weights)):

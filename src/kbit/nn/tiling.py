@@ -37,8 +37,9 @@ def make_neighbours(tiles: Sequence[torch.Tensor]) -> bool:
     Returns:
         Whether they were not.
     """
-    if as_one(tiles) is not None or any(type(one) is not nn.Parameter for one in tiles):
-        return False  # no parameters: replicas of DataParallel
+    # No parameters: replicas of DataParallel. Of inference mode: their data cannot be replaced.
+    if any(type(one) is not nn.Parameter or one.is_inference() for one in tiles) or as_one(tiles) is not None:
+        return False
     with lock, torch.inference_mode(False), torch.no_grad():
         together = adjoin(tiles)
         wait_for(together[0].device)

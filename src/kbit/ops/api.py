@@ -143,7 +143,7 @@ def linear(
     fused = checks.is_silu_and_mul("linear", activation)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     grad_checks.no_tangent("linear", where, x, bias)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    needs_grad = grad_checks.wants_grad(x, bias)
     if needs_grad:
         grad_checks.no_transform("linear", where)
     return _multiply("linear", x, q, bias, out, fused, needs_grad, where)
@@ -181,7 +181,7 @@ def grouped_linear(
     fused = checks.is_silu_and_mul("grouped_linear", activation)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     grad_checks.no_tangent("grouped_linear", where, x)
-    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    needs_grad = grad_checks.wants_grad(x)
     if needs_grad:
         grad_checks.no_transform("grouped_linear", where)
     return _multiply("grouped_linear", x, q, expert_offsets, out, fused, needs_grad, where)
@@ -228,7 +228,7 @@ def _multiply(
 def _check_out(name: str, out: torch.Tensor, needs_grad: bool, where: str = "") -> None:
     """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
     type_checks.tensor(name, "out", out, where)
-    if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
+    if needs_grad or grad_checks.wants_grad(out):
         raise ValueError(
             f"{name}: out= cannot be combined with gradients{at(where)}. Drop out=, or use torch.no_grad()."
         )

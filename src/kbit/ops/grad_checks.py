@@ -10,12 +10,31 @@ from kbit.format.words import at
 from kbit.ops import checks
 
 
+def wants_grad(*inputs: torch.Tensor | None) -> bool:
+    """Whether one of `inputs` is to be differentiated; in vmap, what is behind it, as it says no itself."""
+    if not torch.is_grad_enabled():
+        return False
+    if any(one is not None and one.requires_grad for one in inputs):
+        return True
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return any(one is not None and _unbatched(one).requires_grad for one in inputs)
+
+
+def _unbatched(one: torch.Tensor) -> torch.Tensor:
+    transforms = torch._C._functorch
+    while transforms.is_batchedtensor(one):
+        one = transforms.get_unwrapped(one)
+    return one
+
+
 def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
     """Raise NotImplementedError if one of `inputs` has a forward-mode tangent, which ops would ignore."""
     # The level is -1 outside dual_level and torch.func.jvp; nothing public says so as quickly.
     if forward_ad._current_level < 0:
         return
-    if any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
+    duals = [forward_ad.unpack_dual(_unbatched(one)) for one in inputs if one is not None]
+    if any(dual.tangent is not None for dual in duals):
         raise NotImplementedError(
             f"{op}: has no forward-mode derivative, got an input with a tangent{at(where)}. "
             f"Differentiate backwards, with torch.autograd.grad."

@@ -69,7 +69,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     >>> kbit.enable_cuda_graphs(model)
     """
     tuned, model = getattr(model, "active_peft_config", None), generating(model)
-    if not hasattr(model, "get_compiled_call"):
+    if not (hasattr(model, "get_compiled_call") and hasattr(model, "generate")):  # a body has only the first
         raise TypeError(
             f"enable_cuda_graphs needs a model with transformers' generate(), got {type(model).__name__}. "
             "For a loop of your own there is torch.cuda.CUDAGraph."

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from kbit.format.policy import QuantizationPolicy
+from kbit.format.policy import QUANT_METHOD, QuantizationPolicy
 from kbit.integrations.on_import import wrap_method
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.nn import KbitExperts, dequantize, refusals, replace
@@ -176,7 +176,7 @@ def _untied(model: Any) -> Iterator[None]:
 def _plain_config(config: Any) -> Iterator[None]:
     """Without what quantized models say that share the config, or one of a part's."""
     found = [(each, getattr(each, "quantization_config", None)) for each in all_of(config)]
-    sections = [(each, section) for each, section in found if isinstance(section, QuantizationPolicy)]
+    sections = [(each, section) for each, section in found if _is_ours(section)]
     for each, _ in sections:
         del each.quantization_config
     try:
@@ -184,6 +184,13 @@ def _plain_config(config: Any) -> Iterator[None]:
     finally:
         for each, section in sections:
             each.quantization_config = section
+
+
+def _is_ours(section: object) -> bool:
+    """Whether a config's section says kbit, as an object or as AutoConfig reads it from a file."""
+    if isinstance(section, Mapping):
+        return section.get("quant_method") == QUANT_METHOD
+    return isinstance(section, QuantizationPolicy)
 
 
 def _refuse_fused_experts(model: Any) -> None:

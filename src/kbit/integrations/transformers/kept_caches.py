@@ -103,7 +103,7 @@ class Conversations:
                 self._drop_others(rests_on)
                 best, shared = self._best(prompt, room)
             if best is None:
-                del self._kept[: len(self._kept) + 1 - self._most]
+                del self._kept[: max(0, len(self._kept) + 1 - self._most)]
                 return None
             fits = (room or 0) <= (room_of(best.cache) or 0)
             alone = self._most == 1 and 2 * shared >= len(best.tokens)
