@@ -21,6 +21,7 @@ from transformers import (
 
 import kbit
 import tiny_models
+from kbit.integrations.nvfp4 import NVFP4Config
 
 
 class OwnConfig(PreTrainedConfig):
@@ -112,15 +113,18 @@ def test_a_head_of_another_size_is_drawn_and_stays_unquantized(tmp_path):
     assert any(isinstance(module, kbit.nn.KbitLinear) for module in model.modules())
 
 
-def test_a_model_of_a_quantized_ones_config_is_saved_without_it(tmp_path):
+@pytest.mark.parametrize("config", [kbit.KbitConfig(bits=4), NVFP4Config()], ids=["kbit", "NVFP4"])
+def test_a_model_of_a_quantized_ones_config_is_saved_without_it(config, tmp_path):
     tiny_models.build("llama", torch.float32).save_pretrained(tmp_path / "plain")
-    options = {"quantization_config": kbit.KbitConfig(bits=4)}
-    AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).save_pretrained(tmp_path / "kbit")
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    quantized.save_pretrained(tmp_path / "kbit")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "kbit").save_pretrained(tmp_path / "twice")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "twice")  # a quantized one still says it
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "kbit"))
     model.save_pretrained(tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    assert model.config.quantization_config["quant_method"] == "kbit"
+    assert model.config.quantization_config["quant_method"] == config.quant_method
 
 
 def test_a_model_that_is_loaded_in_inference_mode_runs(tmp_path, tiles_pay):

@@ -187,9 +187,9 @@ def _plain_config(config: Any) -> Iterator[None]:
 
 
 def _is_ours(section: object) -> bool:
-    """Whether a config's section says kbit, as an object or as AutoConfig reads it from a file."""
+    """Whether a config's section says kbit: an object, or in any format, as AutoConfig reads it from a file."""
     if isinstance(section, Mapping):
-        return section.get("quant_method") == QUANT_METHOD
+        return str(section.get("quant_method")).startswith(QUANT_METHOD)
     return isinstance(section, QuantizationPolicy)
 
 
