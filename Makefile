@@ -21,6 +21,8 @@ cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/c
 cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cuda/csrc/*.cuh)
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
+# Images set it; each process that tests start would compile kbit's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-oldest test-vllm lint format readme docs report report-check reinstall clean
 .DELETE_ON_ERROR:

