@@ -65,7 +65,11 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
     @classmethod
     def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Not there: a table is quantized by `from_embedding`."""
+        """Not there: a table is quantized by `from_embedding`.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(
             "KbitEmbedding.from_pretrained: use KbitEmbedding.from_embedding, with an "
             "nn.Embedding.from_pretrained(...)."
