@@ -1,4 +1,4 @@
-"""Models that write to weights while transformers loads them: their own code, and rows for padding."""
+"""What models do around loading: code of their own writes to weights, configs and biases are others'."""
 
 from __future__ import annotations
 

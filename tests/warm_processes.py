@@ -66,7 +66,10 @@ def _address() -> str:
 def _receive(client: socket.socket) -> tuple[dict, list[int]]:
     data, files, *_ = socket.recv_fds(client, 1 << 16, 3)
     while not data.endswith(b"\n"):
-        data += client.recv(1 << 16)
+        more = client.recv(1 << 16)
+        if not more:  # the client was killed
+            os._exit(1)
+        data += more
     return json.loads(data), list(files)
 
 
@@ -104,7 +107,6 @@ def _wait_for_work(listener: socket.socket) -> Sequence[str]:
                 os.close(file)
             _watch(child, client)
             os._exit(0)
-        listener.close()
         client.close()
         for number, file in enumerate(files):
             os.dup2(file, number)

@@ -270,14 +270,9 @@ def takes(
     """Whether layers may be merged for an input: of 16 bits, nothing to differentiate, no error to report."""
     if type(x) is not torch.Tensor or x.dtype not in checks.HALF_DTYPES or x.shape[-1:] != (in_features,):
         return False
-    if x.is_meta:
+    if x.is_meta or any(bias.dtype != x.dtype for bias in biases):
         return False
-    needs_grad = x.requires_grad
-    for bias in biases:
-        needs_grad = needs_grad or bias.requires_grad
-        if bias.dtype != x.dtype:
-            return False
-    if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
+    if grad_checks.wants_grad(x, *biases) or grad_checks.in_transform():
         return False
     return x.device == device and not torch.is_autocast_enabled(x.device.type)
 

@@ -108,8 +108,11 @@ class FusedNorm(MixedIn):
             return False
         if x.dtype not in checks.HALF_DTYPES or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
             return False
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
+        if (
+            grad_checks.wants_grad(x, weight)
+            or grad_checks.in_transform()
+            or torch.is_autocast_enabled("cuda")
+        ):
             return False
         return x.device == weight.device and direct.has_rms_norm(x)
 
@@ -143,7 +146,7 @@ def _columns(norm: nn.Module) -> int:
 
 def _is_like(added: Any, x: torch.Tensor) -> bool:
     """Whether the sum of both has the shape of each, and no gradient is wanted."""
-    if type(added) is not torch.Tensor or (torch.is_grad_enabled() and added.requires_grad):
+    if type(added) is not torch.Tensor or grad_checks.wants_grad(added):
         return False
     like = added.dtype == x.dtype and added.shape == x.shape and added.device == x.device
     return like and not added.is_neg()

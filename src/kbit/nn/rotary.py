@@ -110,8 +110,7 @@ def _takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
         return False
     if any(type(tensor) is not torch.Tensor or tensor.dtype != query.dtype for tensor in tensors):
         return False
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if needs_grad or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
+    if grad_checks.wants_grad(*tensors) or grad_checks.in_transform() or torch.is_autocast_enabled("cuda"):
         return False
     return query.dim() == key.dim() == 4 and cos.dim() == sin.dim() == 3 and _belong(*tensors)
 

@@ -114,8 +114,7 @@ class FusedRouter(MixedIn):
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether our kernels take an input."""
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        if needs_grad or grad_checks.in_transform() or x.is_meta:
+        if grad_checks.wants_grad(x, self.weight) or grad_checks.in_transform() or x.is_meta:
             return False
         plain = type(self.weight) is nn.Parameter  # and no DTensor, nor what a parametrization computes
         if not plain or x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type):

@@ -108,8 +108,7 @@ def linear_nvfp4(
             f"{tuple(bias.shape)}{at(where)}. {remedy}{'.' if fits else '?'}"
         )
     kernels = kernels_for(x, w=w.codes, bias=bias)
-    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
-    if (needs_grad and torch.is_grad_enabled()) or grad_checks.in_transform():
+    if grad_checks.wants_grad(x, bias) or grad_checks.in_transform():
         with without_autocast(x.device):
             return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
     if w.layout != "tiled":
