@@ -62,6 +62,9 @@ struct Addends {
     }
 };
 
+// SiLU's. Where it is approximate, tiles of one weight of 96 tokens by two teams, 192 by 192, would spill.
+constexpr bool kExactDivision = !kGrouped;
+
 // Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, and
 // stores them by whole lines of y, from all threads: the copy engine was slower, 128 experts of 512 x 2048 by
 // 512 tokens each took 284 us on an H200 instead of 254. It reads a buffer late, and there are but two.
@@ -93,9 +96,9 @@ DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output
             for (int token = inside / 4; token < tokens; token += 32) {
                 const int row = begin + first + token;
                 if (row < tile.end) {
-                    out.store(row, column,
-                              silu_and_mul<Config::bf16>(load_shared4(buffer + staged(token, chunk)),
-                                                         load_shared4(buffer + staged(token, chunk + 4))));
+                    const uint4 gates = load_shared4(buffer + staged(token, chunk));
+                    const uint4 ups = load_shared4(buffer + staged(token, chunk + 4));
+                    out.store(row, column, silu_and_mul<Config::bf16, kExactDivision>(gates, ups));
                 }
             }
             continue;
@@ -252,7 +255,7 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
             const u32 at = to + lane / 2 * kTokenBytes + lane % 2 * 16;
             uint4 y = load_shared4(at);
             if (p.gated) {
-                y = silu_and_mul<Config::bf16>(y, load_shared4(at + 2 * 16 * kTokenBytes));
+                y = silu_and_mul<Config::bf16, kExactDivision>(y, load_shared4(at + 2 * 16 * kTokenBytes));
             }
             out.store(row, row_tile * 16 + lane % 2 * 8, y);
         }
