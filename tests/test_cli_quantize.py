@@ -255,6 +255,31 @@ def test_killed_and_resumed(source, tmp_path, small_shards):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_a_copy_that_was_cut_off_is_not_kept(source, tmp_path, monkeypatch):
+    """Of a file that may be gone from the model by the next run, for it did not fit on the disk."""
+    shutil.copytree(source, tmp_path / "in")
+    (tmp_path / "in" / "video.mp4").write_bytes(bytes(1000))
+    (tmp_path / "in" / "additional_chat_templates" / "other.jinja").write_text("other")
+    copyfile = shutil.copyfile
+
+    def cut_off(path, copy):
+        copyfile(path, copy)
+        if Path(path).name == "video.mp4":
+            Path(copy).write_bytes(bytes(400))
+            raise OSError(errno.ENOSPC, "No space left on device", str(copy))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", cut_off)
+        refuse(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out.partial" / "video.mp4").stat().st_size == 400
+    (tmp_path / "in" / "video.mp4").unlink()
+    shutil.rmtree(tmp_path / "in" / "additional_chat_templates")
+    result = run(tmp_path / "in", tmp_path / "out")
+    assert "1 of them from before" in result.output.replace("\n", " ")
+    assert not (tmp_path / "out" / "video.mp4").exists()
+    assert not (tmp_path / "out" / "additional_chat_templates").exists()
+
+
 def test_other_options_start_over(source, tmp_path, small_shards, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, 3, OSError(errno.EIO, "Input/output error"))

@@ -350,6 +350,39 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.parametrize("processes", [1, 3])
+def test_works_where_no_more_threads_may_be_started(processes: int) -> None:
+    """As in containers that bound them: in a forked child, which has threads of its own."""
+    code = f"""
+import os, resource, signal, kbit, torch
+from kbit.backends import cpu
+torch.set_num_threads(8)
+x, q = torch.randn(3, 2048), kbit.quantize(torch.randn(600, 2048), 4, search=False)
+weight, want, out = (q.packed, q.absmax, q.codebook, q.scale), torch.empty(3, 600), torch.zeros(3, 600)
+cpu.linear(x, *weight, None, 2048, want)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    if os.getuid() == 0:  # whom no limit holds
+        os.setgid(65534)
+        os.setuid(54321)
+    resource.setrlimit(resource.RLIMIT_NPROC, ({processes}, {processes}))
+    cpu.linear(x, *weight, None, 2048, out)
+    os._exit(0 if torch.equal(out, want) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_panels_are_multiplied_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = make_weight(64, 128, 4), (torch.randn(40, 128) * 1e5).bfloat16()  # no float16
+    monkeypatch.setattr(cpu, "panels_win", lambda *_: True)
+    want = run_linear(x, weight, None, ISAS[0])
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(run_linear(x, weight, None, ISAS[0]), want)
+
+
 def test_wrong_sizes_are_refused() -> None:
     packed, absmax, codebook, scale = make_weight(8, 64, 4)
     with pytest.raises(ValueError, match="absmax has not"):

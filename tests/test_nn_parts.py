@@ -241,3 +241,23 @@ def test_nothing_is_dequantized_where_progress_is_no_function():
     with pytest.raises(TypeError, match=r"dequantize_model: progress must be a function .*, got int\. Leave"):
         kbit.dequantize_model(model, progress=5)
     assert type(model[0]) is not nn.Linear
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["kbit", "nvfp4"])
+def test_factors_of_a_state_dict_in_float16_are_refused(kind, assign):
+    """A hundredth or more of them would be lost, all of a small one, and products want float32."""
+    linear = nn.Linear(64, 8)
+    linear.weight.data *= 1e-6
+    if kind == "kbit":
+        name, layer = "weight_scale", KbitLinear.from_linear(linear)
+    else:
+        name, layer = "weight_global_scale", NVFP4Linear.from_linear(linear, NVFP4Settings("16bit"))
+    state = layer.state_dict()
+    assert state[name].dtype == torch.float32
+    x, halved = torch.randn(2, 64), dict(state, **{name: state[name].half()})
+    before = layer(x)
+    with pytest.raises(RuntimeError, match=rf"dtype mismatch for {name}: torch\.float16 in the checkpoint"):
+        layer.load_state_dict(halved, assign=assign)
+    assert torch.equal(layer(x), before)
+    layer.load_state_dict(state, assign=assign)

@@ -11,7 +11,7 @@ import kbit.nvfp4
 
 FOLDER = Path(kbit.nvfp4.__file__).parent
 BELOW = ("exact", "formats", "reference", "product_kernels", "kernels", "quantize", "readers", "gemm")
-LAYERS = (*BELOW, "moe", "expert_products", "folds", "layers", "record", "model", "gate")
+LAYERS = (*BELOW, "moe", "expert_products", "no_gradient", "folds", "layers", "record", "model", "gate")
 
 
 def layer_of(path: Path) -> str:

@@ -65,7 +65,7 @@ class QuantizedModule(TileableModule, Initialized):
     weight_absmax: torch.Tensor
     weight_scale: torch.Tensor
 
-    _canonical_parts = (PACKED, ABSMAX)
+    _canonical_parts, _factor = (PACKED, ABSMAX), SCALE
     _assignable = tuple(form.dtype for form in scales.ABSMAX_FORMATS.values())
     # The op that multiplies this module's weights, as `kbit.ops.forms` knows it; None: never on tiles.
     _op: str | None = None

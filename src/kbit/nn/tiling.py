@@ -62,8 +62,9 @@ class TileableModule(nn.Module):
 
     shapes: dict[str, tuple[int, ...]]
 
-    # Suffixes of a weight's canonical parts: its codes, then its block scales.
+    # Suffixes of a weight's canonical parts: its codes, then its block scales; and of its factor.
     _canonical_parts: ClassVar[tuple[str, str]]
+    _factor: ClassVar[str]
     # Dtypes of block scales that take the place of those there are, whatever dtype these have.
     _assignable: ClassVar[tuple[torch.dtype, ...]] = ()
     stays_canonical = False
@@ -274,14 +275,14 @@ class TileableModule(nn.Module):
             scales: dtypes that block scales may have, beside that of this layer's.
         """
         for name in self.shapes:
-            for part, others in zip(self._canonical_parts, ((), scales), strict=True):
-                held, stored = self._parameters.get(name + part), state_dict.get(prefix + name + part)
-                if held is None or not isinstance(stored, torch.Tensor):
-                    continue
-                if stored.dtype not in (held.dtype, *others):
+            for part, others in zip((*self._canonical_parts, self._factor), ((), scales, ()), strict=True):
+                key, stored = name + part, state_dict.get(prefix + name + part)
+                held = self._parameters.get(key, self._buffers.get(key))
+                found, known = getattr(stored, "dtype", None), held is not None and (held.dtype, *others)
+                if found and known and found not in known:
                     yield (
-                        f"dtype mismatch for {prefix}{name}{part}: {stored.dtype} in the checkpoint, "
-                        f"{held.dtype} in this layer. Build it with the format of the checkpoint."
+                        f"dtype mismatch for {prefix}{key}: {found} in the checkpoint, {known[0]} in this "
+                        f"layer. Build it with the format of the checkpoint, and cast no part of it."
                     )
 
     def _before_loading(self, state_dict: Any, prefix: str) -> None:

@@ -1,7 +1,7 @@
 """NVFP4: weights and activations in 4-bit floats with defined, reproducible arithmetic.
 
 Inside, imports point one way: exact < formats < reference < product_kernels < kernels < quantize < readers
-< gemm < moe < expert_products < folds < layers < record < model < gate.
+< gemm < moe < expert_products < no_gradient < folds < layers < record < model < gate.
 """
 
 from __future__ import annotations

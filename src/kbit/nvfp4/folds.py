@@ -2,7 +2,8 @@
 
 A fold keeps the stand-alone operation's reduction tree and rounds to the storage dtype where that one stores,
 so it changes no bit: `rmsnorm_quantize_nvfp4` equals `rmsnorm` then `quantize_nvfp4`,
-`silu_mul_quantize_nvfp4` equals `silu_mul` then `quantize_nvfp4`.
+`silu_mul_quantize_nvfp4` equals `silu_mul` then `quantize_nvfp4`. None has a gradient: backward() through
+what they return raises NotImplementedError, and so do transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
+from kbit.nvfp4.no_gradient import no_transform, without_gradient
 from kbit.nvfp4.quantize import check_rounding
 from kbit.ops import checks, type_checks
 
@@ -46,11 +48,15 @@ def rmsnorm(
         norm and x + residual (or x), both of x's dtype [M, K].
 
     Raises:
+        NotImplementedError: it is differentiated forwards or by torch.func, or called in torch.vmap.
         TypeError, ValueError: the arguments do not fit.
     """
-    _check_norm("rmsnorm", x, weight, eps, residual)
+    op = "rmsnorm"
+    _check_norm(op, x, weight, eps, residual)
+    no_transform(op, "", x, weight, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
-    return kernels.rmsnorm(x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
+    norm, h = kernels.rmsnorm(_operand(x), _operand(weight), eps, _optional(residual))
+    return without_gradient(norm, op, "", x, weight, residual), _sum(h, op, x, residual)
 
 
 def rmsnorm_quantize_nvfp4(
@@ -74,19 +80,24 @@ def rmsnorm_quantize_nvfp4(
         `Normed`: the norm in NVFP4, [M, K] in layout nv, codes and scales uint8; itself too if asked for.
 
     Raises:
+        NotImplementedError: it is differentiated forwards or by torch.func, or called in torch.vmap.
         TypeError, ValueError: the arguments do not fit.
 
     >>> x, weight = torch.randn(2, 64), torch.ones(64)
     >>> rmsnorm_quantize_nvfp4(x, weight, eps=1e-6).quantized
     NVFP4Tensor(shape=(2, 64), layout=nv, bits_per_weight=4.50, device=cpu)
     """
-    _check_norm("rmsnorm_quantize_nvfp4", x, weight, eps, residual)
-    type_checks.flag("rmsnorm_quantize_nvfp4", "write_norm", write_norm)
-    factor = check_rounding(search, ties, global_scale, "rmsnorm_quantize_nvfp4")
+    op = "rmsnorm_quantize_nvfp4"
+    _check_norm(op, x, weight, eps, residual)
+    type_checks.flag(op, "write_norm", write_norm)
+    factor = check_rounding(search, ties, global_scale, op)
+    no_transform(op, "", x, weight, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
-    operands = (x.contiguous(), weight.contiguous(), eps, _contiguous(residual))
+    operands = (_operand(x), _operand(weight), eps, _optional(residual))
     codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
-    return Normed(_tensor(codes, scales, factor, tuple(x.shape)), norm, h)
+    if norm is not None:
+        norm = without_gradient(norm, op, "", x, weight, residual)
+    return Normed(_tensor(codes, scales, factor, tuple(x.shape)), norm, _sum(h, op, x, residual))
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -99,10 +110,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         its dtype [R, I].
 
     Raises:
+        NotImplementedError: it is differentiated forwards or by torch.func, or called in torch.vmap.
         TypeError, ValueError: the argument does not fit.
     """
     _check_gate_up("silu_mul", gate_up)
-    return kernels_for(gate_up).silu_mul(gate_up.contiguous())
+    no_transform("silu_mul", "", gate_up)
+    y = kernels_for(gate_up).silu_mul(_operand(gate_up))
+    return without_gradient(y, "silu_mul", "", gate_up)
 
 
 def silu_mul_quantize_nvfp4(
@@ -118,12 +132,14 @@ def silu_mul_quantize_nvfp4(
         [R, I] in layout nv, codes and scales uint8.
 
     Raises:
+        NotImplementedError: it is differentiated forwards or by torch.func, or called in torch.vmap.
         TypeError, ValueError: the arguments do not fit.
     """
     _check_gate_up("silu_mul_quantize_nvfp4", gate_up)
     factor = check_rounding(search, ties, global_scale, "silu_mul_quantize_nvfp4")
+    no_transform("silu_mul_quantize_nvfp4", "", gate_up)
     kernels = kernels_for(gate_up)
-    codes, scales = kernels.silu_mul_quantize(gate_up.contiguous(), search, ties == "even", factor)
+    codes, scales = kernels.silu_mul_quantize(_operand(gate_up), search, ties == "even", factor)
     return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))
 
 
@@ -133,8 +149,17 @@ def _tensor(
     return NVFP4Tensor(codes, scales, torch.tensor(global_scale, dtype=torch.float32), shape)
 
 
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _operand(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else _operand(tensor)
+
+
+def _sum(h: torch.Tensor, op: str, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """x + residual as a kernel gave it; without one x itself, which is no result."""
+    return x if residual is None else without_gradient(h, op, "", x, residual)
 
 
 def _check_norm(

@@ -136,7 +136,8 @@ def quantize_for_experts(
     if dedup == "scatter":
         factor = check_input(x, search, ties, global_scale)
         kernels = kernels_for(x, routing=routing.inverse)
-        parts = kernels.quantize_scatter(x.contiguous(), routing.inverse, search, ties == "even", factor)
+        rows = x.detach().contiguous()
+        parts = kernels.quantize_scatter(rows, routing.inverse, search, ties == "even", factor)
         t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
         return ExpertInput(t, None, tokens, count)
     t = quantize_nvfp4(x, search, ties, row_scale, global_scale)

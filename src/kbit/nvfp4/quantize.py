@@ -30,7 +30,7 @@ def quantize_nvfp4(
     """Quantize rows to NVFP4; `kbit.nvfp4.kernels.Kernels.quantize` states the arithmetic.
 
     Source of the method: ggml's quantize_mmq_nvfp4 (amax / 6 and its neighbours, least squared error), here
-    with defined rounding, so that every device gives the same bytes.
+    with defined rounding, so that every device gives the same bytes. Gradients end here.
 
     Args:
         x: float16, bfloat16 or float32 [M, K], or [E, M, K] for a stack.
@@ -56,7 +56,7 @@ def quantize_nvfp4(
     factor = check_input(x, search, ties, global_scale, row_scale, where)
     type_checks.flag("quantize_nvfp4", "check", check, where)
     layouts.check_layout(layout, "quantize_nvfp4", where)
-    rows = x.contiguous().view(-1, x.shape[-1])
+    rows = x.detach().contiguous().view(-1, x.shape[-1])
     kernels = kernels_for(x)
     how, row_factor = (search, ties == "even", factor), None
     if row_scale:

@@ -21,6 +21,16 @@ def wants_grad(*inputs: torch.Tensor | None) -> bool:
     return any(one is not None and _unbatched(one).requires_grad for one in inputs)
 
 
+def is_batched(one: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch.vmap's, which ops without a rule for it cannot take."""
+    transforms = torch._C._functorch
+    while transforms.is_functorch_wrapped_tensor(one):
+        if transforms.is_batchedtensor(one):
+            return True
+        one = transforms.get_unwrapped(one)
+    return False
+
+
 def _unbatched(one: torch.Tensor) -> torch.Tensor:
     transforms = torch._C._functorch
     while transforms.is_batchedtensor(one):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from kbit.format.autocast import without_autocast
+
 # Rows of weights decoded at a time: 4096 features in bfloat16 make 8 MB, a part of a shared last-level cache.
 PANEL_BYTES = 8 << 20
 
@@ -54,8 +56,9 @@ def linear_by_panels(
     features = x.shape[1]
     height = min(rows, max(64, PANEL_BYTES // (features * x.itemsize) // 64 * 64))
     panel = x.new_empty(height, features)
-    for begin in range(0, rows, height):
-        end = min(rows, begin + height)
-        decode(begin, end, panel)
-        part = None if bias is None else bias[begin:end]
-        out[:, begin:end] = torch.nn.functional.linear(x, panel[: end - begin], part)
+    with without_autocast(x.device):
+        for begin in range(0, rows, height):
+            end = min(rows, begin + height)
+            decode(begin, end, panel)
+            part = None if bias is None else bias[begin:end]
+            out[:, begin:end] = torch.nn.functional.linear(x, panel[: end - begin], part)

@@ -135,9 +135,8 @@ def prepare(
             )
         with explained(source, partial):
             shutil.rmtree(partial)
-    for path in finished_shards(partial):
-        if path.name not in shards or not _is_whole(path, shards[path.name]):
-            path.unlink()
+    for path in partial.iterdir() if partial.exists() else ():
+        _remove_unfinished(path, shards)
     done = sum(path.stat().st_size for path in finished_shards(partial))
     _check_space(partial.parent, sum(job.out_bytes for job in jobs) - done)
     if not same:
@@ -145,6 +144,14 @@ def prepare(
             partial.mkdir(exist_ok=True)
             file.write_text(json.dumps(journal))
     return shards
+
+
+def _remove_unfinished(path: Path, shards: dict[str, list[Job]]) -> None:
+    """Remove what an interrupted run left but its journal and whole shards: copies may be cut off."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.name != JOURNAL_NAME and not (path.name in shards and _is_whole(path, shards[path.name])):
+        path.unlink()
 
 
 def _fingerprint(source: Path, policy: QuantizationPolicy, shards: dict[str, list[Job]], key: str) -> str:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.support import is_silu
+from kbit.nvfp4 import no_gradient
 from kbit.nvfp4.expert_products import expert_linear, expert_product
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
-from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, Routing, combine_sorted, quantize_for_experts, route
 from kbit.nvfp4.quantize import quantize_nvfp4
@@ -98,16 +99,19 @@ class NVFP4Experts(NVFP4Module):
 
         Raises:
             NotImplementedError: it is to be differentiated in an argument: at once if forwards or by
-                torch.func, else by backward().
+                torch.func, else by backward(); or it is called in torch.vmap.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         moe_checks.moe_align(top_k_index, self.num_experts, self.layer_name)
         device = self._device_of("gate_up")
         checks.activation("experts", hidden_states, self.hidden_dim, device, self.layer_name)
-        no_transform_of_codes(self.layer_name, hidden_states, top_k_weights)
+        inputs = [hidden_states, top_k_weights]
+        if self.settings.activations == "nvfp4" and isinstance(self.act_fn, nn.Module):
+            inputs += self.act_fn.parameters()
+        no_gradient.no_transform(no_gradient.LAYERS, self.layer_name, *inputs, top_k_index)
         y = self._summed(hidden_states.detach(), top_k_index, top_k_weights.detach().float())
-        return without_gradient(y, self.layer_name, hidden_states, top_k_weights)
+        return no_gradient.without_gradient(y, no_gradient.LAYERS, self.layer_name, *inputs)
 
     def _summed(self, x: torch.Tensor, top_k_index: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """`forward` of arguments that were checked, without gradients."""

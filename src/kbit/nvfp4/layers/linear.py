@@ -12,8 +12,8 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.sizes import refuse_other_sizes
+from kbit.nvfp4 import no_gradient
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, gemm_nvfp4, linear_nvfp4
-from kbit.nvfp4.layers.no_gradient import no_transform_of_codes, without_gradient
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks
@@ -81,11 +81,13 @@ class NVFP4Linear(NVFP4Module):
 
         Raises:
             NotImplementedError: W4A4 is to be differentiated in x: at once if forwards or by torch.func, else
-                by backward().
+                by backward(); or it is called in torch.vmap.
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         x = input
         checks.activation("linear", x, self.in_features, self._device_of("weight"), self.layer_name)
+        if self.settings.activations == "nvfp4":
+            no_gradient.no_transform(no_gradient.LAYERS, self.layer_name, x)
         weight = self.quantized("weight")
         bias: torch.Tensor | None = self.bias
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
@@ -93,10 +95,10 @@ class NVFP4Linear(NVFP4Module):
             bias = bias.to(x.dtype)
         if self.settings.activations == "16bit":
             return linear_nvfp4(x, weight, bias, self.layer_name)
-        no_transform_of_codes(self.layer_name, x)
         rows = x.detach().reshape(-1, x.shape[-1])
         settings = self.settings
         a = quantize_nvfp4(rows, settings.search, settings.ties, settings.row_scale, where=self.layer_name)
         y = gemm_nvfp4(a, weight, settings.accum, x.dtype, where=self.layer_name)
-        y = without_gradient(y.view(*x.shape[:-1], self.out_features), self.layer_name, x)
+        y = no_gradient.without_gradient(y, no_gradient.LAYERS, self.layer_name, x)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if bias is None else y + bias

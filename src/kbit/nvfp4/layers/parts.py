@@ -17,7 +17,7 @@ from kbit.nvfp4.formats import NVFP4Tensor, layouts
 from kbit.nvfp4.gemm import check_accumulation
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import TIES, global_scale_for, quantize_nvfp4
-from kbit.ops import forms
+from kbit.ops import forms, grad_checks
 from kbit.ops.checks import FLOAT_DTYPES
 
 ACTIVATIONS = ("nvfp4", "16bit")
@@ -85,6 +85,7 @@ class NVFP4Module(TileableModule):
     layer_name: str
 
     _canonical_parts = ("_codes", "_scales")
+    _factor = "_global_scale"
 
     @property
     def tileable(self) -> bool:
@@ -140,7 +141,8 @@ class NVFP4Module(TileableModule):
 
     def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:
         """A matrix's factor on the CPU, fetched once: launches need its value, and each fetch waits."""
-        if factor.is_inference():  # made in inference mode, where torch counts no versions
+        # In inference mode torch counts no versions; of a transform's tensors nothing can be kept.
+        if factor.is_inference() or grad_checks.in_transform():
             return factor.cpu()
         known = self._host_scales.get(name)
         if known is None or (known[0].data_ptr(), known[1]) != (factor.data_ptr(), factor._version):

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -62,8 +63,13 @@ void parallel_for(int64_t items, int threads, ParallelBody body, void* context) 
         gomp(take_items, &work, unsigned(threads), 0);
     } else {
         std::vector<std::thread> helpers;
-        for (int i = 1; i < threads; ++i) {
-            helpers.emplace_back(take_items, &work);
+        helpers.reserve(size_t(threads) - 1);
+        try {
+            for (int i = 1; i < threads; ++i) {
+                helpers.emplace_back(take_items, &work);
+            }
+        } catch (
+            const std::system_error&) {  // no more of them may be started: those there are take all items
         }
         take_items(&work);
         for (std::thread& helper : helpers) {
