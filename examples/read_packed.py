@@ -60,8 +60,8 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     if len(arguments) not in (2, 3):
         sys.exit(__doc__)
-    columns = int(arguments[2]) if arguments[2:] else None
     try:
+        columns = int(arguments[2]) if arguments[2:] else None
         weight = read_packed(Path(arguments[0]), arguments[1], columns)
     except (OSError, ValueError) as error:
         sys.exit(str(error))

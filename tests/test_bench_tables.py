@@ -244,6 +244,18 @@ def test_check_lists_what_falls_below_its_bound(tmp_path):
     assert good.exit_code == 0, good.output
 
 
+def test_check_of_some_of_a_result(tmp_path):
+    rows = [*problem("q", 1, 8.0, 4.0), *problem("l70b", 1024, 600.0, 630.0)]
+    command = "check", "--from", result_file(tmp_path / "rows.json", rows)
+    for chosen in (("--shape", "q"), ("--rows", "1,2"), ("--shape", "q", "--bits", 4, "--dtype", "fp16")):
+        result = run(*command, *chosen)
+        assert (result.exit_code, result.output.strip()) == (0, "1 of 1 problems keep the bound")
+    assert run(*command, "--shape", "q,l70b").exit_code == 1
+    for none in (("--bits", 3), ("--dtype", "bf16"), ("--shape", "l8b")):
+        assert "no kernel beside" in refuse(*command, *none)
+    assert "--dtype takes" in refuse(*command, "--dtype", "fp8")
+
+
 def test_check_of_nothing_is_no_success(tmp_path):
     assert "no kernel beside" in refuse("check", "--from", result_file(tmp_path / "rows.json", []))
 

@@ -145,7 +145,7 @@ def test_a_short_text_is_warned_of(tmp_path, text, monkeypatch):
     source = build_with_tokenizer("llama", tmp_path / "in")
     warned = run(source, tmp_path / "out", "--calibrate", text).output
     assert "has 300 tokens only" in " ".join(warned.split())
-    monkeypatch.setattr(calibrate, "FEW_TOKENS", 300)
+    monkeypatch.setattr(texts, "FEW_TOKENS", 300)
     assert "tokens only" not in run(source, tmp_path / "again", "--calibrate", text).output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,37 @@ def test_tied_weights_count_once(tmp_path: Path, given: list[object]) -> None:
 def test_windows_are_as_long_as_they_are(tmp_path: Path, given: list[object]) -> None:
     result = result_of(tmp_path, given[0], "--text", given[2], "--max-tokens", 40)
     assert result["window"] == 40
+
+
+def test_texts_to_calibrate_by_are_long_and_others(tmp_path: Path, given: list[object]) -> None:
+    command = ["eval", *map(str, given[:5]), "--bits", "4", "--calibrate"]
+    for text, told in ((given[2], True), (given[-1], False)):
+        run = CliRunner().invoke(app, [*command, str(text)])
+        output = " ".join(run.output.split())
+        assert run.exit_code == 0, output
+        assert "tokens only, and codes go by what layers see of it" in output
+        assert (f"{text} is what models are scored on, too" in output) == told
+
+
+def gone(*_: object, **__: object) -> None:
+    raise BrokenPipeError
+
+
+def test_a_result_is_saved_before_it_is_printed(
+    tmp_path: Path, given: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader may be gone: `| head`, or a pager that was left."""
+    monkeypatch.setattr("kbit.cli.eval.show", gone)
+    run = CliRunner().invoke(app, ["eval", *map(str, given[:3]), "--json", str(tmp_path / "e.json")])
+    assert run.exit_code != 0
+    assert len(json.loads((tmp_path / "e.json").read_text())["rows"]) == 1
+
+
+def test_a_profile_is_saved_before_it_is_printed(
+    tmp_path: Path, given: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["kbit.cli.profile"], "_print", gone)  # the command has its name, too
+    options = ["--device", "cpu", "--steps", "2", "--context", "4", "--json", str(tmp_path / "p.json")]
+    run = CliRunner().invoke(app, ["profile", str(given[0]), *options])
+    assert run.exit_code != 0
+    assert len(json.loads((tmp_path / "p.json").read_text())["profiles"]) == 1

@@ -93,3 +93,56 @@ def test_a_model_of_another_kind(command: str, tmp_path: Path) -> None:
         "In Python its own class loads it, quantized or not."
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("eval", "--bits", "6"), "--bits takes"),
+        (("eval", "--bits", "4", "--embedding-bits", 9), "embedding_bits must be one of (2, 3, 4, 5), got 9"),
+        (("eval", "--dtype", "fp8"), "--dtype"),
+        (("eval", "--text", "absent.txt"), "absent.txt"),
+        (("eval", "--bits", "4", "--calibrate", "absent.txt"), "--calibrate absent.txt"),
+        (("generate", "hi", "--dtype", "fp8"), "--dtype"),
+        (("generate", "hi", "--device", "tpu"), "no device 'tpu'"),
+        (("quantize", "out", "--device", "tpu"), "no device 'tpu'"),
+        (("quantize", "out", "--calibrate", "absent.txt"), "--calibrate absent.txt"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_a_model_is_fetched(
+    command: tuple[object, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*_: object, **__: object) -> None:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    refused = run(command[0], "some-org/some-model", *command[1:]).exception
+    assert told in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("eval", "folder", "--text", "FILE"), "text.txt"),
+        (("eval", "folder", "--bits", "4", "--calibrate", "FILE"), "text.txt"),
+        (("bench", "generate", "FILE", "--device", "cpu"), "opt.json"),
+        (("bench", "model", "FILE", "--device", "cpu"), "opt.json"),
+        (("bench", "quantize", "FILE"), "opt.json"),
+        (("profile", "--random", "FILE"), "opt.json"),
+    ],
+    ids=str,
+)
+def test_results_are_not_written_over_what_is_read(
+    command: tuple[str, ...], file: str, tmp_path: Path
+) -> None:
+    path = tmp_path / file
+    path.write_text("precious")
+    result = tmp_path / "." / file
+    arguments = [str(path) if word == "FILE" else word for word in command]
+    for ordered in ((*arguments, "--json", result), (arguments[0], "--json", result, *arguments[1:])):
+        if arguments[0] == "bench" and ordered[1] == "--json":  # of the command, not of bench
+            continue
+        refused = run(*ordered).exception
+        assert str(refused) == f"--json: {result} is read, too. Name another file."
+    assert path.read_text() == "precious"

@@ -50,6 +50,7 @@ def test_files_that_are_read_are_not_overwritten(tmp_path):
         assert "is read, too. Name another file" in str(run(table, *options).exception)
     assert "is that of another option, too" in str(run(table, "--json", out, "--plot", out).exception)
     assert "must end with one of .png, .svg, .pdf" in run(table, "--plot", tmp_path / "out.xyz").output
+    assert run(table, "--experts", table, "--json", tmp_path / "link.json").exit_code != 0
     assert table.read_bytes() == RESULT.read_bytes()
 
 
@@ -84,10 +85,11 @@ def test_own_distribution(tmp_path):
 def test_log_keeps_prompts_with_their_answers(tmp_path):
     file = tmp_path / "requests.jsonl"
     lines = [
-        {"input_tokens": 5, "generated_tokens": 2, "user": "a"},
+        {"input_tokens": 5, "generated_tokens": 2, "prompt": "a\u2028b\x85c\x1ed"},  # no ends of lines
         {"input_tokens": 900, "generated_tokens": 70},
     ]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    texts = [json.dumps(line, ensure_ascii=False) for line in lines]
+    file.write_text("\n".join(texts) + "\n\n", encoding="utf-8")
     traffic = distributions.load(file)
     assert traffic.log == (Turn(5, 2), Turn(900, 70))
     assert traffic.prompts == Lengths({5: 0.5, 900: 0.5})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kbit.bench import targets
@@ -32,6 +32,24 @@ class Verdict:
             f"{base.shape} M={base.rows} k={self.problem.bits} {base.dtype}: {ours.us:.1f} us against "
             f"{base.us:.1f} us, {self.speedup:.3f} < {self.bound:g}"
         )
+
+
+def of_problems(
+    rows: Iterable[KernelRow],
+    shapes: Collection[str] | None,
+    tokens: Collection[int] | None,
+    bits: Collection[int],
+    dtypes: Collection[str],
+) -> list[KernelRow]:
+    """The rows of some problems, 16-bit baselines among them; `shapes` and `tokens` None for all."""
+    return [
+        row
+        for row in rows
+        if (shapes is None or row.shape in shapes)
+        and (tokens is None or row.rows in tokens)
+        and (row.bits is None or row.bits in bits)
+        and row.dtype in dtypes
+    ]
 
 
 def verdicts(rows: Iterable[KernelRow]) -> list[Verdict]:

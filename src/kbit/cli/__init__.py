@@ -21,6 +21,7 @@ from kbit.cli.eval import evaluate
 from kbit.cli.gate import gate
 from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
+from kbit.cli.outputs import Command
 from kbit.cli.profile import profile
 from kbit.cli.quantize import quantize
 from kbit.cli.serve import command as serve
@@ -46,6 +47,8 @@ app.command("compile")(compile_kernels)
 app.command()(tune)
 app.command()(gate)
 app.add_typer(bench.app, name="bench")
+for command in (*app.registered_commands, *bench.app.registered_commands):
+    command.cls = Command
 
 
 def _print_version(wanted: bool) -> None:

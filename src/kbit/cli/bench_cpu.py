@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import track
 from rich.table import Table
 
 from kbit.bench.text_table import in_sections, text_table
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, tracked
 from kbit.cli.options import Threads, numbers, widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -54,11 +53,11 @@ def cpu(
     def save() -> None:
         write_json(json_file, head | {"linear": bench.as_json(linear), "quantize": bench.as_json(quantize)})
 
-    for name in track(shapes, description="linear", console=console):
+    for name in tracked(shapes, "linear"):
         linear += bench.linear_rows(name, counts, chosen, repeats)
         save()  # so that an interruption loses one shape
     if quantizers:
-        quantize += track(bench.quantize_rows(), description="quantize", console=console)
+        quantize += tracked(bench.quantize_rows(), "quantize")
         save()
     console.print(f"{about['cpu']}, {threads} threads, {bandwidth:.1f} GB/s read bandwidth")
     for name in shapes:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import track
 
 from kbit.bench.text_table import text_table
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, tracked
 from kbit.cli.options import Threads, labels
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -37,7 +36,7 @@ def decode(
     for folder in models:
         check_model_folder(folder)
     about, speeds = machine.describe(), dict[str, DecodeSpeed]()
-    for name, folder in track(labels(models).items(), description="decode", console=console):
+    for name, folder in tracked(labels(models).items(), "decode"):
         model = load_model(folder)
         asked = f"{folder}: --prompt-tokens {prompt_tokens} with --new-tokens {new_tokens}"
         check_positions(model, prompt_tokens + new_tokens, asked)

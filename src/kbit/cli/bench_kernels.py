@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
 
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, tracked
 from kbit.cli.options import names, numbers, widths, words
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 from kbit.cli.tables import show
@@ -50,7 +49,8 @@ Variants = Annotated[
 ]
 # Settings that two arms of one process may differ in; what is compiled stays loaded.
 READ_AT_EVERY_CALL = ("KBIT_BACKEND", "KBIT_KERNEL")
-DECODE, PREFILL = "1,2,4,8,16,32,64", "128,256,512,1024,2048,4096,8192"
+DECODE = "1,2,4,8,16,32,64"
+EVERY = f"{DECODE},128,256,512,1024,2048,4096,8192"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _measure(
     from kbit.bench import kernel_rows, kernels
 
     absent: dict[str, list[str]] = {}
-    for shape, plan in track(_plans(choice, timer), description="kernels", console=console):
+    for shape, plan in tracked(_plans(choice, timer), "kernels"):
         rows += kernels.shape_rows(shape, plan, absent)
         write_json(file, result | {"peers_absent": absent, "rows": kernel_rows.as_json(rows)})
     for name, reasons in absent.items():
@@ -190,7 +190,7 @@ def kernels(
 def check(
     shape: Names = "",
     model: Models = "",
-    rows: Rows = f"{DECODE},{PREFILL}",
+    rows: Rows = EVERY,
     bits: Bits = "2,3,4,5",
     dtype: Dtypes = "fp16,bf16",
     repeats: Repeats = 11,
@@ -201,14 +201,16 @@ def check(
 ) -> None:
     """Find where kbit is slower than 16-bit cuBLAS. Exit 1 if it is by more than it may be."""
     from kbit.bench import gpu_timing, kernel_rows
-    from kbit.bench.check import verdicts
+    from kbit.bench.check import of_problems, verdicts
 
+    choice = choose(shape, model, rows, bits, dtype, repeats, dequantize=False, with_peers=False)
     if source is not None:
         if json_file is not None:
             raise ValueError("bench check --from measures nothing that --json could write. Drop one of them.")
-        _, measured = kernel_rows.load(source)
+        named = {each.name for each in choice.shapes} if shape or model else None
+        tokens = None if rows == EVERY else choice.plan.rows
+        measured = of_problems(kernel_rows.load(source)[1], named, tokens, choice.plan.bits, choice.dtypes)
     else:
-        choice = choose(shape, model, rows, bits, dtype, repeats, dequantize=False, with_peers=False)
         gpu_timing.require_gpu("kbit bench check")
         measured = []
         _measure(choice, _header(TimerName.graph, choice), json_file, measured)
@@ -245,7 +247,7 @@ def dequant(
     result = _header(TimerName.graph, choice)
     bandwidth = result["read_bandwidth_gb_s"]
     measured: list[bench.DequantizeRow] = []
-    for item, plan in track(_plans(choice) if products else [], description="dequant", console=console):
+    for item, plan in tracked(_plans(choice) if products else [], "dequant"):
         measured += bench.shape_rows(item, plan)
         write_json(json_file, result | {"rows": bench.as_json(measured)})
     result["rows"] = bench.as_json(measured)

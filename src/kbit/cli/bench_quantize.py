@@ -60,6 +60,7 @@ def quantize(
     """Weights per second from disk to disk. On a checkpoint of random weights, written first."""
     from kbit.bench import gpu_timing
     from kbit.bench import quantize as bench
+    from kbit.cli.model_folder import bars_on_terminals_only
     from kbit.format.policy import QuantizationPolicy
     from kbit.integrations.streaming.workers import worker_devices
 
@@ -70,6 +71,7 @@ def quantize(
         gpu_timing.require_gpu("kbit bench quantize", or_cpu=True)
     for count in counts:  # before a model is written
         worker_devices(devices, count)
+    bars_on_terminals_only()
     about = gpu_timing.describe(gpus[0] if gpus else "cpu")
     policy = QuantizationPolicy(bits=bits, search=not plain)
     result = {"machine": about, "model": name, "layers": layers, "policy": policy.to_dict()}

@@ -53,10 +53,12 @@ def _random(name: str, layers: int | None, folder: Path, bits: int, device: str)
     import torch
 
     from kbit.bench import random_models
+    from kbit.cli.model_folder import bars_on_terminals_only
     from kbit.format.policy import QuantizationPolicy
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    bars_on_terminals_only()
     policy = QuantizationPolicy(bits=bits, search=False)  # random weights need none
     return random_models.write_pair(name, layers, folder, policy, torch.device(device))
 

@@ -9,7 +9,7 @@ import typer
 
 from kbit.cli.consoles import Console
 from kbit.cli.options import numbers, one_of, widths, words
-from kbit.cli.outputs import JsonFile, check_picture, refuse_overwriting, write_json
+from kbit.cli.outputs import JsonFile, check_picture, write_json
 from kbit.cli.tables import show
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def workload(
     from kbit.bench.workload.scheduler import Limits
 
     one_of("--dtype", dtype, tuple(DTYPES))
-    refuse_overwriting({"--json": json_file, "--plot": plot}, (table, distribution, experts))
     header, rows = kernel_rows.load(table)
     grouped = []
     if experts is not None:
@@ -68,14 +67,14 @@ def workload(
     models = _models(words(model), measured)
     found = [scenarios.analyse(item, measured, steps, chosen) for item in models]
     result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
+    write_json(json_file, result)  # before anything is printed, to a reader that may be gone
+    if plot is not None:
+        plots.write(result, plot)
     for analysis in found:
         show(tables.table(analysis))
         for line in (*tables.verdicts(analysis), *analysis.notes):
             console.print(line, markup=False, soft_wrap=True)
     console.print(times.INTERPOLATION, markup=False, soft_wrap=True)
-    write_json(json_file, result)
-    if plot is not None:
-        plots.write(result, plot)
 
 
 def _models(names: list[str], measured: Times) -> list[ModelLayers]:

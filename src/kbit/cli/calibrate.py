@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kbit.cli.consoles import Console
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from kbit.format import QuantizationPolicy
     from kbit.integrations.streaming import Codes
 
-# As many activations as a layer has inputs, or some inputs are never seen apart from others.
-FEW_TOKENS = 4096
 LOG_SECONDS = 30.0  # between two lines of a log
 
 
@@ -39,12 +36,6 @@ def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str
 
     place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
     samples = calibration_samples(source, text)
-    if samples.numel() < FEW_TOKENS:
-        Console(stderr=True).print(
-            f"[yellow]warning:[/yellow] {escape(str(text))} has {samples.numel()} tokens only, and codes "
-            f"go by what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
-            soft_wrap=True,
-        )
 
     def make() -> Mapping[str, torch.Tensor]:
         from kbit import quantize_model

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import rich.console
+import rich.progress
+
+_Item = TypeVar("_Item")
 
 
 class Console(rich.console.Console):
@@ -13,3 +17,9 @@ class Console(rich.console.Console):
     def __init__(self, **options: Any) -> None:
         """`options`: those of rich's."""
         super().__init__(emoji=False, **options)
+
+
+def tracked(items: Iterable[_Item], description: str) -> Iterable[_Item]:
+    """Items with a progress bar on stderr while they are taken: stdout is for results."""
+    console = Console(stderr=True)
+    return rich.progress.track(items, description, console=console, transient=True)

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from kbit.cli import smollm
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, tracked
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, check_folder, write_json
 
@@ -89,6 +89,8 @@ def demo(
         rows.append(row)
     _score(rows, [reference, *(load_model(path, "float32") for path, _ in variants[1:])], ids)
     _time(rows, models, ids[:1, :PROMPT_TOKENS])
+    about = {"machine": machine.describe(), "eval_tokens": ids.numel()}
+    write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
     console.print()
     console.print(_table(rows))
     console.print(EXPLANATION.format(tokens=ids.shape[0] * (ids.shape[1] - 1), rounds=ROUNDS), style="dim")
@@ -97,8 +99,6 @@ def demo(
         f"{_command()} generate {variants[1][0]} 'your question'", soft_wrap=True
     )  # to be copied whole
     console.print(f"{time.perf_counter() - start:.0f} s", style="dim")
-    about = {"machine": machine.describe(), "eval_tokens": ids.numel()}
-    write_json(json_file, about | {"rows": [asdict(row) for row in rows]})
 
 
 def prepare(folder: Path) -> Path:
@@ -152,11 +152,10 @@ def _score(rows: list[Row], models: list[Any], ids: Any) -> None:
 
 def _time(rows: list[Row], models: list[Any], input_ids: Any) -> None:
     """Decode speed. The models take turns: what else the machine does then falls on all of them alike."""
-    from rich.progress import track
 
     from kbit.bench.decode import tokens_per_second
 
-    for _ in track(range(ROUNDS), "tokens per second", console=Console(stderr=True), transient=True):
+    for _ in tracked(range(ROUNDS), "tokens per second"):
         for row, model in zip(rows, models, strict=True):
             speed = tokens_per_second(model, input_ids, repeats=1, seconds=ROUND_SECONDS).decode_tokens_s
             row.tokens_per_second = max(row.tokens_per_second, speed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -17,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kbit.cli.outputs import PrintedJson, refuse_arguments
+from kbit.cli.outputs import PrintedJson, print_json, refuse_arguments
 from kbit.cli.tables import show
 from kbit.format.words import counted
 
@@ -282,7 +281,7 @@ def doctor(context: typer.Context, as_json: PrintedJson = False) -> None:
     refuse_arguments(context, as_json)
     findings = _findings()
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        print_json([asdict(finding) for finding in findings])
     else:
         table = Table(title="kbit doctor", show_lines=False)
         table.add_column("")

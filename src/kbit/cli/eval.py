@@ -18,7 +18,7 @@ from rich.table import Table
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
-from kbit.cli.model_folder import DTYPE_HELP, check_model_folder, load_model
+from kbit.cli.model_folder import DTYPE_HELP, check_model_folder, known_dtype, load_model
 from kbit.cli.options import widths
 from kbit.cli.outputs import JsonFile, write_json
 from kbit.cli.tables import show
@@ -28,6 +28,8 @@ from kbit.integrations.devices import find_device
 
 if TYPE_CHECKING:
     import torch
+
+    from kbit.format import QuantizationPolicy
 
 console = Console()
 
@@ -65,32 +67,65 @@ def evaluate(
         )
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
-    samples = None
-    load = functools.partial(load_model, dtype=dtype, device=device)
-    find_device(device)  # before anything is fetched, or the text encoded
+    # What is wrong with an option is said before anything is fetched, loaded or encoded.
+    find_device(device)
+    load = functools.partial(load_model, dtype=known_dtype(dtype), device=device)
+    methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
+    policies = [] if bits is None else _policies(widths(bits), methods, embedding_bits)
+    passage, samples = read_text(text), None
+    if calibrate is not None and read_text(calibrate, "--calibrate") == passage:
+        _warn(f"{calibrate} is what models are scored on, too: that flatters codes that were made by it.")
     folder, reference = folder_of(folder), reference and folder_of(reference)
-    ids = encode_windows(folder, read_text(text), window, max_tokens)
+    ids = encode_windows(folder, passage, window, max_tokens)
     if bits is None:
         rows = _saved(folder, reference, ids, load)
     else:
-        methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
         if calibrate is not None:
             samples = calibration_samples(folder, calibrate, window)
-        rows = _in_memory(folder, widths(bits), methods, embedding_bits, ids, samples, load)
-    from kbit.bench import gpu_timing
-
+        rows = _in_memory(folder, policies, ids, samples, load)
+    _write(json_file, folder, dtype, device, ids, samples, embedding_bits, rows)
     show(_table(rows, ids.shape[1]))
     if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
-        console.print(
-            f"[yellow]warning:[/yellow] {escape(broken[0])} computes NaN: weights hold NaN or Inf, or "
-            f"--dtype is too narrow for it.",
-            soft_wrap=True,
-        )
-    name = model_name(folder)
-    sampled = None if samples is None else samples.numel()
+        _warn(f"{broken[0]} computes NaN: weights hold NaN or Inf, or --dtype is too narrow for it.")
+
+
+def _warn(what: str) -> None:
+    console.print(f"[yellow]warning:[/yellow] {escape(what)}", soft_wrap=True)
+
+
+def _write(
+    file: Path | None,
+    folder: Path,
+    dtype: str,
+    device: str,
+    ids: torch.Tensor,
+    samples: torch.Tensor | None,
+    embedding_bits: int | None,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Write the result: before it is printed, to a reader that may be gone."""
+    from kbit.bench import gpu_timing
+
+    name, sampled = model_name(folder), None if samples is None else samples.numel()
     about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
     how = {"window": ids.shape[1], "embedding_bits": embedding_bits, "calibration_tokens": sampled}
-    write_json(json_file, about | how | {"rows": rows})
+    write_json(file, about | how | {"rows": rows})
+
+
+def _policies(
+    widths: list[int], methods: list[str], embedding_bits: int | None
+) -> list[tuple[str, QuantizationPolicy]]:
+    """(method, policy) for each width and method, "calibrated" being by samples.
+
+    Raises:
+        ValueError: embeddings cannot have so many bits.
+    """
+    from kbit.format import QuantizationPolicy
+
+    return [
+        (method, QuantizationPolicy(bits=width, search=method != "plain", embedding_bits=embedding_bits))
+        for width, method in itertools.product(widths, methods)
+    ]
 
 
 def _saved(
@@ -113,29 +148,25 @@ def _saved(
 
 def _in_memory(
     folder: Path,
-    widths: list[int],
-    methods: list[str],
-    embedding_bits: int | None,
+    policies: list[tuple[str, QuantizationPolicy]],
     ids: torch.Tensor,
     samples: torch.Tensor | None,
     load: Callable[[Path], Any],
 ) -> list[dict[str, Any]]:
-    """Rows for the unquantized model, and for each width and method, "calibrated" being by the samples."""
+    """Rows for the unquantized model, and for each method and policy, "calibrated" being by the samples."""
     from kbit import quantize_model
-    from kbit.format import QuantizationPolicy
 
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.", load)
     check_ids(folder, ids, base)
     own = model_name(folder)
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
-    for width, method in itertools.product(widths, methods):
-        policy = QuantizationPolicy(bits=width, search=method != "plain", embedding_bits=embedding_bits)
+    for method, policy in policies:
         calibration = None if method != "calibrated" or samples is None else samples.to(base.device).split(1)
-        name = f"{own} k={width} {method}"
+        name = f"{own} k={policy.bits} {method}"
         with console.status(name):
             model = models[name] = quantize_model(_sharing_copy(base), policy, calibration=calibration)
-        rows[name] = {"bits": width, "method": method} | _sizes(model, base)
+        rows[name] = {"bits": policy.bits, "method": method} | _sizes(model, base)
     return _score(models, rows, ids, base)
 
 

@@ -45,10 +45,13 @@ def gate(
     find_device(device)  # before the levers are listed for it
     toggles = _toggles(toggle, accum, device, TOGGLES)
     console.print(f"contract {accum}, version {CONTRACT_VERSION}, on {device}")
+    contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
+    about = {"machine": gpu_timing.describe(device), **contract}
     verdicts = []
     for each in toggles:
         for verdict in run_gate(each, batches, accum, device):
             verdicts.append(verdict)
+            write_json(json_file, about | {"verdicts": [vars(one) for one in verdicts]})
             held = "holds" if verdict.failure is None else "FAILS"
             console.print(f"{held}  {verdict.lever}, {verdict.tokens} tokens")
             console.print(f"       fired: {verdict.fired or 'nothing'}", markup=False)
@@ -56,9 +59,6 @@ def gate(
                 console.print(f"       {len(verdict.digests)} digests equal those of {verdict.compared}")
             else:
                 console.print(f"       {verdict.failure}", markup=False)
-    contract = {"contract": accum, "version": CONTRACT_VERSION, "device": _device_name(device)}
-    rows = [vars(verdict) for verdict in verdicts]
-    write_json(json_file, {"machine": gpu_timing.describe(device), **contract, "verdicts": rows})
     if any(verdict.failure for verdict in verdicts):
         raise typer.Exit(1)
 

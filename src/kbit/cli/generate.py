@@ -11,9 +11,10 @@ import typer
 
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
-from kbit.cli.model_folder import DTYPE_HELP, load_model, load_tokenizer
+from kbit.cli.model_folder import DTYPE_HELP, known_dtype, load_model, load_tokenizer
 from kbit.cli.texts import check_ids, known_positions
 from kbit.format.words import counted
+from kbit.integrations.devices import find_device
 from kbit.integrations.transformers.token_times import TokenTimes
 
 console = Console(stderr=True)
@@ -177,6 +178,8 @@ def generate(
     from kbit.integrations.transformers.static_caches import recorded_length
 
     sampling = _sampling(temperature, top_p, top_k)
+    known_dtype(dtype)  # before anything is fetched
+    find_device(device)
     if compiled:
         _overlap(device)
     prompt = _from_stdin() if prompt == "-" else prompt

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,9 +16,10 @@ from rich.table import Table
 
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, is_cached, model_name
-from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, read, totals
-from kbit.cli.outputs import PrintedJson, refuse_arguments
+from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, other_shape, read, totals
+from kbit.cli.outputs import PrintedJson, print_json, refuse_arguments
 from kbit.cli.tables import show
+from kbit.format.words import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,9 @@ def add_errors(
     import torch
 
     from kbit.format import QuantizedTensor
+    from kbit.format.codebook import BLOCK_SIZE
     from kbit.format.names import ABSMAX, PACKED, SCALE, module_of
+    from kbit.format.reference import blocks_of
     from kbit.ops import dequantize
 
     for name in _quantized_names(index):
@@ -84,6 +86,9 @@ def add_errors(
             raise missing(name)
         original = read(source, name)
         packed, absmax = read(index, name + PACKED), read(index, name + ABSMAX)
+        *rows, blocks = absmax.shape
+        if (*original.shape[:-1], blocks_of(original.shape[-1])) != tuple(absmax.shape):
+            raise other_shape(name, original.shape, f"{[*rows, BLOCK_SIZE * blocks]}, or a little narrower")
         stored = index.get(name + SCALE)
         scale = read(index, name + SCALE) if stored else torch.ones(packed.shape[:-2])
         shape = tuple(original.shape)
@@ -174,10 +179,20 @@ def inspect(
             steps = found.add_errors(originals)
             for _ in progress.track(steps, total=found.quantized, description="decoding"):
                 pass
+        _say_what_is_not_finite(found.modules.values())
     if as_json:
-        print(json.dumps([module.as_json() for module in found.modules.values()], indent=1))
+        print_json([module.as_json() for module in found.modules.values()])
         return
     _print(found, folder)
+
+
+def _say_what_is_not_finite(modules: Iterable[Module]) -> None:
+    names = [module.name for module in modules if not math.isfinite(module.squared_sum or 0.0)]
+    if names:
+        Console(stderr=True).print(
+            f"[yellow]warning:[/yellow] the source holds NaN or Inf in {escape(first_of(names))}.",
+            soft_wrap=True,
+        )
 
 
 def _print(found: Folder, folder: Path) -> None:

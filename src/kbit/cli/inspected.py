@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,8 +71,7 @@ class Module:
     def as_json(self) -> dict[str, object]:
         """What `--json` prints of it."""
         counted = ("name", "format", "bits", "tensors", "weights", "bytes", "bits_per_weight", "nmse")
-        exact = {"sqnr_db": None if self.sqnr == math.inf else self.sqnr}  # JSON has no infinity
-        return {key: getattr(self, key) for key in counted} | exact
+        return {key: getattr(self, key) for key in counted} | {"sqnr_db": self.sqnr}
 
 
 @dataclass
@@ -110,6 +109,14 @@ def read(index: Mapping[str, TensorInfo], name: str, expert: int | None = None) 
 def missing(name: str) -> ValueError:
     """That a source does not hold what a checkpoint was made from."""
     return ValueError(f"the source has no tensor {name!r}. Is it the model this was made from?")
+
+
+def other_shape(name: str, shape: Sequence[int], stored: str) -> ValueError:
+    """That a source holds a tensor in another shape than the one that was quantized."""
+    return ValueError(
+        f"the source's tensor {name!r} is {list(shape)}, and what was quantized is {stored}. Is it the model "
+        f"this was made from?"
+    )
 
 
 def count_unquantized(modules: dict[str, Module], name: str, info: TensorInfo) -> None:

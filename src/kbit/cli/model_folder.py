@@ -38,6 +38,16 @@ def bars_on_terminals_only() -> None:
         logging.disable_progress_bar()
 
 
+def known_dtype(dtype: str) -> str:
+    """torch's name of an option --dtype, or "auto".
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    one_of("--dtype", dtype, (*DTYPES, *_SHORT_DTYPES))
+    return _SHORT_DTYPES.get(dtype, dtype)
+
+
 def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     """Load a causal language model, quantized by kbit or not, in evaluation mode.
 
@@ -54,8 +64,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
 
     from kbit.dispatch.backends import backend_for
 
-    one_of("--dtype", dtype, (*DTYPES, *_SHORT_DTYPES))
-    dtype = _SHORT_DTYPES.get(dtype, dtype)
+    dtype = known_dtype(dtype)
     place = find_device(device)
     config = check_model_folder(folder)
     _check_method(folder, config)

@@ -6,11 +6,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kbit.bench.result_files import replace_text
 from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
@@ -50,18 +51,45 @@ def check_picture(file: Path | None) -> Path | None:
     return check_file(file)
 
 
-def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
+def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
     """Refuse outputs, by option, that are inputs, or one file.
 
     Raises:
         ValueError: they are.
     """
-    taken = {path.resolve(): f"{path} is read, too" for path in inputs if path is not None}
+    taken = {path.resolve(): f"{path} is read, too" for path in inputs}
     for option, path in outputs.items():
         if path is not None and (why := taken.get(path.resolve())):
             raise ValueError(f"{option}: {why}. Name another file.")
         if path is not None:
             taken[path.resolve()] = f"{path} is that of another option, too"
+
+
+class Command(TyperCommand):
+    """A command that refuses to write over what it reads, whatever its options are called."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it.
+
+        Raises:
+            ValueError: a file that it is to write is among its inputs, or named twice.
+        """
+        checks, written = (check_file, check_page, check_picture), {}
+        for parameter in self.params:
+            if getattr(parameter.callback, "__wrapped__", None) in checks and parameter.name:
+                written[parameter.name] = parameter.opts[0], ctx.params.get(parameter.name)
+        read = [value for name, value in ctx.params.items() if name not in written]
+        refuse_overwriting(dict(written.values()), _files_in(read))
+        return super().invoke(ctx)
+
+
+def _files_in(values: Iterable[Any]) -> Iterator[Path]:
+    """The files that are named by values of arguments and options."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _files_in(value)
+        elif isinstance(value, str | Path) and os.path.isfile(value):  # of any text, as Path's is not
+            yield Path(value)
 
 
 def check_folder(folder: Path | None) -> Path | None:
@@ -107,6 +135,11 @@ def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
         file.write_text(text)
         return
     replace_text(file.resolve(), text)  # of a link, what it points to
+
+
+def print_json(result: Any) -> None:
+    """Print a result, as `write_json` writes it."""
+    print(json.dumps(_in_json(result), indent=1, allow_nan=False))
 
 
 def _in_json(value: Any) -> Any:

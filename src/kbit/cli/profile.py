@@ -82,10 +82,10 @@ def profile(
                     console.print(f"{what}, batch {count}: out of memory, left out", style="red")
                     torch.cuda.empty_cache()
                     continue
-                _print(what, found, top)
                 profiles.append(bench.as_json(found, name, way))
                 # At once, so that an interruption loses one profile.
                 write_json(json_file, {"machine": gpu_timing.describe(found.device), "profiles": profiles})
+                _print(what, found, top)
         del model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,8 @@ from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import TOKENIZER_REMEDY, has_tokenizer
 from kbit.cli.options import words
-from kbit.cli.outputs import check_file, refuse_overwriting, write_json
+from kbit.cli.outputs import check_file, write_json
+from kbit.cli.texts import read_text
 from kbit.format.words import counted, first_of
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def quantize(
     from kbit.cli.calibrate import calibrated
     from kbit.cli.codebooks import parse_codebook
     from kbit.format import QuantizationPolicy
+    from kbit.integrations.streaming.workers import worker_devices
 
     policy = QuantizationPolicy(
         bits=bits,
@@ -112,8 +113,11 @@ def quantize(
         modules_to_not_convert=skip,
         embedding_bits=embedding_bits,
     )
-    levels = Path(codebook)
-    _check_json(json_file, target, (calibrate, levels if levels.is_file() else None))
+    _check_json(json_file, target)
+    # Before anything is fetched.
+    worker_devices(words(device), jobs)
+    if calibrate is not None:
+        read_text(calibrate, "--calibrate")
     source = folder_of(source)
     codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
     report = run(source, target, policy, force, jobs, device, codes)
@@ -123,11 +127,10 @@ def quantize(
         write_json(json_file, _summary(report, source, policy) | {"calibrated_by": by})
 
 
-def _check_json(file: Path | None, target: Path, inputs: Sequence[Path | None]) -> None:
-    """Raise ValueError for a file that is an input, or in the place of a folder that is written."""
+def _check_json(file: Path | None, target: Path) -> None:
+    """Raise ValueError for a file in the place of a folder that is written."""
     from kbit.integrations.streaming.folder import partial_of
 
-    refuse_overwriting({"--json": file}, inputs)
     if file is None:
         return
     place, partial = file.resolve(), partial_of(target.absolute()).resolve()

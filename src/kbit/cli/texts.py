@@ -6,6 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
+from kbit.cli.consoles import Console
 from kbit.cli.model_folder import load_tokenizer
 from kbit.format.model_files import read_config
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 SHIPPED_TEXT = "text.txt"
 WINDOW = 512  # tokens that a model sees at a time, where nobody says otherwise
 _SAMPLED = 2**15  # tokens of a text to calibrate by, at most
+# As many activations as a layer has inputs, or some inputs are never seen apart from others.
+FEW_TOKENS = 4096
 
 
 def read_text(file: Path | None, option: str = "--text") -> str:
@@ -94,10 +99,19 @@ def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
 def calibration_samples(folder: Path, file: Path, size: int | None = None) -> torch.Tensor:
     """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does.
 
+    Warns on stderr of a text with few tokens.
+
     Args:
         folder: of the model.
         file: the text.
         size: of a window; None: `WINDOW`, or as many positions as the model knows, if these are fewer.
     """
     size = size or min(WINDOW, _stated_positions(folder) or WINDOW)
-    return encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED, f"--calibrate {file}")
+    ids = encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED, f"--calibrate {file}")
+    if ids.numel() < FEW_TOKENS:
+        Console(stderr=True).print(
+            f"[yellow]warning:[/yellow] {escape(str(file))} has {ids.numel()} tokens only, and codes go by "
+            f"what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
+            soft_wrap=True,
+        )
+    return ids

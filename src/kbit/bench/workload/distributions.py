@@ -104,7 +104,8 @@ def from_log(turns: list[Turn], about: str) -> Traffic:
 
 
 def _log_turns(text: str, path: Path) -> Iterator[Turn]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Other ends of lines that Unicode has are within prompts.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
