@@ -195,7 +195,7 @@ def check(
     dtype: Dtypes = "fp16,bf16",
     repeats: Repeats = 11,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Judge this result of `bench kernels --json` instead.")
+        Path | None, typer.Option("--from", help="Judge these results of `bench kernels --json` instead.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -193,7 +193,8 @@ class QuantizationPolicy:
             # JSON turns integer keys into strings.
             by_width = {str(width): levels for width, levels in self.codebook.items()}
             if str(bits) not in by_width:
-                raise ValueError(f"codebook: no levels for {bits} bits, only for {sorted(by_width)}.")
+                known = ", ".join(sorted(by_width))
+                raise ValueError(f"codebook: no levels for {bits} bits, only for {known}. Add them.")
             levels = by_width[str(bits)]
             if isinstance(levels, str):
                 raise TypeError(
