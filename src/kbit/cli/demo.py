@@ -152,7 +152,6 @@ def _score(rows: list[Row], models: list[Any], ids: Any) -> None:
 
 def _time(rows: list[Row], models: list[Any], input_ids: Any) -> None:
     """Decode speed. The models take turns: what else the machine does then falls on all of them alike."""
-
     from kbit.bench.decode import tokens_per_second
 
     for _ in tracked(range(ROUNDS), "tokens per second"):

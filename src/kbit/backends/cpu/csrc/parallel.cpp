@@ -68,8 +68,8 @@ void parallel_for(int64_t items, int threads, ParallelBody body, void* context) 
             for (int i = 1; i < threads; ++i) {
                 helpers.emplace_back(take_items, &work);
             }
-        } catch (
-            const std::system_error&) {  // no more of them may be started: those there are take all items
+        } catch (const std::system_error&) {
+            // No more of them may be started: those there are take all items.
         }
         take_items(&work);
         for (std::thread& helper : helpers) {
