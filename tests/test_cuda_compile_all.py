@@ -1,7 +1,7 @@
 """Every kernel that there is, compiled for every architecture that matters: no error, no register spill.
 
-Needs no GPU. What is in the cache already is not compiled again; from an empty one all of it takes about five
-minutes on two cores.
+Needs no GPU. What is in the cache already is not compiled again; from an empty one all of it takes ten to
+twenty minutes on two cores.
 """
 
 from __future__ import annotations
