@@ -155,4 +155,4 @@ def test_windows_are_as_long_as_a_model_knows_positions(tmp_path, text):
     (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
     result = run(source, tmp_path / "out", "--calibrate", text)
     assert result.exit_code == 0, result.output
-    assert texts.calibration_samples(source, text).shape[1] == 24
+    assert texts.calibration_samples(source, WORDS, text).shape[1] == 24

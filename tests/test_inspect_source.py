@@ -29,10 +29,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, place / "out"
 
 
-def changed(source: Path, weight: torch.Tensor | None) -> None:
-    tensors = load_file(source / "model.safetensors")
-    tensors[f"{NAME}.weight"] = weight if weight is not None else tensors[f"{NAME}.weight"]
+def with_weight(weight: torch.Tensor, folder: Path) -> Path:
+    """The model with another weight."""
+    source = build_with_tokenizer("llama", folder)
+    tensors = load_file(source / "model.safetensors") | {f"{NAME}.weight": weight}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
 
 
 @pytest.mark.parametrize("cut", [(slice(None), slice(16)), (slice(8), slice(None))], ids=["columns", "rows"])
@@ -41,8 +43,7 @@ def test_a_source_of_another_shape_is_named(
 ) -> None:
     source, quantized = folders
     weight = load_file(source / "model.safetensors")[f"{NAME}.weight"]
-    other = build_with_tokenizer("llama", tmp_path / "other")
-    changed(other, weight[cut].contiguous())
+    other = with_weight(weight[cut].contiguous(), tmp_path / "other")
     told = str(run("inspect", quantized, "--source", other).exception)
     assert told.startswith(f"the source's tensor '{NAME}.weight' is {list(weight[cut].shape)}, and what was")
     assert told.endswith("Is it the model this was made from?")
@@ -52,8 +53,7 @@ def test_nan_in_a_source_is_said_and_is_no_json(folders: tuple[Path, Path], tmp_
     source, quantized = folders
     weight = load_file(source / "model.safetensors")[f"{NAME}.weight"]
     weight[0, 0] = torch.nan
-    other = build_with_tokenizer("llama", tmp_path / "other")
-    changed(other, weight)
+    other = with_weight(weight, tmp_path / "other")
     ran = run("inspect", quantized, "--source", other, "--json")
     assert f"the source holds NaN or Inf in {NAME}." in " ".join(ran.stderr.split())
     rows = {row["name"]: row for row in json.loads(ran.stdout, parse_constant=pytest.fail)}

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 LOG_SECONDS = 30.0  # between two lines of a log
 
 
-def calibrated(source: Path, policy: QuantizationPolicy, text: Path, device: str) -> Codes:
-    """Codes that a whole model is to be loaded for; the text is read and encoded now.
+def calibrated(source: Path, policy: QuantizationPolicy, text: str, file: Path, device: str) -> Codes:
+    """Codes that a whole model is to be loaded for; the text, which was read from `file`, is encoded now.
 
     Raises:
-        OSError: the text cannot be read, or the folder has no tokenizer.
-        ValueError: the text is not UTF-8 or has fewer than two tokens; no such device, or more than one.
+        OSError: the folder has no tokenizer.
+        ValueError: the text has fewer than two tokens; no such device, or more than one.
     """
     from kbit.integrations.streaming import Codes
 
     place = find_device(device, "one of cpu, cuda or cuda:1 with --calibrate")
-    samples = calibration_samples(source, text)
+    samples = calibration_samples(source, text, file)
 
     def make() -> Mapping[str, torch.Tensor]:
         from kbit import quantize_model

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
+from rich.markup import escape
 
 _Item = TypeVar("_Item")
 
@@ -17,6 +18,12 @@ class Console(rich.console.Console):
     def __init__(self, **options: Any) -> None:
         """`options`: those of rich's."""
         super().__init__(emoji=False, **options)
+
+
+def warn(message: str, console: Console | None = None) -> None:
+    """Print a warning: on stderr, or on a console."""
+    text = f"[yellow]warning:[/yellow] {escape(message)}"
+    (console or Console(stderr=True)).print(text, soft_wrap=True, highlight=False)
 
 
 def tracked(items: Iterable[_Item], description: str) -> Iterable[_Item]:

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kbit.bench.text_table import text_table
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import DTYPE_HELP, check_model_folder, known_dtype, load_model
 from kbit.cli.options import widths
@@ -61,6 +61,8 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence on a text. Teacher forced."""
+    from kbit.bench import gpu_timing
+
     if bits is None and (plain or calibrate or embedding_bits is not None):
         raise ValueError(
             "--plain, --calibrate and --embedding-bits say how to quantize in memory. Add --bits, such as 4."
@@ -73,43 +75,28 @@ def evaluate(
     methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
     policies = [] if bits is None else _policies(widths(bits), methods, embedding_bits)
     passage, samples = read_text(text), None
-    if calibrate is not None and read_text(calibrate, "--calibrate") == passage:
-        _warn(f"{calibrate} is what models are scored on, too: that flatters codes that were made by it.")
+    other = None if calibrate is None else read_text(calibrate, "--calibrate")
+    if other == passage:
+        warn(
+            f"{calibrate} is what models are scored on, too: that flatters codes that were made by it.",
+            console,
+        )
     folder, reference = folder_of(folder), reference and folder_of(reference)
     ids = encode_windows(folder, passage, window, max_tokens)
     if bits is None:
         rows = _saved(folder, reference, ids, load)
     else:
-        if calibrate is not None:
-            samples = calibration_samples(folder, calibrate, window)
+        if calibrate is not None and other is not None:
+            samples = calibration_samples(folder, other, calibrate, window)
         rows = _in_memory(folder, policies, ids, samples, load)
-    _write(json_file, folder, dtype, device, ids, samples, embedding_bits, rows)
+    settings = {"dtype": dtype, "device": device, "window": ids.shape[1], "embedding_bits": embedding_bits}
+    settings["calibration_tokens"] = None if samples is None else samples.numel()
+    # Before it is printed, to a reader that may be gone.
+    about = {"machine": gpu_timing.describe(device), "model": model_name(folder)}
+    write_json(json_file, about | settings | {"rows": rows})
     show(_table(rows, ids.shape[1]))
     if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
-        _warn(f"{broken[0]} computes NaN: weights hold NaN or Inf, or --dtype is too narrow for it.")
-
-
-def _warn(what: str) -> None:
-    console.print(f"[yellow]warning:[/yellow] {escape(what)}", soft_wrap=True)
-
-
-def _write(
-    file: Path | None,
-    folder: Path,
-    dtype: str,
-    device: str,
-    ids: torch.Tensor,
-    samples: torch.Tensor | None,
-    embedding_bits: int | None,
-    rows: list[dict[str, Any]],
-) -> None:
-    """Write the result: before it is printed, to a reader that may be gone."""
-    from kbit.bench import gpu_timing
-
-    name, sampled = model_name(folder), None if samples is None else samples.numel()
-    about = {"machine": gpu_timing.describe(device), "model": name, "dtype": dtype, "device": device}
-    how = {"window": ids.shape[1], "embedding_bits": embedding_bits, "calibration_tokens": sampled}
-    write_json(file, about | how | {"rows": rows})
+        warn(f"{broken[0]} computes NaN: weights hold NaN or Inf, or --dtype is too narrow for it.", console)
 
 
 def _policies(

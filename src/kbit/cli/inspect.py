@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, is_cached, model_name
 from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, other_shape, read, totals
 from kbit.cli.outputs import PrintedJson, print_json, refuse_arguments
@@ -189,10 +189,7 @@ def inspect(
 def _say_what_is_not_finite(modules: Iterable[Module]) -> None:
     names = [module.name for module in modules if not math.isfinite(module.squared_sum or 0.0)]
     if names:
-        Console(stderr=True).print(
-            f"[yellow]warning:[/yellow] the source holds NaN or Inf in {escape(first_of(names))}.",
-            soft_wrap=True,
-        )
+        warn(f"the source holds NaN or Inf in {first_of(names)}.")
 
 
 def _print(found: Folder, folder: Path) -> None:

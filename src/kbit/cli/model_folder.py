@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import warn
 from kbit.cli.options import one_of
 from kbit.format.model_files import OWN_CODE
 from kbit.format.words import counted
@@ -21,7 +21,6 @@ _MEANT = {
     "issues during automatic conversion": "its weights do not fit together, see above",
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
-console = Console(stderr=True)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # As `kbit bench` and most people write them.
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -84,10 +83,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
             f"the folder again."
         )
     if place.type == "cpu" and "nvfp4" in str((config.get("quantization_config") or {}).get("quant_method")):
-        console.print(
-            "[yellow]warning:[/yellow] on a CPU NVFP4 runs by its reference, for checking, and slowly.",
-            soft_wrap=True,
-        )
+        warn("on a CPU NVFP4 runs by its reference, for checking, and slowly.")
     return model.to(place).eval()
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import TOKENIZER_REMEDY, has_tokenizer
 from kbit.cli.options import words
@@ -116,10 +116,10 @@ def quantize(
     _check_json(json_file, target)
     # Before anything is fetched.
     worker_devices(words(device), jobs)
-    if calibrate is not None:
-        read_text(calibrate, "--calibrate")
-    source = folder_of(source)
-    codes = None if calibrate is None else calibrated(source, policy, calibrate, device)
+    text = None if calibrate is None else read_text(calibrate, "--calibrate")
+    source, codes = folder_of(source), None
+    if calibrate is not None and text is not None:
+        codes = calibrated(source, policy, text, calibrate, device)
     report = run(source, target, policy, force, jobs, device, codes)
     _print_summary(report, target)
     if json_file is not None:
@@ -176,8 +176,7 @@ def run(
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Without the line of code that Python's own shows."""
-    text = escape(str(message))
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]warning:[/yellow] {text}", highlight=False)
+    warn(str(message))
 
 
 def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:

@@ -6,9 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
-from kbit.cli.consoles import Console
+from kbit.cli.consoles import warn
 from kbit.cli.model_folder import load_tokenizer
 from kbit.format.model_files import read_config
 
@@ -96,22 +94,22 @@ def check_ids(folder: Path, ids: torch.Tensor, model: Any) -> None:
         raise ValueError(f"{folder}: its {wrong}. Fetch the tokenizer of this model.")
 
 
-def calibration_samples(folder: Path, file: Path, size: int | None = None) -> torch.Tensor:
-    """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `read_text` does.
+def calibration_samples(folder: Path, text: str, file: Path, size: int | None = None) -> torch.Tensor:
+    """Token ids of the text of an option --calibrate, int64 [n, size]; raises what `encode_windows` does.
 
     Warns on stderr of a text with few tokens.
 
     Args:
         folder: of the model.
-        file: the text.
+        text: what `read_text` gave.
+        file: where it was read, for messages.
         size: of a window; None: `WINDOW`, or as many positions as the model knows, if these are fewer.
     """
     size = size or min(WINDOW, _stated_positions(folder) or WINDOW)
-    ids = encode_windows(folder, read_text(file, "--calibrate"), size, _SAMPLED, f"--calibrate {file}")
+    ids = encode_windows(folder, text, size, _SAMPLED, f"--calibrate {file}")
     if ids.numel() < FEW_TOKENS:
-        Console(stderr=True).print(
-            f"[yellow]warning:[/yellow] {escape(str(file))} has {ids.numel()} tokens only, and codes go by "
-            f"what layers see of it. Give a text of {FEW_TOKENS} tokens or more.",
-            soft_wrap=True,
+        warn(
+            f"{file} has {ids.numel()} tokens only, and codes go by what layers see of it. Give a text of "
+            f"{FEW_TOKENS} tokens or more."
         )
     return ids

@@ -11,7 +11,11 @@ from kbit.ops import grad_checks
 
 # In messages: layers, which are asked for gradients by whole models.
 LAYERS = "NVFP4"
-_REMEDY = " Linear layers with activations='16bit' have one."
+_OF_LAYERS = (
+    "there is no gradient of quantized activations or of experts",
+    "Linear layers with activations='16bit' have one",
+)
+_OF_FOLDS = "has no gradient", "Detach its inputs, or call it within torch.no_grad()"
 
 
 def no_transform(op: str, where: str, *inputs: torch.Tensor | None) -> None:
@@ -48,9 +52,8 @@ def without_gradient(y: torch.Tensor, op: str, where: str, *inputs: torch.Tensor
     """
     if not grad_checks.wants_grad(*inputs):
         return y
-    message = f"{op}: there is no gradient of quantized activations or of experts{at(where)}.{_REMEDY}"
-    if op != LAYERS:
-        message = f"{op}: has no gradient{at(where)}. Detach its inputs, or call it within torch.no_grad()."
+    what, remedy = _OF_LAYERS if op == LAYERS else _OF_FOLDS
+    message = f"{op}: {what}{at(where)}. {remedy}."
     if grad_checks.in_transform():  # which hides from autograd what is attached here
         raise NotImplementedError(message)
     wanted = [one for one in inputs if one is not None and one.requires_grad]
