@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(128 + kConsumers, 1)
     extern __shared__ __align__(1024) u8 memory[];
     launch_early();
     const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32;
-    Problem p{n, m, gated != 0, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
+    Problem p{n, m, kMayBeGated && gated, steps, row_tiles, row_blocks, token_blocks, alone, near, {}, 0};
     Ring ring{shared_address(memory)};
     const float level = begin(ring, codebook, &weight_map, &x_map, thread, lane);
     const u32 scratch = ring.base + kScratchAt;

@@ -25,6 +25,7 @@ constexpr bool kMulticast = Config::multicast;
 constexpr int kSharers = kMulticast ? 2 : 1;
 constexpr int kGroups = Config::rows / 64;  // warpgroups of a team, each with 64 rows of W
 constexpr int kRowTiles = 4 * kGroups;
+constexpr bool kMayBeGated = kGroups == 2;  // others never are, see `blocks` in wgmma_config.py
 constexpr int kTileColumns = 64;
 constexpr int kTilesOfStep = Config::columns / kTileColumns;
 constexpr int kBoxBytes = kTokens * kTileColumns * 2;  // activations
