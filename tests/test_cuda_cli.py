@@ -106,6 +106,23 @@ def test_compile_takes_the_architectures_of_the_gpus(monkeypatch):
     ]
 
 
+def test_compile_leaves_out_gpus_that_are_too_old(monkeypatch):
+    def arch(index: int) -> str:
+        return driver.arch_of(*((9, 0), (6, 1))[index])
+
+    monkeypatch.setattr(driver, "device_count", lambda: 2)
+    monkeypatch.setattr(driver, "device_arch", arch)
+    assert [row[1] for row in sources(compile_command().output)] == ["90a"]
+    monkeypatch.setattr(driver, "device_arch", lambda index: driver.arch_of(6, 1))
+    with pytest.raises(ValueError, match=r"no GPU of sm_80 or newer.*--arch 80"):
+        raise compile_command().exception
+
+
+@pytest.mark.parametrize("arch", ["90", "sm_100f"])
+def test_compile_makes_what_chips_load(arch):
+    assert [row[1] for row in sources(compile_command("--arch", arch).output)] == [f"{arch[-4:].strip('_f')}a"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,6 +172,16 @@ def test_doctor_lists_gpus_and_driver(monkeypatch):
     findings = doctor()
     assert findings["nvidia driver"]["found"] == "for CUDA 13.0"
     assert findings["gpu"]["found"] == "2 x NVIDIA H200 (sm_90a), 1 x Tesla T4 (older than sm_80)"
+
+
+def test_doctor_says_that_a_gpu_is_newer_than_the_compiler(monkeypatch):
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_name", lambda index: "NVIDIA X")
+    monkeypatch.setattr(driver, "device_arch", lambda index: "990a")
+    monkeypatch.setattr(doctor_module(), "_nvidia_in_sight", lambda: True)
+    finding = doctor()["nvrtc"]
+    assert finding["found"].startswith("NVRTC 1")
+    assert "cannot compile for sm_990a" in finding["remedy"]
 
 
 def test_doctor_says_what_to_do_about_a_missing_driver(monkeypatch):

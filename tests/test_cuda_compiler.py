@@ -95,7 +95,7 @@ def test_architectures_have_one_name():
         "90a",
         "90a",
         "120a",
-        "120f",
+        "120a",
     ]
 
 
@@ -434,6 +434,27 @@ def test_an_unknown_compiler(csrc, monkeypatch):
     monkeypatch.setenv("KBIT_CUDA_COMPILER", "clang")
     with pytest.raises(CompilerUnavailableError, match="'clang'; known: nvrtc, nvcc"):
         compile_kernel(SPEC, "80", csrc=csrc)
+
+
+def test_options_that_cannot_be_read(csrc, monkeypatch):
+    monkeypatch.setenv("KBIT_CUDA_FLAGS", "-DX='1")
+    with pytest.raises(CompilerUnavailableError, match=r"KBIT_CUDA_FLAGS is .*No closing quotation.*unset"):
+        compile_kernel(SPEC, "80", csrc=csrc)
+
+
+def test_nvcc_takes_no_options_for_other_builds(csrc, monkeypatch, tmp_path):
+    """The cache's key would not tell what was made with them from what was not."""
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(
+        "#!/bin/sh\n[ $# = 1 ] && echo release 13.0 sm_80 && exit\n"
+        "for last; do true; done; env | grep -c '^NVCC_' > \"$last\" || true\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("KBIT_CUDA_COMPILER", "nvcc")
+    monkeypatch.setenv("KBIT_NVCC", str(compiler))
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-use_fast_math")
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-G")
+    assert compile_kernel(SPEC, "80", csrc=csrc).cubin == b"0\n"
 
 
 def test_without_nvcc(csrc, monkeypatch, tmp_path):

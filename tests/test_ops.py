@@ -535,7 +535,6 @@ def test_a_gpu_that_is_too_old_leaves_the_kernels_to_the_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(driver, "device_arch", lambda index: driver.arch_of(*capabilities[index]))
-    monkeypatch.setattr(module.cuda.compiler, "chosen_compiler", lambda: None)
     monkeypatch.setattr(module, "_warned", set())
     module.cuda.unavailable_reason.cache_clear()
     try:
@@ -545,6 +544,21 @@ def test_a_gpu_that_is_too_old_leaves_the_kernels_to_the_others(monkeypatch):
             assert module.backend_for("linear", torch.device("cuda", 1), torch.uint8).name == "reference"
         assert module.tiles_pay("linear", torch.device("cuda", 0))
         assert not module.tiles_pay("linear", torch.device("cuda", 1))
+    finally:
+        module.cuda.unavailable_reason.cache_clear()
+
+
+def test_a_gpu_that_is_newer_than_the_compiler_is_left_to_another_backend(monkeypatch):
+    module = importlib.import_module("kbit.dispatch.backends")
+    compiler = importlib.import_module("kbit.backends.cuda.compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module.cuda.driver, "device_arch", lambda index: compiler.arch_of(99, 0))
+    module.cuda.unavailable_reason.cache_clear()
+    try:
+        assert "cannot compile for sm_990a" in (module.cuda.unavailable_reason(0) or "")
+        assert "pip install -U nvidia-cuda-nvrtc" in (module.cuda.unavailable_reason(0) or "")
+        with pytest.warns(UserWarning, match=r"cannot compile for sm_990a.*`kbit doctor`"):
+            assert module.backend_for("linear", torch.device("cuda", 0), torch.uint8).name == "reference"
     finally:
         module.cuda.unavailable_reason.cache_clear()
 

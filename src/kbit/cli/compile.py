@@ -83,16 +83,19 @@ def _canonical(archs: list[str]) -> list[str]:
 
 
 def _archs_here() -> list[str]:
-    from kbit.backends.cuda.driver import device_arch, device_count
+    from kbit.backends.cuda import driver
+    from kbit.backends.cuda.compiler.arch import OLDEST_ARCH
 
     try:
-        archs = [device_arch(index) for index in range(device_count())]
+        if archs := driver.archs_here():
+            return archs
+        reason = f"It has no GPU of sm_{OLDEST_ARCH} or newer."
     except ValueError as error:
-        raise ValueError(
-            f"compile: this machine's architecture is unknown ({error}) Name those wanted: kbit compile "
-            f"--arch 80 (A100), 86 or 89 (RTX 30, 40, L40), 90a (H100, H200), 100a (B200), 120a (RTX 50)."
-        ) from error
-    return list(dict.fromkeys(archs))
+        reason = str(error)
+    raise ValueError(
+        f"compile: this machine's architecture is unknown ({reason}) Name those wanted: kbit compile "
+        f"--arch 80 (A100), 86 or 89 (RTX 30, 40, L40), 90a (H100, H200), 100a (B200), 120a (RTX 50)."
+    )
 
 
 def _compile_with_progress(

@@ -113,9 +113,7 @@ def _nvidia_in_sight() -> bool:
         driver.driver_library()
     except OSError:
         devices = Path("/sys/bus/pci/devices").glob("*")
-        return any(
-            _pci(device, "vendor") == "0x10de" and _pci(device, "class")[:4] == "0x03" for device in devices
-        )
+        return ("0x10de", "0x03") in {(_pci(one, "vendor"), _pci(one, "class")[:4]) for one in devices}
     except AttributeError:  # a driver, but too old for what kbit asks of it
         pass
     return True
@@ -154,9 +152,8 @@ def _gpu() -> Finding:
         old = "older than sm_80" in found
         return Finding("gpu", found, "Those run kbit's slow reference backend." if old else "")
     if torch.version.cuda is None:
-        remedy = (
-            "This torch has no CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        )
+        index = "https://download.pytorch.org/whl/cu130"
+        remedy = f"This torch has no CUDA: pip install torch --index-url {index}"
     else:
         remedy = f"torch, built for CUDA {torch.version.cuda}, cannot use it; is the driver older than that?"
     return Finding("gpu", found, remedy)
@@ -187,12 +184,19 @@ def _cuda_bindings() -> Finding:
 
 
 def _nvrtc() -> Finding:
-    from kbit.backends.cuda.compiler import nvrtc
+    from kbit.backends.cuda import driver
+    from kbit.backends.cuda.compiler import UnsupportedArchError, nvrtc
 
+    found = "none"
     try:
-        return Finding("nvrtc", f"{nvrtc.Nvrtc().name} ({nvrtc.library_path() or 'unknown place'})")
+        compiler = nvrtc.Nvrtc()
+        found = f"{compiler.name} ({nvrtc.library_path() or 'unknown place'})"
+        for arch in driver.archs_here():
+            compiler.require(arch)
     except ValueError as error:
-        return Finding("nvrtc", "none", str(error))
+        if found == "none" or isinstance(error, UnsupportedArchError):  # not that there is no driver
+            return Finding("nvrtc", found, str(error))
+    return Finding("nvrtc", found)
 
 
 def _nvcc() -> Finding:

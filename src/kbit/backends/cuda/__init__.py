@@ -92,8 +92,7 @@ def unavailable_reason(index: int | None = None) -> str | None:
 
 def _reason(index: int) -> str | None:
     try:
-        driver.device_arch(index)
-        compiler.chosen_compiler()
+        compiler.chosen_compiler().require(driver.device_arch(index))
     except KbitError as error:
         return str(error).removesuffix(".")
     return None

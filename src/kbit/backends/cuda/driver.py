@@ -6,11 +6,16 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kbit.backends.cuda.compiler import INSTALL, CompilerUnavailableError, arch_of
+from kbit.backends.cuda.compiler import (
+    INSTALL,
+    CompilerUnavailableError,
+    UnsupportedArchError,
+    arch_of,
+)
 from kbit.format.errors import KbitError
 
 WARP = 32  # threads
@@ -135,6 +140,19 @@ def device_arch(device_index: int) -> str:
     return arch_of(
         *(check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted)
     )
+
+
+def archs_here() -> list[str]:
+    """Architectures of the devices that kbit has kernels for, each once.
+
+    Raises:
+        DriverError: no driver.
+    """
+    found = {}
+    for index in range(device_count()):
+        with suppress(UnsupportedArchError):
+            found[device_arch(index)] = None
+    return list(found)
 
 
 def device_name(device_index: int) -> str:

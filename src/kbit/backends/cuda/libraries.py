@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kbit.backends.cuda import driver
-from kbit.backends.cuda.compiler import CompiledKernel, KernelSpec, chosen_compiler, compile_kernel
+from kbit.backends.cuda.compiler import CompiledKernel, KernelSpec, chosen_compiler, compile_kernel, nvrtc
 from kbit.backends.cuda.driver import DriverError
 
 # cuLibraryLoadData's words for "made by a newer compiler than I know", and for "not for this GPU".
@@ -37,7 +37,7 @@ def library_kernel(spec: KernelSpec, arch: str, csrc: Path) -> tuple[CompiledKer
                 raise
             version = driver.driver_version()
             major = version.partition(".")[0]
-            package = "nvidia-cuda-nvrtc" if int(major) >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
+            package = nvrtc.package_of(int(major))
             raise DriverError(
                 f"the driver, made for CUDA {version}, does not take {spec.name} as {chosen_compiler().name} "
                 f"compiled it for sm_{arch} ({error}). Update the driver, or compile with its version: "

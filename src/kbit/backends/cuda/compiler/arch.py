@@ -45,8 +45,9 @@ def arch_of(major: int, minor: int) -> str:
 
 
 def as_on_chips(arch: str) -> str:
-    """A canonical architecture as `arch_of` has it: "90", of which kbit would load nothing, is "90a"."""
-    return f"{arch}a" if arch.isdecimal() and int(arch) >= FIRST_WITH_LETTER else arch
+    """A canonical architecture as `arch_of` has it: "90" and "100f", of which kbit loads nothing, end in "a"."""
+    number = arch.rstrip("af")
+    return f"{number}a" if int(number) >= FIRST_WITH_LETTER else arch
 
 
 def require_known(arch: str, known: tuple[str, ...], compiler: str, remedy: str) -> None:

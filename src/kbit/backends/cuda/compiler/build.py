@@ -40,8 +40,8 @@ class Compiler(Protocol):
     def options(self, arch: str) -> tuple[str, ...]:
         """Command line for an architecture."""
 
-    def known_archs(self) -> tuple[str, ...]:
-        """Architectures that it compiles for, without letters."""
+    def require(self, arch: str) -> None:
+        """Check that it compiles for a canonical architecture; an `UnsupportedArchError` if not."""
 
     def compile(
         self, kernel: str, sources: Sources, arch: str, options: tuple[str, ...]
@@ -104,7 +104,7 @@ def compile_kernel(spec: KernelSpec, arch: str, *, csrc: Path = CSRC) -> Compile
     Raises:
         KbitCompileError: the compiler refused the source.
         UnsupportedArchError: kbit or the compiler does not know the architecture.
-        CompilerUnavailableError: there is no compiler.
+        CompilerUnavailableError: there is no compiler, or KBIT_CUDA_FLAGS cannot be read.
     """
     arch = canonical_arch(arch)
     compiler = chosen_compiler()
@@ -131,7 +131,13 @@ def compile_kernel(spec: KernelSpec, arch: str, *, csrc: Path = CSRC) -> Compile
 
 
 def _further_options() -> list[str]:
-    options = shlex.split(os.environ.get("KBIT_CUDA_FLAGS", ""))
+    flags = os.environ.get("KBIT_CUDA_FLAGS", "")
+    try:
+        options = shlex.split(flags)
+    except ValueError as error:  # such as a quotation without its end
+        raise CompilerUnavailableError(
+            f"KBIT_CUDA_FLAGS is {flags!r}, which cannot be split into options ({error}). Correct or unset it."
+        ) from error
     if _compiled_kernels_start_early():
         options.append("-DKBIT_WAIT_FIRST")  # see launch_early in csrc/common.cuh
     return options

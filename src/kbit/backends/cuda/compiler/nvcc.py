@@ -15,6 +15,8 @@ from kbit.backends.cuda.compiler.errors import CompilerUnavailableError, KbitCom
 from kbit.backends.cuda.compiler.spec import Sources
 
 KIND = "nvcc"
+# Environment variables of which nvcc takes options; KBIT_CUDA_FLAGS is for kbit's.
+_OPTIONS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 class Nvcc:
@@ -51,9 +53,14 @@ class Nvcc:
             "-Xptxas=-v,--warn-on-spills",
         )
 
-    def known_archs(self) -> tuple[str, ...]:
-        """Architectures that this version compiles for, without letters."""
-        return tuple(re.findall(r"sm_(\d+)\b", _run_for_text(self.path, "--list-gpu-code")))
+    def require(self, arch: str) -> None:
+        """Check that this version compiles for a canonical architecture.
+
+        Raises:
+            UnsupportedArchError: it does not.
+        """
+        known = tuple(re.findall(r"sm_(\d+)\b", _run_for_text(self.path, "--list-gpu-code")))
+        require_known(arch, known, self.name, "Install a newer CUDA toolkit.")
 
     def compile(
         self, kernel: str, sources: Sources, arch: str, options: tuple[str, ...]
@@ -64,18 +71,25 @@ class Nvcc:
             UnsupportedArchError: this version does not know `arch`.
             KbitCompileError: the source was refused.
         """
-        require_known(arch, self.known_archs(), self.name, "Install a newer CUDA toolkit.")
+        self.require(arch)
         with tempfile.TemporaryDirectory(prefix="kbit-nvcc-") as name:
             folder = Path(name)
             for file, text in {**sources.headers, sources.name: sources.text}.items():
                 (folder / file).write_text(text)
             # Run inside the folder, so that messages name stream.cu(12) and not a path that is soon gone.
             command = [str(self.path), *options, sources.name, "-o", "out.cubin"]
-            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False
+            )
             log = result.stdout + result.stderr
             if result.returncode:
                 raise KbitCompileError(kernel, arch, self.name, options, log)
             return (folder / "out.cubin").read_bytes(), log
+
+
+def _environment() -> dict[str, str]:
+    """That of nvcc: without options for other builds, which the cache's key would not tell apart."""
+    return {name: value for name, value in os.environ.items() if name not in _OPTIONS}
 
 
 def find_nvcc() -> Path:

@@ -50,9 +50,17 @@ class Nvrtc:
             *(("-no-cache",) if self._version >= (13, 0) else ()),
         )
 
-    def known_archs(self) -> tuple[str, ...]:
-        """Architectures that this version compiles for, without letters."""
-        return tuple(map(str, self._call("nvrtcGetSupportedArchs")))
+    def require(self, arch: str) -> None:
+        """Check that this version compiles for a canonical architecture.
+
+        Raises:
+            UnsupportedArchError: it does not.
+        """
+        known = tuple(map(str, self._call("nvrtcGetSupportedArchs")))
+        upgrade = f"Upgrade: pip install -U {package_of(self._version[0])}"
+        if self._version[0] < 13:  # whose package ends with it
+            upgrade += f", or to a torch for CUDA 13, with {package_of(13)}"
+        require_known(arch, known, self.name, upgrade)
 
     def compile(
         self, kernel: str, sources: Sources, arch: str, options: tuple[str, ...]
@@ -63,7 +71,7 @@ class Nvrtc:
             UnsupportedArchError: this version does not know `arch`.
             KbitCompileError: the source was refused.
         """
-        require_known(arch, self.known_archs(), self.name, "Upgrade: pip install -U nvidia-cuda-nvrtc")
+        self.require(arch)
         headers = sources.headers
         program = self._call(
             "nvrtcCreateProgram",
@@ -94,6 +102,11 @@ class Nvrtc:
         if code != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{self.name}: {function} failed with {code.name}.")
         return values[0] if values else None
+
+
+def package_of(major: int) -> str:
+    """Name of the package with NVRTC of a major version of CUDA."""
+    return "nvidia-cuda-nvrtc" if major >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
 
 
 def _bindings() -> ModuleType:
