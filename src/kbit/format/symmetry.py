@@ -17,8 +17,8 @@ def is_symmetric(codebook: torch.Tensor) -> bool:
 
     The first question about a tensor of 32 levels reads it, which waits for the device; the answer is kept
     while the tensor lives unchanged. While a CUDA graph is captured nothing can be read, and what is not
-    known by then is False, with which kernels are right in any case. Levels that change without torch's notice,
-    by `.data` or of a tensor made in inference mode, leave the answer as it was.
+    known by then is False, with which kernels are right in any case. Levels that change without torch's
+    notice, by `.data` or of a tensor made in inference mode, leave the answer as it was.
 
     Args:
         codebook: float32 [2^bits].

@@ -45,7 +45,7 @@ def arch_of(major: int, minor: int) -> str:
 
 
 def as_on_chips(arch: str) -> str:
-    """A canonical architecture as `arch_of` has it: "90" and "100f", of which kbit loads nothing, end in "a"."""
+    """A canonical architecture as `arch_of` has it: of "90" and "100f" kbit would load nothing."""
     number = arch.rstrip("af")
     return f"{number}a" if int(number) >= FIRST_WITH_LETTER else arch
 

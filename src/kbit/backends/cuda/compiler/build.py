@@ -136,7 +136,7 @@ def _further_options() -> list[str]:
         options = shlex.split(flags)
     except ValueError as error:  # such as a quotation without its end
         raise CompilerUnavailableError(
-            f"KBIT_CUDA_FLAGS is {flags!r}, which cannot be split into options ({error}). Correct or unset it."
+            f"KBIT_CUDA_FLAGS is {flags!r}, which is no list of options ({error}). Correct or unset it."
         ) from error
     if _compiled_kernels_start_early():
         options.append("-DKBIT_WAIT_FIRST")  # see launch_early in csrc/common.cuh

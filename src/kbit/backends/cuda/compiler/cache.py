@@ -2,8 +2,8 @@
 
 A file is the cubin, as cuobjdump reads it, followed by JSON about it and the JSON's length. It is written
 beside its place and renamed, so readers see all of it or none of it, under any number of processes. A file is
-used only if it is whole, made for this very key, and nobody outside the user's groups could have written it: a
-cubin is code that runs with the reader's rights.
+used only if it is whole, made for this very key, and nobody outside the user's groups could have written it:
+a cubin is code that runs with the reader's rights.
 """
 
 from __future__ import annotations
