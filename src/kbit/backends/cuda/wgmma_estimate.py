@@ -74,14 +74,16 @@ def clocks_of_experts(
     """Estimated clocks for m rows of experts that have so many row blocks each.
 
     How rows are dealt is not known. A router deals them nearly at random, a batch that was made for it
-    evenly, which counts for a quarter here; or for all, where tiles may be too few to fill the machine.
+    evenly, which counts for a third here; or for all, where tiles may be too few to fill the machine. On an
+    H200 choices take 0.4% longer than the best on average over 60 problems whose rows were dealt at random.
+    Of a quarter they would take no longer, but 128 experts by 512 rows each, evenly, 12 and 14%.
     """
     evenly = experts * row_blocks * -(-m // (experts * block.tokens))
     found = clocks(evenly, in_features, block, tiling, grid)
     if experts * row_blocks < grid:
         return found
     at_random = round(experts * row_blocks * tiles_of_expert(m, experts, block.tokens))
-    return (found + 3 * clocks(at_random, in_features, block, tiling, grid)) / 4
+    return (found + 2 * clocks(at_random, in_features, block, tiling, grid)) / 3
 
 
 @functools.lru_cache(maxsize=4096)
