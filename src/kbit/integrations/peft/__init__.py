@@ -40,9 +40,9 @@ def _registering(original: Any) -> Any:
 
 
 def guard_merging(module: ModuleType) -> None:
-    """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, and to train
-    codes, and say so where targets leave out experts that they would adapt in 16 bits. `quantize_model`
-    refuses models with adapters.
+    """Have peft refuse to merge adapters that kbit cannot, since they would be added to codes, to train codes
+    and to adapt layers that cannot be, and say so where targets leave out experts that they would adapt in 16
+    bits. `quantize_model` refuses models with adapters.
 
     Args:
         module: peft.tuners.tuners_utils.
@@ -73,29 +73,36 @@ def _guarded(original: Any) -> Any:
 def _named(original: Any) -> Any:
     @functools.wraps(original)
     def inject(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        from kbit.integrations.peft.experts import warn_of_left_out
-        from kbit.integrations.peft.layers import refuse_trained_codes
+        from kbit.integrations.peft import targets
 
-        refuse_trained_codes(model, self.peft_config[adapter_name])
-        warn_of_left_out(model, self.peft_config[adapter_name])
+        targets.refuse_trained_codes(model, self.peft_config[adapter_name])
+        targets.check(self, model, adapter_name)
+        targets.warn_of_left_out(model, self.peft_config[adapter_name])
         return original(self, model, adapter_name, *args, **kwargs)
 
     return inject
 
 
 def guard_prompts(module: ModuleType) -> None:
-    """Have peft find a quantized table for prompt and prefix tuning.
+    """Have peft find a quantized table for prompt and prefix tuning, take no dtype from codes, and refuse
+    what it would leave half done.
 
     It looks for a parameter with a row per token, and drops ".weight" from its name to have the table's. The
-    prompts of adaption prompt have the dtype of a projection's weight, which is that of codes.
+    prompts of adaption prompt and the scales of UniLoRA have the dtype of a weight, which is that of codes.
 
     Args:
         module: peft.peft_model.
     """
     from peft.tuners.adaption_prompt.layer import _BaseAdaptedAttention
+    from peft.tuners.adaption_prompt.model import AdaptionPromptModel
+    from peft.tuners.lora.model import LoraModel
+    from peft.tuners.unilora.layer import UniLoraLayer
 
     wrap_method(module.PeftModel, "_setup_prompt_encoder", _finding_tables)
     wrap_method(_BaseAdaptedAttention, "__init__", _of_floats)
+    wrap_method(AdaptionPromptModel, "add_adapter", _on_whole_layers)
+    wrap_method(UniLoraLayer, "update_scaling", _of_float_scales)
+    wrap_method(LoraModel, "add_weighted_adapter", _without_experts)
 
 
 def _of_floats(original: Any) -> Any:
@@ -107,13 +114,52 @@ def _of_floats(original: Any) -> Any:
     return init
 
 
+def _on_whole_layers(original: Any) -> Any:
+    def add(self: Any, *args: Any, **kwargs: Any) -> None:
+        from kbit.integrations.peft.layers import refuse_split
+
+        for layer in self.model.modules():
+            refuse_split(layer)
+        original(self, *args, **kwargs)
+
+    return add
+
+
+def _of_float_scales(original: Any) -> Any:
+    """Scales are at most 1, so cast to a dtype of codes they would be 0 and nothing would train."""
+
+    def update(self: Any, adapter_name: str, scales_a: torch.Tensor, scales_b: torch.Tensor) -> None:
+        original(self, adapter_name, scales_a, scales_b)
+        if self.get_base_layer().weight.is_floating_point():
+            return
+        for held, scales in ((self.unilora_scales_A, scales_a), (self.unilora_scales_B, scales_b)):
+            if adapter_name in held:
+                held[adapter_name] = scales.to(held[adapter_name].device)
+
+    return update
+
+
+def _without_experts(original: Any) -> Any:
+    def add(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        from kbit.integrations.peft.experts import refuse_weighted
+
+        refuse_weighted(self.model, adapters)
+        original(self, adapters, *args, **kwargs)
+
+    return add
+
+
 def _finding_tables(original: Any) -> Any:
-    def setup(self: Any, *args: Any, **kwargs: Any) -> None:
+    def setup(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        from kbit.integrations.peft import targets
+
+        targets.refuse_trained_codes(self.base_model, self.peft_config[adapter_name])
+        targets.refuse_split_tables(self.base_model)
         searched = [self.base_model, *self.base_model.children()]
         for module in searched:
             vars(module)["get_submodule"] = partial(_submodule_of_codes, module)
         try:
-            original(self, *args, **kwargs)
+            original(self, adapter_name, *args, **kwargs)
         finally:
             for module in searched:
                 vars(module).pop("get_submodule", None)

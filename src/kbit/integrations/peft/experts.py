@@ -8,7 +8,6 @@ y += s (x A_e^T) B_e^T, after gate_up_proj and again after down_proj.
 from __future__ import annotations
 
 import math
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -45,27 +44,25 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor) -> to
 NAMES = {"gate_up_proj": "gate_up", "down_proj": "down"}
 
 
-# Targets by which peft adapts the experts of a 16-bit model, as parameters.
-_OF_16_BIT = {"all-linear", "gate_proj", "up_proj", "down_proj", *NAMES}
+def check_config(base: KbitExperts, adapter_name: str, config: Any) -> None:
+    """Refuse what adapters of fused experts cannot have.
 
-
-def warn_of_left_out(model: nn.Module, config: Any) -> None:
-    """Warn where an adapter's targets, which would adapt experts of 16 bits, leave out quantized ones.
-
-    Args:
-        model: to be adapted.
-        config: of the adapter, before peft looks for what it matches.
+    Raises:
+        ValueError: they would have biases, depend on the token, or be called as one of their parameters.
     """
-    targets = getattr(config, "target_modules", None) or ()
-    listed = {targets} if isinstance(targets, str) else set(targets)
-    wanted = _OF_16_BIT & (listed | set(getattr(config, "target_parameters", None) or ()))
-    experts = [name for name, module in model.named_modules() if isinstance(module, KbitExperts)]
-    left = [name for name in experts if not any(f".{name}".endswith(f".{target}") for target in listed)]
-    if wanted and left:
-        warnings.warn(
-            f"kbit: {', '.join(sorted(wanted))} adapt no quantized experts, which are one module a layer: "
-            f'{left[0]} and {len(left) - 1} more. Put "experts" among the target_modules to train them.',
-            stacklevel=4,
+    where = base.layer_name or type(base).__name__
+    if config.lora_bias:
+        raise ValueError(f"{where}: adapters of fused experts have no bias. Use lora_bias=False.")
+    for option in ("alora_invocation_tokens", "arrow_config"):
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{where}: {option} is not possible on fused experts, whose adapters do not know the token "
+                f"that a row is of. Adapt linear layers alone."
+            )
+    if adapter_name in NAMES.values():
+        raise ValueError(
+            f"{where}: an adapter of fused experts cannot be called {adapter_name!r}, which is what one of "
+            f"its parameters is called: peft would not find it in files again. Choose another adapter_name."
         )
 
 
@@ -112,14 +109,12 @@ class LoraExperts(nn.Module, LoraLayer):
         """Add an adapter of rank r.
 
         Raises:
-            ValueError: r is not positive, or adapters are to have biases.
+            ValueError: r is not positive, or see `check_config`.
         """
         if r <= 0:
             raise ValueError(f"r must be positive, got {r}.")
         base = self.get_base_layer()
-        if config.lora_bias:
-            where = base.layer_name or type(base).__name__
-            raise ValueError(f"{where}: adapters of fused experts have no bias. Use lora_bias=False.")
+        check_config(base, adapter_name, config)
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
@@ -189,3 +184,21 @@ class LoraExperts(nn.Module, LoraLayer):
 
     def __repr__(self) -> str:
         return "lora." + super().__repr__()
+
+
+def refuse_weighted(model: nn.Module, adapters: list[str]) -> None:
+    """Refuse a weighted sum of adapters that adapt experts, of which peft would make one that is half done.
+
+    Raises:
+        NotImplementedError: one of `adapters` adapts experts; the message names the first layer.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, LoraExperts):
+            continue
+        found = next((adapter for adapter in adapters if adapter in layer.lora_A), None)
+        if found is not None:
+            raise NotImplementedError(
+                f"{layer.get_base_layer().layer_name}: add_weighted_adapter is not possible with adapted "
+                f"experts, and {found!r} adapts these. Make several adapters active at once "
+                f"(model.base_model.set_adapter), or adapt linear layers alone."
+            )

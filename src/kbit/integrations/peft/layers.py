@@ -39,29 +39,20 @@ def check_config(layer: QuantizedModule, config: Any) -> None:
     for option in ("use_dora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config"):
         if getattr(config, option, None):
             raise ValueError(f"{where}: {option} is not possible on a quantized weight. Use plain LoRA.")
-    if hasattr(layer, "split"):
-        raise ValueError(f"{where} is split over ranks; LoRA trains on whole layers. Load without tp_plan.")
+    refuse_split(layer)
 
 
-def refuse_trained_codes(model: nn.Module, config: Any) -> None:
-    """Refuse to train quantized modules themselves, whose codes have no gradients.
+def refuse_split(layer: nn.Module) -> None:
+    """Refuse a layer of which this process holds a part: what it would train fits no other number of ranks.
 
     Raises:
-        ValueError: a configuration's modules_to_save or trainable_token_indices name one.
+        ValueError: it is one.
     """
-    tables = getattr(config, "trainable_token_indices", None)
-    if isinstance(tables, list):  # rows of the model's own table
-        own = model.get_input_embeddings()  # type: ignore[operator]
-        tables = [name for name, module in model.named_modules() if module is own]
-    asked = {"modules_to_save": getattr(config, "modules_to_save", None), "trainable_token_indices": tables}
-    for option, ends in asked.items():
-        for name, module in model.named_modules(remove_duplicate=False):
-            end = next((end for end in ends or () if name.endswith(end)), None)
-            if end is not None and isinstance(module, QuantizedModule):
-                raise ValueError(
-                    f"{option}: {name} is quantized, and codes have no gradients. Adapt it by LoRA "
-                    f"(target_modules), or leave it in 16 bits when quantizing: overrides={{'{end}$': 0}}."
-                )
+    if isinstance(layer, QuantizedModule) and hasattr(layer, "split"):
+        raise ValueError(
+            f"{layer.layer_name or type(layer).__name__} is split over ranks; adapters and prompts train on "
+            f"whole layers. Load the model without tp_plan or distributed_config."
+        )
 
 
 class LoraOnCodes:
