@@ -14,7 +14,7 @@ import torch
 
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
-from kbit.nvfp4.no_gradient import no_transform, without_gradient
+from kbit.nvfp4.no_gradient import refuse_transforms, without_gradient
 from kbit.nvfp4.quantize import check_rounding
 from kbit.ops import checks, type_checks
 
@@ -53,7 +53,7 @@ def rmsnorm(
     """
     op = "rmsnorm"
     _check_norm(op, x, weight, eps, residual)
-    no_transform(op, "", x, weight, residual)
+    refuse_transforms(op, "", x, weight, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
     norm, h = kernels.rmsnorm(_operand(x), _operand(weight), eps, _optional(residual))
     return without_gradient(norm, op, "", x, weight, residual), _sum(h, op, x, residual)
@@ -91,7 +91,7 @@ def rmsnorm_quantize_nvfp4(
     _check_norm(op, x, weight, eps, residual)
     type_checks.flag(op, "write_norm", write_norm)
     factor = check_rounding(search, ties, global_scale, op)
-    no_transform(op, "", x, weight, residual)
+    refuse_transforms(op, "", x, weight, residual)
     kernels = kernels_for(x, weight=weight, residual=residual)
     operands = (_operand(x), _operand(weight), eps, _optional(residual))
     codes, scales, norm, h = kernels.rmsnorm_quantize(*operands, write_norm, search, ties == "even", factor)
@@ -114,7 +114,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         TypeError, ValueError: the argument does not fit.
     """
     _check_gate_up("silu_mul", gate_up)
-    no_transform("silu_mul", "", gate_up)
+    refuse_transforms("silu_mul", "", gate_up)
     y = kernels_for(gate_up).silu_mul(_operand(gate_up))
     return without_gradient(y, "silu_mul", "", gate_up)
 
@@ -137,7 +137,7 @@ def silu_mul_quantize_nvfp4(
     """
     _check_gate_up("silu_mul_quantize_nvfp4", gate_up)
     factor = check_rounding(search, ties, global_scale, "silu_mul_quantize_nvfp4")
-    no_transform("silu_mul_quantize_nvfp4", "", gate_up)
+    refuse_transforms("silu_mul_quantize_nvfp4", "", gate_up)
     kernels = kernels_for(gate_up)
     codes, scales = kernels.silu_mul_quantize(_operand(gate_up), search, ties == "even", factor)
     return _tensor(codes, scales, factor, (len(gate_up), gate_up.shape[1] // 2))

@@ -18,7 +18,12 @@ _OF_LAYERS = (
 _OF_FOLDS = "has no gradient", "Detach its inputs, or call it within torch.no_grad()"
 
 
-def no_transform(op: str, where: str, *inputs: torch.Tensor | None) -> None:
+def _words(op: str) -> tuple[str, str]:
+    """What there is no gradient of, and what to do."""
+    return _OF_LAYERS if op == LAYERS else _OF_FOLDS
+
+
+def refuse_transforms(op: str, where: str, *inputs: torch.Tensor | None) -> None:
     """Raise NotImplementedError if an input is differentiated forwards or by torch.func, or is vmap's.
 
     Args:
@@ -26,14 +31,15 @@ def no_transform(op: str, where: str, *inputs: torch.Tensor | None) -> None:
         where: name of the layer, for the message.
         inputs: what results are computed from.
     """
-    grad_checks.no_tangent(op, where, *inputs)
+    _, remedy = _words(op)
+    grad_checks.no_tangent(op, where, *inputs, remedy=remedy)
     if grad_checks.in_transform() and any(one is not None and grad_checks.is_batched(one) for one in inputs):
         raise NotImplementedError(
             f"{op}: torch.vmap cannot batch it, got an input of its{at(where)}. Call it with the batch as a "
             f"dimension of its input."
         )
     if grad_checks.wants_grad(*inputs):
-        grad_checks.no_transform(op, where)
+        grad_checks.no_transform(op, where, remedy)
 
 
 # Compiled, the graph is broken at what is computed here anyhow; traced, the refusal would vanish.
@@ -52,7 +58,7 @@ def without_gradient(y: torch.Tensor, op: str, where: str, *inputs: torch.Tensor
     """
     if not grad_checks.wants_grad(*inputs):
         return y
-    what, remedy = _OF_LAYERS if op == LAYERS else _OF_FOLDS
+    what, remedy = _words(op)
     message = f"{op}: {what}{at(where)}. {remedy}."
     if grad_checks.in_transform():  # which hides from autograd what is attached here
         raise NotImplementedError(message)

@@ -38,7 +38,11 @@ def _unbatched(one: torch.Tensor) -> torch.Tensor:
     return one
 
 
-def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
+_BACKWARDS = "Differentiate backwards, with torch.autograd.grad"
+_BY_AUTOGRAD = "Use torch.autograd.grad; torch.func.vmap works"
+
+
+def no_tangent(op: str, where: str, *inputs: torch.Tensor | None, remedy: str = _BACKWARDS) -> None:
     """Raise NotImplementedError if one of `inputs` has a forward-mode tangent, which ops would ignore."""
     # The level is -1 outside dual_level and torch.func.jvp; nothing public says so as quickly.
     if forward_ad._current_level < 0:
@@ -46,12 +50,11 @@ def no_tangent(op: str, where: str, *inputs: torch.Tensor | None) -> None:
     duals = [forward_ad.unpack_dual(_unbatched(one)) for one in inputs if one is not None]
     if any(dual.tangent is not None for dual in duals):
         raise NotImplementedError(
-            f"{op}: has no forward-mode derivative, got an input with a tangent{at(where)}. "
-            f"Differentiate backwards, with torch.autograd.grad."
+            f"{op}: has no forward-mode derivative, got an input with a tangent{at(where)}. {remedy}."
         )
 
 
-def no_transform(op: str, where: str) -> None:
+def no_transform(op: str, where: str, remedy: str = _BY_AUTOGRAD) -> None:
     """Raise NotImplementedError inside torch.func.grad, vjp or jacrev; asked where gradients are wanted."""
     # Nothing public says so; while torch.compile traces, torch's own error is left.
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
@@ -60,7 +63,7 @@ def no_transform(op: str, where: str) -> None:
     if any(one.key() == transforms.TransformType.Grad for one in transforms.get_interpreter_stack() or ()):
         raise NotImplementedError(
             f"{op}: torch.func.grad, vjp and jacrev cannot differentiate it, got an input of "
-            f"theirs{at(where)}. Use torch.autograd.grad; torch.func.vmap works."
+            f"theirs{at(where)}. {remedy}."
         )
 
 

@@ -109,7 +109,7 @@ class NVFP4Experts(NVFP4Module):
         inputs = [hidden_states, top_k_weights]
         if self.settings.activations == "nvfp4" and isinstance(self.act_fn, nn.Module):
             inputs += self.act_fn.parameters()
-        no_gradient.no_transform(no_gradient.LAYERS, self.layer_name, *inputs, top_k_index)
+        no_gradient.refuse_transforms(no_gradient.LAYERS, self.layer_name, *inputs, top_k_index)
         y = self._summed(hidden_states.detach(), top_k_index, top_k_weights.detach().float())
         return no_gradient.without_gradient(y, no_gradient.LAYERS, self.layer_name, *inputs)
 

@@ -87,7 +87,7 @@ class NVFP4Linear(NVFP4Module):
         x = input
         checks.activation("linear", x, self.in_features, self._device_of("weight"), self.layer_name)
         if self.settings.activations == "nvfp4":
-            no_gradient.no_transform(no_gradient.LAYERS, self.layer_name, x)
+            no_gradient.refuse_transforms(no_gradient.LAYERS, self.layer_name, x)
         weight = self.quantized("weight")
         bias: torch.Tensor | None = self.bias
         # A model held in one dtype and fed in another still adds the bias in the activations' dtype.
