@@ -27,11 +27,11 @@ TOO_NARROW = "too_narrow"
 BY_BOTH_NAMES = {"bits": 4, "overrides": {r"0\.mlp\.experts$": 3, r"1\.block_sparse_moe\.experts$": 5}}
 
 
-def run_ranks(folder, cases, device="cpu"):
-    """Run cases on two ranks; [{case: result} of rank 0, of rank 1]."""
+def run_ranks(folder, cases, device="cpu", program="parallel_ranks.py"):
+    """Run cases on two ranks of a program beside this; [{case: result} of rank 0, of rank 1]."""
     job = folder / "job.json"
     job.write_text(json.dumps({"out": str(folder), "device": device, "cases": cases}))
-    program = [sys.executable, str(Path(__file__).with_name("parallel_ranks.py")), str(job)]
+    program = [sys.executable, str(Path(__file__).with_name(program)), str(job)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [subprocess.Popen(program, env=one, **pipes) for one in rank_environment(RANKS)]
     try:

@@ -33,6 +33,7 @@ transformers; asking it for `KbitConfig` does.
     stop_checks                  ends of answers, looked for a step late
     compiled_layers, token_times torch.compile for them; when their tokens come
     parallel, parallel_layers, sharded, collectives  models that are split over ranks
+    failures                     errors on one of these, which all raise
 """
 
 from __future__ import annotations

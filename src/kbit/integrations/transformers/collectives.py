@@ -151,13 +151,28 @@ def _agreed(step: Callable[[], str | None], group: Any, device: torch.device) ->
         reason = step()
     except Exception as error:  # of whatever kind, or the other ranks would wait for this one
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-    failed = torch.tensor([reason is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    if not failed.item():
+    found: str | None = first_of(reason, group, device)
+    return found
+
+
+def first_of(value: Any, group: Any, device: torch.device) -> Any:
+    """What the first rank of those that have something has, on all ranks, every one of which must call it.
+
+    Args:
+        value: what this rank has, which can be pickled; None if nothing.
+        group: a process group.
+        device: this rank's.
+
+    Returns:
+        None if no rank has anything.
+    """
+    found = torch.tensor([value is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    if not found.item():
         return None
-    reasons: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, reason, group=group)
-    return next(one for one in reasons if one is not None)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return next(one for one in values if one is not None)
 
 
 def _check(group: Any, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
@@ -110,8 +111,11 @@ def guard_saving(module: ModuleType) -> None:
 
 def _told(original: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("save_original_format") is False:
+        options = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        if options.get("save_original_format") is False:
             _refuse_fused_experts(self)
+        if options.get("distributed_checkpoint"):
+            _refuse_distributed_checkpoint(self)
         quantizer, quantized = getattr(self, "hf_quantizer", None), refusals.has_quantized(self)
         if quantized and not _saves_adapters(self):
             _refuse_wrapped_layers(self)
@@ -199,6 +203,16 @@ def _refuse_fused_experts(model: Any) -> None:
             raise ValueError(
                 f"save_pretrained: {name} are quantized experts, which files hold in the original format. "
                 f"Leave out save_original_format=False."
+            )
+
+
+def _refuse_distributed_checkpoint(model: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            raise ValueError(
+                f"save_pretrained: {name} is quantized, and from_pretrained finds no codes in a distributed "
+                f"checkpoint. Leave out distributed_checkpoint=True: called on every rank, save_pretrained "
+                f"gathers the parts of all."
             )
 
 

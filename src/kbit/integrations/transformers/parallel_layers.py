@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kbit.format.codebook import BLOCK_SIZE
+from kbit.format.names import PACKED
 from kbit.integrations.transformers import collectives
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.ops import type_checks
+from kbit.ops import checks, places, type_checks
 
 
 @dataclass
@@ -120,6 +122,15 @@ class ParallelModule(QuantizedModule):
 
     split: Split
 
+    def whole_shape(self, weight: str) -> tuple[int, ...]:
+        """The shape of a weight over all ranks."""
+        shape = self.split.shapes.get(weight + PACKED)
+        if shape is None:
+            return self.shapes[weight]
+        last = self.split.axis(weight + PACKED) == len(shape) - 1
+        columns = shape[-1] // self.bits * BLOCK_SIZE if last else self.shapes[weight][-1]
+        return (*shape[:-1], columns)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, placement in self.split.placements.items():
@@ -172,14 +183,34 @@ class ParallelEmbedding(ParallelModule, KbitEmbedding):
     """A KbitEmbedding split by ids, or by columns; the rows come out whole on every rank."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Like KbitEmbedding's, bit for bit: each row is one rank's, the others add zeros."""
+        """Like KbitEmbedding's, bit for bit: each row is one rank's, the others add zeros.
+
+        Raises:
+            IndexError: an id is out of range of all ranks' rows (on the CPU).
+            TypeError, ValueError: ids are no integers, or elsewhere; the message names this layer.
+        """
         if self.split.axis("weight_packed") == 1:
             columns = self.embedding_dim * self.split.mesh.size()
             return gather_columns(super().forward(input), columns, self.split.group)
+        checks.embedding_ids(input, self.weight_packed.device, self.layer_name)
+        self._check_range(input)
         local = input - self.split.offset
         mine = (local >= 0) & (local < self.num_embeddings)
         rows = super().forward(local.where(mine, 0))
         return sum_over_ranks(rows.masked_fill(~mine.unsqueeze(-1), 0), self.split.group)
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        """Refuse ids that no rank has: each would leave them to the others. A GPU would have to wait."""
+        if ids.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        rows = self.split.shapes["weight_packed"][0]
+        outside = ((ids < 0) | (ids >= rows)).flatten()
+        if outside.any():
+            position = int(outside.int().argmax())
+            found = f"id {int(ids.flatten()[position])} at position {position}"
+            raise places.looked_up(
+                IndexError(f"embedding: {found} is outside 0..{rows - 1}"), self.layer_name
+            )
 
 
 class ParallelExperts(ParallelModule, KbitExperts):

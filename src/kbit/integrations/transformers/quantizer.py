@@ -50,6 +50,7 @@ class KbitHfQuantizer(HfQuantizer):
         plan: {parameter: Planned}, made before loading; see `kbit.integrations.transformers.plan`.
         index: the checkpoint's tensors, or None if it is not in safetensors files.
         ties: names of tied parameters, (target, source), of which one at least is quantized.
+        failure: why experts that only this rank reads could not be quantized, until all ranks raise it.
     """
 
     requires_calibration = False
@@ -60,6 +61,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.plan: dict[str, Any] = {}
         self.index: dict[str, TensorInfo] | None = None
         self.ties: list[tuple[str, str]] = []
+        self.failure: Exception | None = None
         self._originals: dict[int, Any] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -96,10 +98,10 @@ class KbitHfQuantizer(HfQuantizer):
             assert self.index is not None
             placement.prepare_stored_parts(model, self.plan, self.index)
         if is_distributed():
-            from kbit.integrations.transformers.parallel import plan_parts
+            from kbit.integrations.transformers.parallel import plan_before_splitting
 
-            # Here and not in the hooks for it, which 5.21 renamed: both follow at once.
-            plan_parts(model)
+            # Not now: what a user says of the plan comes with the splitting, which follows.
+            plan_before_splitting()
         return model
 
     # -- while loading ---------------------------------------------------------------------------------------
@@ -139,6 +141,10 @@ class KbitHfQuantizer(HfQuantizer):
         """The operation that quantizes a parameter."""
         from kbit.integrations.transformers.operations import Quantize
 
+        if is_distributed():
+            from kbit.integrations.transformers.failures import QuantizeAmongRanks
+
+            return QuantizeAmongRanks(self)
         return Quantize(self)
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
@@ -156,17 +162,16 @@ class KbitHfQuantizer(HfQuantizer):
         policy = self.quantization_config
         placement.finish_ties(model, self.ties)
         if is_distributed():
-            from kbit.integrations.transformers import collectives, sharded
+            from kbit.integrations.transformers import sharded
 
             sharded.localize(model)
-            collectives.use_where_possible(model)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 placement.unmark_initialized(module, module.shapes)
                 module.freeze_parts()  # the loader makes every float parameter trainable
                 module.reset_constants(policy.codebook_for(module.bits))
                 module.prepare()
-        placement.check_factors(model)
+        self._check_loaded(model)
         run_together(model)
         restored = self._restored(model._weight_conversions)
         model._weight_conversions = saving.with_experts(model, restored)
@@ -180,6 +185,23 @@ class KbitHfQuantizer(HfQuantizer):
             logger.warning("%s", NOTHING_QUANTIZED)
         self.index, self._originals = None, {}  # only the load needed them
         return model
+
+    def _check_loaded(self, model: Any) -> None:
+        """Raise what went wrong with this rank's weights, or another's."""
+        from kbit.integrations.transformers import placement
+
+        def check() -> None:
+            if self.failure is not None:
+                raise self.failure
+            placement.check_factors(model)
+
+        if not is_distributed():
+            check()
+            return
+        from kbit.integrations.transformers import collectives, failures
+
+        failures.raise_together(model, check)
+        collectives.use_where_possible(model)
 
     def _restored(self, conversions: list) -> list:
         """The model's own conversions again, without the ones that were only for loading."""

@@ -44,13 +44,19 @@ def _already(model: Any, wanted: int | None, multiple: int | None) -> bool:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(table, TileableModule) and not isinstance(head, TileableModule):
         return False
-    rows = table.num_embeddings
+    rows = _rows(table, "num_embeddings")
     wanted = rows if wanted is None else wanted
     if multiple:
         wanted = -(-wanted // multiple) * multiple
-    if wanted == rows == getattr(head, "out_features", rows):
+    if wanted == rows == _rows(head, "out_features", rows):
         return True
     raise ValueError(
         f"resize_token_embeddings: embedding or head is quantized and has {rows} rows, got {wanted}. Resize "
         f"the unquantized model and quantize it then, or leave both unquantized (embedding_bits=None)."
     )
+
+
+def _rows(layer: Any, attribute: str, otherwise: int | None = None) -> Any:
+    """Rows of a table or head; of all ranks where each holds a part, of which the attributes tell."""
+    whole_shape = getattr(layer, "whole_shape", None)
+    return getattr(layer, attribute, otherwise) if whole_shape is None else whole_shape("weight")[0]

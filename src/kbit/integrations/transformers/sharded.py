@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
 
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.names import PACKED, SCALE
 from kbit.integrations.transformers import parallel
+from kbit.integrations.transformers.own_methods import put
 from kbit.integrations.transformers.parallel_layers import (
     ParallelEmbedding,
     ParallelExperts,
@@ -23,6 +26,7 @@ from kbit.integrations.transformers.parallel_layers import (
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.norm import FOR_GRADIENTS
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.tied import distinct_weights
 
 
 def local_part(whole: torch.Tensor, reference: Any) -> torch.Tensor:
@@ -44,6 +48,11 @@ def local_part(whole: torch.Tensor, reference: Any) -> torch.Tensor:
     return torch.cat(parts, dim=placement.dim) if len(parts) > 1 else parts[0].contiguous()
 
 
+def is_by_id(reference: Any) -> bool:
+    """Whether a parameter of fused experts is split by id: every rank has all of its own experts."""
+    return isinstance(reference, DTensor) and reference.placements[0].is_shard(0)
+
+
 def owned(of_experts: Any, reference: Any) -> Any:
     """The entries, of a list or tensor with one per expert, of the experts that this rank holds.
 
@@ -51,7 +60,7 @@ def owned(of_experts: Any, reference: Any) -> Any:
         of_experts: entries in order of the experts' ids.
         reference: a parameter of the fused experts; all entries are returned if it is not split by id.
     """
-    if not isinstance(reference, DTensor) or not reference.placements[0].is_shard(0):
+    if not is_by_id(reference):
         return of_experts
     count = reference.to_local().shape[0]
     begin = reference.device_mesh.get_local_rank() * count
@@ -63,6 +72,9 @@ def localize(model: Any) -> None:
 
     Args:
         model: a PreTrainedModel that transformers has split and loaded.
+
+    Raises:
+        ValueError: a layer is split so that it cannot compute what the plan says; the message names it.
     """
     known: dict[int, nn.Parameter] = {}  # tied layers go on sharing
     for name, module in model.named_modules():
@@ -71,8 +83,11 @@ def localize(model: Any) -> None:
             setattr(vars(module)["forward"], FOR_GRADIENTS, True)
         if not isinstance(module, QuantizedModule):
             continue
-        weights = [module._parameters[weight + PACKED] for weight in module.shapes]
-        if any(isinstance(weight, DTensor) for weight in weights):
+        weights = {weight: module._parameters[weight + PACKED] for weight in module.shapes}
+        parallel.check_fits(
+            model, name, module, {weight: _axis(parameter) for weight, parameter in weights.items()}
+        )
+        if any(isinstance(weight, DTensor) for weight in weights.values()):
             _localize(module, style, known)
         elif style in parallel.PARALLEL_FORWARDS:
             # A head tied to a table that stays whole: transformers would gather what is complete.
@@ -80,6 +95,18 @@ def localize(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelExperts):
             _agree_on_factors(module)
+    if is_split(model):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                put(module, "from_pretrained", WholeCount())
+
+
+def _axis(parameter: Any) -> int | None:
+    """The dimension along which a parameter is split over ranks; None if every rank has all of it."""
+    if not isinstance(parameter, DTensor) or parameter.placements[0].is_replicate():
+        return None
+    placement: Any = parameter.placements[0]
+    return int(placement.dim)
 
 
 def _localize(module: Any, style: str | None, known: dict[int, nn.Parameter]) -> None:
@@ -96,7 +123,8 @@ def _localize(module: Any, style: str | None, known: dict[int, nn.Parameter]) ->
         module._parameters[key] = known[id(parameter)]
     assert split is not None
     module.split = split
-    split.gathers, split.splits_input = style in parallel.GATHERS, style in parallel.SPLITS_INPUT
+    # Not by the style's name: a head that is tied to a table is split as the table is.
+    split.gathers, split.splits_input = style not in parallel.GIVES_PART, style not in parallel.TAKES_PART
     for weight, (*_, columns) in module.shapes.items():
         packed = module._parameters[weight + PACKED]
         last = split.axis(weight + PACKED) == packed.dim() - 1
@@ -121,6 +149,25 @@ def _become_parallel(module: Any, split: Split) -> None:
         assert isinstance(module, KbitLinear)
         module.__class__ = ParallelLinear
         module.out_features, module.in_features = module.shapes["weight"]
+
+
+class WholeCount:
+    """`num_parameters` of a split model, which counts other ranks' parts, too, as it does of DTensors."""
+
+    name = "num_parameters"
+
+    def __call__(self, model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters; see transformers' method."""
+        count: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+        for layer in model.modules():
+            bias = layer._parameters.get("bias") if isinstance(layer, ParallelModule) else None
+            if bias is not None and (bias.requires_grad or not only_trainable):
+                count += math.prod(layer.split.shapes.get("bias", bias.shape)) - bias.numel()
+        for _, layer, weight in () if only_trainable else distinct_weights(model):
+            left_out = exclude_embeddings and isinstance(layer, nn.Embedding)
+            if isinstance(layer, ParallelModule) and not left_out:
+                count += math.prod(layer.whole_shape(weight)) - math.prod(layer.shapes[weight])
+        return count
 
 
 def _agree_on_factors(experts: ParallelExperts) -> None:
