@@ -148,7 +148,7 @@ def archs_here() -> list[str]:
     Raises:
         DriverError: no driver.
     """
-    found = {}
+    found: dict[str, None] = {}
     for index in range(device_count()):
         with suppress(UnsupportedArchError):
             found[device_arch(index)] = None

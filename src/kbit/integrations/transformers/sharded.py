@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,12 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedModel
 
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.names import PACKED, SCALE
 from kbit.integrations.transformers import parallel
-from kbit.integrations.transformers.own_methods import put
 from kbit.integrations.transformers.parallel_layers import (
     ParallelEmbedding,
     ParallelExperts,
@@ -26,7 +23,6 @@ from kbit.integrations.transformers.parallel_layers import (
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.norm import FOR_GRADIENTS
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.tied import distinct_weights
 
 
 def local_part(whole: torch.Tensor, reference: Any) -> torch.Tensor:
@@ -95,10 +91,6 @@ def localize(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelExperts):
             _agree_on_factors(module)
-    if is_split(model):
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                put(module, "from_pretrained", WholeCount())
 
 
 def _axis(parameter: Any) -> int | None:
@@ -149,25 +141,6 @@ def _become_parallel(module: Any, split: Split) -> None:
         assert isinstance(module, KbitLinear)
         module.__class__ = ParallelLinear
         module.out_features, module.in_features = module.shapes["weight"]
-
-
-class WholeCount:
-    """`num_parameters` of a split model, which counts other ranks' parts, too, as it does of DTensors."""
-
-    name = "num_parameters"
-
-    def __call__(self, model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters; see transformers' method."""
-        count: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
-        for layer in model.modules():
-            bias = layer._parameters.get("bias") if isinstance(layer, ParallelModule) else None
-            if bias is not None and (bias.requires_grad or not only_trainable):
-                count += math.prod(layer.split.shapes.get("bias", bias.shape)) - bias.numel()
-        for _, layer, weight in () if only_trainable else distinct_weights(model):
-            left_out = exclude_embeddings and isinstance(layer, nn.Embedding)
-            if isinstance(layer, ParallelModule) and not left_out:
-                count += math.prod(layer.whole_shape(weight)) - math.prod(layer.shapes[weight])
-        return count
 
 
 def _agree_on_factors(experts: ParallelExperts) -> None:
