@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig, PretrainedConfig
 
-from kbit.cli import serve_fields, serve_requests
+from kbit.cli import serve_fields, serve_fitting, serve_requests
 
 USER = {"role": "user", "content": "w1"}
 
@@ -28,6 +28,14 @@ USER = {"role": "user", "content": "w1"}
         ({"stop": "w1\ud800"}, "stop has half a surrogate pair"),
         ({"instructions": 5}, "instructions must be a string"),
         ({"tools": [5]}, "tools must be a list of objects"),
+        ({"parallel_tool_calls": "x"}, "parallel_tool_calls must be true or false"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {"tools": None, "x": 1}}, "chat_template_kwargs may not name tools, which"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
+            "chat_template_kwargs may not name add_",
+        ),
         ({"generation_config": json.dumps({"eos_token_id": "x"})}, "eos_token_id must be a whole number"),
         ({"generation_config": json.dumps({"eos_token_id": [[2]]})}, "eos_token_id must be a whole number"),
         ({"generation_config": json.dumps({"eos_token_id": 1.5})}, "eos_token_id must be a whole number"),
@@ -44,7 +52,24 @@ def test_settings_that_may_be():
         {"stop": "w1", "suffix": "w2", "tools": [], "logit_bias": {"5": 1, "6": -0.5}}
     )
     serve_fields.check_settings({"stop": ["w1"], "generation_config": json.dumps({"eos_token_id": [1, 2]})})
+    serve_fields.check_settings({"chat_template_kwargs": {"enable_thinking": False}})
+    serve_fields.check_settings({"chat_template_kwargs": None, "parallel_tool_calls": None})
+    serve_fields.check_settings({"parallel_tool_calls": True})
     serve_fields.check_settings({})
+
+
+@pytest.mark.parametrize("length", [0, -5, 2.5, "x"])
+def test_a_length_of_text_that_is_none(length):
+    body = {"generation_config": json.dumps({"max_length": length})}
+    with pytest.raises(serve_fields.RequestError, match="max_length must be a whole number"):
+        serve_fields.check_settings(body)
+
+
+def test_fields_that_say_nothing_are_left_out():
+    said = {"stop": ["w1"], "chat_template_kwargs": {}, "parallel_tool_calls": False, "tools": None}
+    assert serve_fields.without_nothings(said) == said
+    nothing = {"stop": [], "chat_template_kwargs": None, "parallel_tool_calls": None, "tools": None}
+    assert serve_fields.without_nothings(nothing) == {"tools": None}
 
 
 @pytest.mark.parametrize(
@@ -63,10 +88,21 @@ def test_messages(more, told):
 
 
 @pytest.mark.parametrize(
-    ("body", "drawn"), [({"temperature": 0.8}, True), ({"temperature": 0}, False), ({}, None)]
+    ("body", "drawn"),
+    [
+        ({"temperature": 0.8}, True),
+        ({"temperature": 0}, False),
+        ({}, None),
+        ({"temperature": 0.8, "generation_config": "{}"}, True),
+        ({"temperature": 0.8, "generation_config": '{"do_sample": null}'}, True),
+        ({"temperature": 0.8, "generation_config": '{"do_sample": false}'}, False),
+    ],
 )
 def test_a_temperature_has_tokens_drawn(body, drawn):
-    settings = serve_requests._settled(lambda self, body: GenerationConfig())(None, body)
+    def build(self, body):
+        return GenerationConfig(**json.loads(body.get("generation_config", "{}")))
+
+    settings = serve_requests._settled(build)(None, body)
     assert bool(settings.do_sample) == bool(drawn)
 
 
@@ -80,13 +116,90 @@ def test_biases_of_tokens_are_heeded_everywhere():
 def test_biases_of_tokens_that_there_are_not_are_refused():
     model, settings = SimpleNamespace(config=PretrainedConfig(vocab_size=72)), GenerationConfig()
     for settings.sequence_bias in (None, {(0,): 1.0, (71,): 1.0}):
-        serve_requests._check_bias(settings, model)
+        serve_fitting._check_bias(settings, model)
     settings.sequence_bias = {(72,): 1.0}
     with pytest.raises(serve_fields.RequestError, match="names token 72, and the model has 72"):
-        serve_requests._check_bias(settings, model)
+        serve_fitting._check_bias(settings, model)
 
 
 def test_biases_become_floats():
     made = GenerationConfig(sequence_bias={(5,): 1})
     settings = serve_requests._settled(lambda self, body: made)(None, {})
     assert [type(one) for one in settings.sequence_bias.values()] == [float]
+
+
+@pytest.mark.parametrize("text", [None, "{}"])
+def test_the_field_of_settings_of_no_use_is_named(text):
+    def build(self, body):
+        raise ValueError("no")
+
+    with pytest.raises(serve_fields.RequestError, match="of no use: no") as found:
+        serve_requests._settled(build)(None, {"generation_config": text})
+    assert found.value.field == (text and "generation_config")
+
+
+def test_the_length_of_an_answer():
+    """By the first that says so: the request, the model's own settings, and `generate`."""
+    length, own = 10, GenerationConfig(max_new_tokens=7)
+    for settings, its_own, room, positions, left in (
+        (GenerationConfig(max_new_tokens=5), own, None, None, 5),
+        (GenerationConfig(max_length=18), own, None, None, 8),
+        (GenerationConfig(max_length=18, max_new_tokens=5), own, None, None, 5),
+        (GenerationConfig(), own, None, None, 7),
+        (GenerationConfig(), GenerationConfig(max_length=16), None, None, 6),
+        (GenerationConfig(), GenerationConfig(), None, None, 20),
+        (GenerationConfig(), GenerationConfig(), 14, None, 4),
+        (GenerationConfig(max_length=900), own, None, 50, 40),
+        (GenerationConfig(max_length=900), own, 30, 50, 20),
+    ):
+        serve_fitting.fit(length, settings, room, positions, its_own)
+        assert (settings.max_new_tokens, settings.max_length) == (left, None)
+    for most in (3, length):
+        with pytest.raises(
+            serve_fields.RequestError, match=f"the prompt has 10 tokens, and max_length.*{most}"
+        ):
+            serve_fitting.fit(length, GenerationConfig(max_length=most), None)
+
+
+def raised(call):
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        call()
+    return found.value
+
+
+def apply_chat_template(error):
+    raise error
+
+
+SETTINGS, KWARGS = {"generation_config": "{}"}, {"chat_template_kwargs": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("error", "body", "field"),
+    [
+        (ValueError("v"), {}, None),
+        (ZeroDivisionError("z"), {}, None),
+        (RuntimeError("r"), KWARGS, None),
+        (ValueError("v"), KWARGS, "chat_template_kwargs"),
+        (RuntimeError("r"), SETTINGS, "generation_config"),
+        (ImportError("i"), SETTINGS | KWARGS, "generation_config"),
+        (AssertionError("a"), SETTINGS, "generation_config"),
+    ],
+)
+def test_errors_that_a_request_brought_about(error, body, field):
+    told = serve_requests._explained(error, body, "messages")
+    assert (told and told.field) == field
+
+
+@pytest.mark.parametrize(
+    ("error", "body", "field"),
+    [
+        (ZeroDivisionError("z"), {}, "messages"),
+        (TypeError("t"), {}, None),
+        (TypeError("t"), SETTINGS | KWARGS, "chat_template_kwargs"),
+        (AttributeError("a"), KWARGS, "chat_template_kwargs"),
+    ],
+)
+def test_errors_of_the_chat_template(error, body, field):
+    told = serve_requests._explained(raised(lambda: apply_chat_template(error)), body, "messages")
+    assert (told and told.field) == field

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kbit.cli.consoles import Console
+from kbit.cli.generate_settings import check_generation_config
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import DTYPE_HELP, known_dtype, load_model, load_tokenizer
 from kbit.cli.texts import check_ids, known_positions
@@ -186,12 +187,12 @@ def generate(
     folder = folder_of(folder)
     tokenizer = load_tokenizer(folder)
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
-    if not input_ids.numel():
+    if not (tokens := input_ids.shape[1]):
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
+    check_generation_config(folder)
     with console.status("loading"):
         model = load_model(folder, dtype, device)
     check_ids(folder, input_ids, model)
-    tokens = input_ids.shape[1]
     most = _most_tokens(model, tokens, max_new_tokens)
     padded = recorded_length(1, tokens) if model.device.type == "cuda" else None
     compile_ahead(model, (1, padded or tokens))

@@ -8,11 +8,9 @@ This imports it first and hands over everything else unchanged, but for requests
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,16 +21,16 @@ from typing import Annotated, Any
 import typer
 
 from kbit import _startup
+from kbit.cli.generate_settings import check_generation_config
 from kbit.cli.hub import is_hub_name
 from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
-from kbit.integrations.devices import find_device
+from kbit.cli.serve_options import check_options
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "requests")
 # More than a step of any model takes.
 _STOP_SECONDS = 10
-_MOST_PORT = 65535
 
 
 def check_packages() -> None:
@@ -161,8 +159,7 @@ def command(
     --host 127.0.0.1, --device cuda, --continuous-batching.
     """
     _check_model(model)
-    _check_address(context.args)
-    _check_device(context.args)
+    check_options(context.args)
     serve([model, *context.args], cuda_graphs, prefix_caches)
 
 
@@ -173,6 +170,7 @@ def _check_model(name: str) -> None:
     folder = Path(name)
     if folder.exists():
         load_tokenizer(folder)  # checks the folder, too
+        check_generation_config(folder)
         if "@" in name or (":" in name and name.endswith(".gguf")):
             raise ValueError(
                 f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "
@@ -182,35 +180,3 @@ def _check_model(name: str) -> None:
         raise FileNotFoundError(
             f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
         )
-
-
-def _options(arguments: Sequence[str], **defaults: str) -> argparse.Namespace:
-    """Some of the options that are transformers', by their defaults."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", default=default)
-    return parser.parse_known_args(arguments)[0]
-
-
-def _check_device(arguments: Sequence[str]) -> None:
-    """Raises ValueError for a GPU that torch does not see."""
-    device = _options(arguments, device="auto").device
-    if device.startswith("cuda"):
-        find_device(device)
-
-
-def _check_address(arguments: Sequence[str]) -> None:
-    """Raises OSError where the server could not listen, which it would find after loading the model."""
-    place = _options(arguments, host="localhost", port="8000")
-    if not place.port.isdecimal():
-        return  # transformers' command line says so at once
-    if int(place.port) > _MOST_PORT:
-        raise ValueError(f"--port must be at most {_MOST_PORT}, got {place.port}.")
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    try:
-        socket.create_server((place.host, int(place.port)), family=family).close()
-    except OSError as error:
-        raise OSError(
-            f"cannot listen on port {place.port} of {place.host}: {error}. Stop what has that port, or name "
-            "another: --port 8001, --host 127.0.0.1."
-        ) from None

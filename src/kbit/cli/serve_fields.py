@@ -9,7 +9,7 @@ from typing import Any
 from kbit.cli.generate import HALF_A_PAIR, LEAST_TEMPERATURE
 
 _MOST = 1e6
-_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+_COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length")
 # Which numbers a field may have, and the same in words.
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (
@@ -25,6 +25,18 @@ _TEXTS = ("suffix", "instructions")
 # Of `stop`: each character is compared with all tokens, before the first of an answer.
 _MOST_STOPS, _LONGEST_STOP = 4, 64
 _SEEDS = range(-(2**63), 2**64)  # that torch takes
+# Values by which fields say nothing, and transformers does not know that.
+_NOTHINGS: dict[str, Any] = {"stop": [], "chat_template_kwargs": None, "parallel_tool_calls": None}
+# What the server itself tells the chat template, or the function that computes it.
+_TOLD_THE_TEMPLATE = {
+    "add_generation_prompt",
+    "conversation",
+    "load_audio_from_video",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tools",
+}
 
 
 class RequestError(Exception):
@@ -78,6 +90,20 @@ def wrong_input(value: Any) -> str | None:
     return None if isinstance(value, str | list) else "input must be a string or a list."
 
 
+def wrong_template_kwargs(value: Any) -> str | None:
+    """What of arguments for the chat template the server could not hand on, or None."""
+    if not isinstance(value, Mapping):
+        return 'must be an object, such as {"enable_thinking": false}.'
+    if taken := sorted(_TOLD_THE_TEMPLATE & set(value)):
+        return f"may not name {', '.join(taken)}, which the server sets itself. Leave that out."
+    return None
+
+
+def without_nothings(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request without fields that say nothing."""
+    return {name: value for name, value in body.items() if name not in _NOTHINGS or value != _NOTHINGS[name]}
+
+
 def check_settings(body: Mapping[str, Any]) -> None:
     """Raises RequestError where a field of a request is of the wrong kind, no text, or out of range."""
     for field, value in body.items():
@@ -85,25 +111,35 @@ def check_settings(body: Mapping[str, Any]) -> None:
             raise RequestError(f"{field} has half a surrogate pair, which is no character.", field)
     check_numbers(body)
     if (text := body.get("generation_config")) is not None:
-        try:
-            settings = json.loads(text)
-        except (TypeError, ValueError, RecursionError):
-            settings = None
-        if not isinstance(settings, dict):
-            wrong = "generation_config must be a string that holds a JSON object of settings."
-            raise RequestError(wrong, "generation_config")
-        check_numbers(settings)
-        _check_ends(settings)
-        _check_stops(settings.get("stop_strings"), "generation_config")
+        _check_generation_config(text)
     if not _are_objects(body.get("tools")):
         raise RequestError("tools must be a list of objects.", "tools")
     for field in _TEXTS:
         if not isinstance(body.get(field), str | None):
             raise RequestError(f"{field} must be a string.", field)
+    if not isinstance(body.get("parallel_tool_calls"), bool | None):
+        raise RequestError("parallel_tool_calls must be true or false.", "parallel_tool_calls")
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is not None and (wrong := wrong_template_kwargs(kwargs)):
+        raise RequestError(f"chat_template_kwargs {wrong}", "chat_template_kwargs")
     _check_stops(body.get("stop"), "stop")
     bias = body.get("logit_bias")
     if bias is not None and not _is_bias(bias):
         raise RequestError("logit_bias must be an object of numbers by ids of tokens.", "logit_bias")
+
+
+def _check_generation_config(text: Any) -> None:
+    """Raises RequestError where settings in a string are none, or out of range."""
+    try:
+        settings = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        wrong = "generation_config must be a string that holds a JSON object of settings."
+        raise RequestError(wrong, "generation_config")
+    check_numbers(settings)
+    _check_ends(settings)
+    _check_stops(settings.get("stop_strings"), "generation_config")
 
 
 def _check_ends(settings: Mapping[str, Any]) -> None:

@@ -19,6 +19,11 @@ _OF_NO_PROMPT = {"logits_to_keep", "use_cache"}  # what `generate` has for a mod
 _OF_TOKENS = {"attention_mask": 1, "mm_token_type_ids": 0, "position_ids": 0}
 # Kinds of models whose states go on with several tokens at once.
 _WITH_STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+# Its cache drops what leaves the sliding window, of which its masks know nothing: a whole prompt sees itself.
+_OF_TWO_WINDOWS = {"moshi"}
+_SEES_WHAT_FOLLOWS = {True, "all"}  # values of Gemma's use_bidirectional_attention; "vision": of images alone
+# Its config has BERT's field, which says that it is no decoder, and nothing of the model looks at it.
+_CAUSAL_ANYHOW = {"gpt_neox_japanese"}
 
 
 def may_keep(model: Any, generation_config: Any, mode: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -35,6 +40,8 @@ def may_keep(model: Any, generation_config: Any, mode: Any, model_kwargs: dict[s
         return False
     if hasattr(type(model), MASKS) or _turns_by_length(model.config) or _has_soft_prompt(model):
         return False
+    if not _is_causal(model):
+        return False
     return all(_says_nothing(name, value) for name, value in model_kwargs.items())
 
 
@@ -45,6 +52,22 @@ def _turns_by_length(config: Any) -> bool:
             if any(kind in str(getattr(one, name, None)) for kind in ("dynamic", "longrope")):
                 return True
     return False
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether keys and values of a text's beginning are the same whatever follows."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in _OF_TWO_WINDOWS or getattr(config, "is_causal", None) is False:
+        return False
+    if getattr(config, "use_bidirectional_attention", None) in _SEES_WHAT_FOLLOWS:
+        return False
+    # BERT's kin have the field. Configs of other models may hold it, too, and nothing looks at it there.
+    has_field = hasattr(type(config), "is_decoder")
+    said = {bool(own["is_causal"]) for own in map(vars, model.modules()) if "is_causal" in own}
+    if said:  # not by all modules: towers for images, and attention to an encoder, see everything
+        return True in said or (has_field and bool(config.is_decoder))
+    # As decoders, too: in older versions of transformers the masks of these were none for a prompt's rest.
+    return not has_field or config.model_type in _CAUSAL_ANYHOW
 
 
 def _has_soft_prompt(model: Any) -> bool:

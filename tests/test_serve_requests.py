@@ -1,0 +1,203 @@
+"""Requests that servers have to survive: without a length, of one id at once, with settings of all kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kbit.bench import random_models
+from kbit.bench import serve as bench
+from serve_processes import BATCHED, own_process
+from tiny_models import ARCHITECTURES, write_config
+
+FIRST = 60  # tokens of the first answer
+POSITIONS = 1400  # more than the cache of batches holds, 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose answers never end by themselves."""
+    root = tmp_path_factory.mktemp("requests")
+    config = ARCHITECTURES["llama"]()
+    config.max_position_embeddings = POSITIONS
+    random_models.write(str(write_config(config, root / "tiny.json")), None, root / "m", torch.device("cpu"))
+    return root / "m"
+
+
+@contextlib.contextmanager
+def server(folder, options=()):
+    """A server's port, and the model's name; its first answer is a long one."""
+    with bench.server(folder, ["--device", "cpu", *options], start_timeout=120) as (port, _):
+        assert completed((port, str(folder)), "1 2", max_tokens=FIRST) == (FIRST, "length")
+        yield port, str(folder)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(folder):
+    with server(folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def batched(folder):
+    with server(folder, BATCHED) as started:
+        yield started
+
+
+@pytest.fixture(params=["one_by_one", "batched"])
+def served(request):
+    return request.getfixturevalue(request.param)
+
+
+def asked(served, path, headers=None, **body):
+    """The status and the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", served[0], timeout=60)
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    connection.request("POST", path, json.dumps({"model": served[1]} | body), headers)
+    with connection.getresponse() as answer:
+        return answer.status, answer.read().decode()
+
+
+def completed(served, prompt, **body):
+    """How many tokens a completion has, and why it ended."""
+    if "generation_config" in body:
+        body["generation_config"] = json.dumps(body["generation_config"])
+    status, answer = asked(served, "/v1/completions", prompt=prompt, **body)
+    assert status == 200, answer
+    answer = json.loads(answer)
+    return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+
+def refused(served, path, **body):
+    """The message and the field of a request that is answered with status 400."""
+    status, answer = asked(served, path, **body)
+    assert status == 400, answer
+    error = json.loads(answer)["error"]
+    return error["message"], error["param"]
+
+
+def test_requests_without_a_length_get_what_generate_has(served):
+    """The first answer's length, of which all later ones would be, says nothing."""
+    for settings in ({}, {"max_new_tokens": None}, {"do_sample": False}):
+        assert completed(served, "1 2 3", generation_config=settings) == (20, "length")
+    assert completed(served, "1 2 3", generation_config={"max_length": 10}) == (7, "length")
+    assert completed(served, "1 2 3", max_tokens=FIRST + 30) == (FIRST + 30, "length")
+
+
+def test_a_request_without_a_length_ends_with_the_cache(batched):
+    assert completed(batched, "1 " * 1010, generation_config={}) == (14, "length")
+    assert asked(batched, "/v1/completions", prompt="1 2", max_tokens=2)[0] == 200
+
+
+def test_a_length_of_text_ends_with_the_positions(one_by_one):
+    settings = {"max_length": POSITIONS + 100, "do_sample": False}
+    assert completed(one_by_one, "1 " * (POSITIONS - 5), generation_config=settings) == (5, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_of_no_more_than_the_prompt(stream, served):
+    message, field = refused(
+        served, "/v1/completions", prompt="1 2 3", generation_config='{"max_length": 3}', stream=stream
+    )
+    assert message.startswith("the prompt has 3 tokens, and max_length, which counts them too, is 3.")
+    assert field == "generation_config"
+
+
+@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
+def test_requests_of_one_id_at_once(options, folder):
+    """Every client gets its own answer, with the id that it gave, and the server stops when it is told to."""
+    with own_process(folder, options) as (process, port), ThreadPoolExecutor(4) as pool:
+        served, headers = (port, str(folder)), {"X-Request-Id": "same"}
+
+        def ask(tokens):
+            body = {"prompt": "1 2 3", "max_tokens": tokens, "stream": tokens % 2 == 0}
+            return asked(served, "/v1/completions", headers, **body)
+
+        for tokens, (status, answer) in zip(counts := [40, 41, 42, 43], pool.map(ask, counts), strict=True):
+            assert status == 200, answer
+            assert '"id":"same"' in answer
+            assert f'"completion_tokens":{tokens}' in answer
+        assert completed(served, "1 2", max_tokens=3) == (3, "length")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, log
+    assert "Traceback" not in log
+
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+SAID = {
+    CHAT: {"messages": [{"role": "user", "content": "1 2"}], "max_tokens": 2},
+    RESPONSES: {"input": "1 2", "max_output_tokens": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (3, "chat_template_kwargs must be an object"),
+        ({"tools": []}, "chat_template_kwargs may not name tools"),
+        ({"continue_final_message": True}, "chat_template_kwargs are of no use: ValueError"),
+        ({"padding": "x"}, "chat_template_kwargs are of no use: ValueError"),
+        ({"tokenizer_kwargs": 3}, "chat_template_kwargs are of no use: TypeError"),
+        ({"return_assistant_tokens_mask": True}, "chat_template_kwargs are of no use: "),
+    ],
+)
+def test_arguments_of_the_chat_template_that_are_of_no_use(given, told, one_by_one):
+    message, field = refused(one_by_one, CHAT, **SAID[CHAT], chat_template_kwargs=given)
+    assert message.startswith(told)
+    assert field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("path", SAID)
+def test_fields_that_may_be_nothing(path, served):
+    nothing = {"chat_template_kwargs": None, "parallel_tool_calls": None}
+    status, answer = asked(served, path, **SAID[path], **nothing)
+    assert status == 200, answer
+
+
+def test_arguments_of_the_chat_template(served):
+    status, answer = asked(served, CHAT, **SAID[CHAT], chat_template_kwargs={"enable_thinking": False})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill_chunk_size": 0},
+        {"cache_implementation": "offloaded"},
+        {"cache_implementation": "bogus"},
+        {"num_beams": 0},
+    ],
+)
+def test_settings_that_generate_does_not_survive(settings, one_by_one):
+    body = {"prompt": "1 2 3", "generation_config": json.dumps({"max_new_tokens": 3} | settings)}
+    message, field = refused(one_by_one, "/v1/completions", **body)
+    assert message.startswith("the request's settings are of no use: ")
+    assert field == "generation_config"
+
+
+def test_a_field_that_is_echoed(one_by_one):
+    message, field = refused(one_by_one, RESPONSES, **SAID[RESPONSES], parallel_tool_calls="x")
+    assert (message, field) == ("parallel_tool_calls must be true or false.", "parallel_tool_calls")
+
+
+def test_the_name_of_a_model_to_load_is_text(one_by_one):
+    status, answer = asked(one_by_one, "/load_model", model=3)
+    assert (status, json.loads(answer)["detail"]) == (422, "model must be a string, got 3.")
+
+
+def test_a_temperature_beside_settings_has_tokens_drawn(one_by_one):
+    """Of which each seed has others."""
+    texts = set()
+    for seed in range(4):
+        body = {"prompt": "1 2 3", "temperature": 5.0, "seed": seed, "generation_config": "{}"}
+        status, answer = asked(one_by_one, "/v1/completions", **body)
+        assert status == 200, answer
+        texts.add(json.loads(answer)["choices"][0]["text"])
+    assert len(texts) > 1
