@@ -175,6 +175,55 @@ def test_drawn_weights_need_no_tensors(saved):
     assert len(vllm_models.run(quantized, load_format="dummy")) == len(vllm_models.PROMPTS)
 
 
+@pytest.mark.slow
+def test_embeddings_of_a_model_whose_head_is_dropped(saved):
+    quantized, decoded = saved("llama")
+    mine, theirs = (vllm_models.pool(one, "embed", convert="embed") for one in (quantized, decoded))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_reranker_whose_head_is_made_while_it_loads(saved):
+    to_classes = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "classifier_from_token": ["5", "9"],
+        "method": "from_2_way_softmax",
+        "num_labels": 1,
+    }
+    options = {"convert": "classify", "hf_overrides": to_classes}
+    mine, theirs = (vllm_models.pool(one, "classify", **options) for one in saved("llama"))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_without_a_head_stays_quantized(tmp_path, monkeypatch):
+    plain = []
+    find = KbitVllmConfig.plain_modules
+    monkeypatch.setattr(
+        KbitVllmConfig, "plain_modules", lambda *given: plain.append(find(*given)) or plain[-1]
+    )
+    quantized, decoded = vllm_models.save("qwen3", tmp_path, headless=True)
+    mine, theirs = (vllm_models.pool(one, "embed") for one in (quantized, decoded))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    assert plain[0] == {}
+
+
+@pytest.mark.slow
+def test_layers_of_several_widths_hold_their_own_bytes(saved):
+    def held(llm):
+        (sizes,) = llm.collective_rpc(vllm_models.packed_bytes)
+        assert sizes
+        assert all(bytes_ == storage for bytes_, storage in sizes)
+
+    vllm_models.run(saved("qwen3")[0], between=held)
+
+
+@pytest.mark.slow
+def test_what_is_not_quantized_is_not_served_as_if(saved):
+    with pytest.raises(ValueError, match=r"no quantization_config.*kbit quantize MODEL OUT"):
+        vllm_models.run(saved("llama")[1], quantization="kbit")
+
+
 def test_vllm_finds_the_plugin():
     (entry,) = entry_points(group="vllm.general_plugins", name="kbit")
     assert entry.load() is plugin.register
@@ -238,6 +287,18 @@ def test_a_merged_layer_is_quantized_whole_or_not_at_all(config):
     message = r"qkv_proj: vLLM merges .*v_proj into one layer, and .*\.v_proj is not quantized"
     with pytest.raises(ValueError, match=message):
         config._widths_of("model.layers.0.self_attn.qkv_proj")
+
+
+def test_factors_that_a_model_would_take_apart(config, saved):
+    from transformers import BloomConfig
+
+    folder = str(saved("qwen3")[0])
+    assert config.factors
+    config._refuse_repacked(BloomConfig())  # of other layers
+    config.factors.add("transformer.h.0.self_attention.query_key_value.weight_scale")
+    config._refuse_repacked(AutoConfig.from_pretrained(folder))
+    with pytest.raises(ValueError, match=r"h\.0.*BLOOM.*modules_to_not_convert=\['query_key_value'\]"):
+        config._refuse_repacked(BloomConfig())
 
 
 def test_neighbours_of_equal_width_and_factor_are_one_product():

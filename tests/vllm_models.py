@@ -34,12 +34,13 @@ def config_of(architecture):
     return config
 
 
-def save(architecture, folder):
+def save(architecture, folder, headless=False):
     """The folders of a model of mixed widths, and of the same with its weights decoded to float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(architecture), dtype=torch.float32).eval()
+    kind = AutoModel if headless else AutoModelForCausalLM
+    model = kind.from_config(config_of(architecture), dtype=torch.float32).eval()
     tiny_models.spread_magnitudes(model)
     kbit.quantize_model(model, kbit.KbitConfig(**POLICY))
     model.save_pretrained(folder / "quantized")
@@ -67,6 +68,40 @@ def fuse_experts(source, target, factor):
                 tensors[f"{name}_scale"] = torch.full((len(stack),), factor)
     save_file(tensors, file, metadata={"format": "pt"})
     return target
+
+
+def _save_tokenizer(folder):
+    """One whose words are the numbers of tokens; vLLM pools nothing without one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({str(token): token for token in range(72)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="0").save_pretrained(folder)
+
+
+def packed_bytes(worker):
+    """[(bytes of codes, bytes of the memory that they keep alive)] of a worker's linear layers."""
+    products = [
+        one for layer in worker.model_runner.model.modules() for one in getattr(layer, "products", ())
+    ]
+    return [(one.weight_packed.nbytes, one.weight_packed.untyped_storage().nbytes()) for one in products]
+
+
+def pool(folder, task, **options):
+    """What vLLM makes of `PROMPTS` as wholes, [prompts, width]; `task` is "embed" or "classify"."""
+    from vllm import LLM
+
+    gc.freeze()
+    _save_tokenizer(folder)
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True}
+    llm = LLM(str(folder), dtype="float32", runner="pooling", **settings, **options)
+    try:
+        found = getattr(llm, task)([{"prompt_token_ids": one} for one in PROMPTS], use_tqdm=False)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    return torch.tensor([one.outputs.embedding if task == "embed" else one.outputs.probs for one in found])
 
 
 def run(folder, dtype="float32", adapter=None, between=None, **options):

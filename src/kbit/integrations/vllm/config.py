@@ -28,7 +28,10 @@ class KbitVllmConfig(QuantizationConfig):
     """A checkpoint's `quantization_config`, and what its files hold.
 
     Args:
-        policy: the former.
+        policy: the former; None from vLLM where a checkpoint has none.
+
+    Raises:
+        ValueError: there is none.
 
     Attributes:
         widths: {module: bits} of what is quantized, by the names in the files.
@@ -39,8 +42,14 @@ class KbitVllmConfig(QuantizationConfig):
         layers: how many the model has; those with higher numbers are of a draft model.
     """
 
-    def __init__(self, policy: QuantizationPolicy) -> None:
+    def __init__(self, policy: QuantizationPolicy | None = None) -> None:
         super().__init__()
+        if policy is None:
+            raise ValueError(
+                "quantization=kbit: the model's config.json has no quantization_config, so it is no k-bit "
+                "checkpoint, and vLLM does not make one. Quantize it first (kbit quantize MODEL OUT), and "
+                "serve OUT."
+            )
         self.policy = policy
         self.widths: dict[str, int] = {}
         self.names: dict[str, str] = {}
@@ -90,6 +99,7 @@ class KbitVllmConfig(QuantizationConfig):
         self.widths = widths(index)
         self.names = {name: name for name in self.widths}
         self.factors = {name for name in index if name == original_of(name) + SCALE}
+        self._refuse_repacked(hf_config)
         text = hf_config.get_text_config() if hf_config is not None else None
         if any(name.rpartition(".")[2] == "lm_head" for name in self.widths):
             # A head of its own, whatever the config says; vLLM looks for one that is not quantized.
@@ -97,6 +107,15 @@ class KbitVllmConfig(QuantizationConfig):
                 one.tie_word_embeddings = False
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
         self.layers = getattr(text, "num_hidden_layers", None)
+
+    def _refuse_repacked(self, hf_config: Any) -> None:
+        # vLLM's BLOOM takes all tensors of these layers apart by heads, factors too.
+        repacked = [name for name in self.factors if name.endswith(f"query_key_value.weight{SCALE}")]
+        if repacked and getattr(hf_config, "model_type", None) == "bloom":
+            raise ValueError(
+                f"{min(repacked)}: vLLM's BLOOM cannot load a factor of query_key_value. Leave these layers "
+                f"unquantized: modules_to_not_convert=['query_key_value']."
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Learn what vLLM's model calls its modules. Models inside models say so too."""
@@ -152,7 +171,8 @@ class KbitVllmConfig(QuantizationConfig):
 
     def _width_of(self, name: str) -> int | None:
         """Bits of a module that a layer is made of, or None; from now on it is taken."""
-        stored = self.names.get(name)
+        # A model without a head for tokens is saved without the outermost name; vLLM reads it by either.
+        stored = self.names.get(name) or self.names.get(name.removeprefix("model."))
         if stored is None:
             return None
         self.taken.add(stored)
@@ -167,7 +187,7 @@ class KbitVllmConfig(QuantizationConfig):
         merged = [parent + dot + name for name in self._merged().get(last, ())]
         found = [bits for name in merged if (bits := self._width_of(name)) is not None]
         if found and len(found) < len(merged):
-            missing = ", ".join(name for name in merged if name not in self.names)
+            missing = ", ".join(name for name in merged if self._width_of(name) is None)
             raise ValueError(
                 f"{prefix}: vLLM merges {', '.join(merged)} into one layer, and {missing} is not quantized. "
                 f"Quantize all of them or none (overrides, modules_to_not_convert)."

@@ -36,18 +36,20 @@ def decode_what_is_plain() -> None:
 
 def _decoding(get_all_weights: Callable[..., Stream]) -> Callable[..., Stream]:
     def decoded(self: Any, model_config: Any, model: nn.Module) -> Stream:
+        # What is plain is not asked before a tensor is: some models make their head when they load.
         stream = get_all_weights(self, model_config, model)
         current = get_current_vllm_config_or_none()
         config = getattr(model, "quant_config", None) or (current and current.quant_config)
         plain = config.plain_modules(model) if hasattr(config, "plain_modules") else {}
         if not plain:
-            return stream
+            yield from stream
+            return
         _logger.warning(
             "%s holds %s in 16 bits, whatever the checkpoint does: decoded while loading.",
             type(model).__name__,
             first_of(plain),
         )
-        return decode(stream, plain, config.policy, config.factors, model_config.dtype)
+        yield from decode(stream, plain, config.policy, config.factors, model_config.dtype)
 
     return decoded
 

@@ -107,7 +107,10 @@ class KbitLinearMethod(LinearMethodBase):
         )
         words = blocks_of(self.columns) * bits
         factor = torch.tensor(scale, dtype=torch.float32, device=packed.device)
-        parts = (packed[:, :words].contiguous(), absmax.contiguous(), factor, codebook.to(packed.device))
+        # Of the widest of several widths a view would do, and keep alive what the others were padded by.
+        packed, padded = packed[:, :words], len(set(self.bits)) > 1
+        packed = packed.clone(memory_format=torch.contiguous_format) if padded else packed.contiguous()
+        parts = (packed, absmax.contiguous(), factor, codebook.to(packed.device))
         made.fill("weight", Parts(*parts))
         return made
 

@@ -69,6 +69,8 @@ class KbitVocabularyMethod(QuantizeMethodBase):
         if self.table is not None:
             show_weight(layer, "weight", self.table.head)
             return
+        if layer.get_parameter("weight_packed").is_meta:  # a head that vLLM dropped: the model pools
+            return
         self.filling.refuse_missing(1, self.name)
         packed, absmax, scale = take_parts(layer)
         parts = Parts(packed, absmax, scale, self.policy.codebook_for(self.bits).to(packed.device))
