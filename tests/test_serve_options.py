@@ -64,7 +64,7 @@ def test_values_that_are_handed_over(options, serve):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"max_new_tokens": "x"}'])
-@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize("command", ["serve", "generate", "eval"])
 def test_settings_of_the_model_that_are_none(command, text, serve, tmp_path):
     folder = build_with_tokenizer("llama", tmp_path)
     (folder / "generation_config.json").write_text(text)
@@ -72,9 +72,9 @@ def test_settings_of_the_model_that_are_none(command, text, serve, tmp_path):
         served, said = serve("--port=0", model=folder)
         assert not served
     else:
-        said = str(
-            CliRunner().invoke(app, ["generate", str(folder), "w1", "--max-new-tokens", "2"]).exception
-        )
+        (tmp_path / "text").write_text("w1 w2 w3 w4 " * 50)
+        rest = {"generate": ("w1", "--max-new-tokens", "2"), "eval": ("--text", str(tmp_path / "text"))}
+        said = str(CliRunner().invoke(app, [command, str(folder), *rest[command]]).exception)
     assert said.startswith(f"{folder / 'generation_config.json'} cannot be used: TypeError: ")
     assert "remove it" in said
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from kbit.cli.consoles import Console
-from kbit.cli.generate_settings import check_generation_config
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import DTYPE_HELP, known_dtype, load_model, load_tokenizer
 from kbit.cli.texts import check_ids, known_positions
@@ -189,7 +188,6 @@ def generate(
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not (tokens := input_ids.shape[1]):
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
-    check_generation_config(folder)
     with console.status("loading"):
         model = load_model(folder, dtype, device)
     check_ids(folder, input_ids, model)

@@ -67,6 +67,7 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     place = find_device(device)
     config = check_model_folder(folder)
     _check_method(folder, config)
+    check_generation_config(folder)
     if "quantization_config" in config:
         backend_for("linear", place, torch.uint8)  # a wrong KBIT_BACKEND is found before the model is loaded
     bars_on_terminals_only()
@@ -85,6 +86,25 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
     if place.type == "cpu" and "nvfp4" in str((config.get("quantization_config") or {}).get("quant_method")):
         warn("on a CPU NVFP4 runs by its reference, for checking, and slowly.")
     return model.to(place).eval()
+
+
+def check_generation_config(folder: Path) -> None:
+    """Say that a folder's settings for answers are none before loading its model fails by them.
+
+    Raises:
+        ValueError: transformers reads generation_config.json, and cannot use it.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(folder)
+    except OSError:  # there is none, or no JSON in it: transformers does without
+        return
+    except Exception as error:
+        raise ValueError(
+            f"{folder / 'generation_config.json'} cannot be used: {type(error).__name__}: {error}. Fetch it "
+            f"again, or remove it: answers then have the defaults of transformers."
+        ) from None
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from typing import Annotated, Any
 import typer
 
 from kbit import _startup
-from kbit.cli.generate_settings import check_generation_config
 from kbit.cli.hub import is_hub_name
-from kbit.cli.model_folder import bars_on_terminals_only, load_tokenizer
+from kbit.cli.model_folder import bars_on_terminals_only, check_generation_config, load_tokenizer
 from kbit.cli.serve_options import check_options
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
