@@ -1,5 +1,6 @@
 """Tiny random models in sizes that vLLM takes on a CPU, quantized and decoded; what it answers by them."""
 
+import contextlib
 import gc
 import re
 import shutil
@@ -87,20 +88,26 @@ def packed_bytes(worker):
     return [(one.weight_packed.nbytes, one.weight_packed.untyped_storage().nbytes()) for one in products]
 
 
-def pool(folder, task, **options):
-    """What vLLM makes of `PROMPTS` as wholes, [prompts, width]; `task` is "embed" or "classify"."""
+@contextlib.contextmanager
+def engine(folder, dtype="float32", **options):
+    """vLLM on a folder, one layer after the other."""
     from vllm import LLM
 
-    gc.freeze()
-    _save_tokenizer(folder)
+    gc.collect()  # what is left of the one before
+    gc.freeze()  # or each of an engine's eight collections would look at all of vLLM
     settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True}
-    llm = LLM(str(folder), dtype="float32", runner="pooling", **settings, **options)
+    llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
     try:
-        found = getattr(llm, task)([{"prompt_token_ids": one} for one in PROMPTS], use_tqdm=False)
+        yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+
+
+def pool(folder, task, **options):
+    """What vLLM makes of `PROMPTS` as wholes, [prompts, width]; `task` is "embed" or "classify"."""
+    _save_tokenizer(folder)
+    with engine(folder, runner="pooling", **options) as llm:
+        found = getattr(llm, task)([{"prompt_token_ids": one} for one in PROMPTS], use_tqdm=False)
     return torch.tensor([one.outputs.embedding if task == "embed" else one.outputs.probs for one in found])
 
 
@@ -109,21 +116,14 @@ def run(folder, dtype="float32", adapter=None, between=None, **options):
 
     `between` is called with the engine before it is asked.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    gc.freeze()  # or each of an engine's eight collections would look at all of vLLM
-    settings = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
-    llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
-    try:
+    with engine(folder, dtype, skip_tokenizer_init=True, **options) as llm:
         if between is not None:
             between(llm)
         greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=1, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         found = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapter)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
     return [(list(one.outputs[0].token_ids), _likeliest(one.outputs[0].logprobs)) for one in found]
 
 

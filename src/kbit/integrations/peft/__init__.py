@@ -17,7 +17,7 @@ from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
 from kbit.nn import replace
 
-__all__ = ["guard_merging", "guard_prompts", "merge", "register"]
+__all__ = ["guard_merging", "guard_models", "merge", "register"]
 
 
 def register(module: ModuleType) -> None:
@@ -83,7 +83,7 @@ def _named(original: Any) -> Any:
     return inject
 
 
-def guard_prompts(module: ModuleType) -> None:
+def guard_models(module: ModuleType) -> None:
     """Have peft find a quantized table for prompt and prefix tuning, take no dtype from codes, and refuse
     what it would leave half done.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from kbit.integrations.on_import import when_imported
-from kbit.integrations.peft import guard_merging, guard_prompts
+from kbit.integrations.peft import guard_merging, guard_models
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
 from kbit.integrations.transformers.counting import guard_counting
@@ -25,7 +25,7 @@ def install() -> None:
     when_imported(_REGISTRY, register, complete="register_quantizer")
     when_imported(_MODELS, _guard_models, complete="PreTrainedModel")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
-    when_imported(_PEFT_MODELS, guard_prompts, complete="PeftModel")
+    when_imported(_PEFT_MODELS, guard_models, complete="PeftModel")
     when_imported(_TUNERS, guard_merging, complete="BaseTuner")
 
 

@@ -37,7 +37,7 @@ def _count(model: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
         return not (exclude_embeddings and isinstance(module, nn.Embedding))
 
     quantized = () if only_trainable else distinct_weights(model)  # no quantized weight is trained
-    count = sum(math.prod(_shape(module, weight)) for _, module, weight in quantized if counts(module))
+    count = sum(math.prod(whole_shape(module, weight)) for _, module, weight in quantized if counts(module))
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         parts = tuple(f"{name}_" for name in module.shapes) if isinstance(module, TileableModule) else ()
@@ -53,7 +53,7 @@ def _count(model: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
     return count
 
 
-def _shape(module: Any, weight: str) -> tuple[int, ...]:
+def whole_shape(module: Any, weight: str) -> tuple[int, ...]:
     """Of a quantized weight, over all ranks that have parts of it."""
     shape: tuple[int, ...] = module.whole_shape(weight) if hasattr(module, "split") else module.shapes[weight]
     return shape

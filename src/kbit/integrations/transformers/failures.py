@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers import collectives, sharded
-from kbit.integrations.transformers.operations import Quantize, _Sources
+from kbit.integrations.transformers.operations import Quantize, Sources
 from kbit.integrations.transformers.plan import Planned
 from kbit.nn.fuse import Parts, parts_of
 
@@ -26,17 +26,17 @@ class QuantizeAmongRanks(Quantize):
     def _single(self, value: Any, planned: Planned, placeholder: Any) -> Parts:
         return self._kept(super()._single, value, planned, placeholder)
 
-    def _fused(self, value: _Sources, planned: Planned, placeholder: Any) -> Parts:
+    def _fused(self, value: Sources, planned: Planned, placeholder: Any) -> Parts:
         return self._kept(super()._fused, value, planned, placeholder)
 
     def _kept(
         self, quantize: Callable[[Any, Planned, Any], Parts], value: Any, planned: Planned, placeholder: Any
     ) -> Parts:
-        if not sharded.is_by_id(placeholder):
-            return quantize(value, planned, placeholder)
         try:
             return quantize(value, planned, placeholder)
         except Exception as error:  # of whatever kind, or the other ranks would wait for this one
+            if not sharded.is_by_id(placeholder):
+                raise
             self.quantizer.failure = self.quantizer.failure or error
             zeros = torch.zeros(placeholder.to_local().shape, device=_device_of(value))  # to go on with
             return parts_of(self._quantize(zeros, planned.bits, ""))
@@ -44,7 +44,7 @@ class QuantizeAmongRanks(Quantize):
 
 def _device_of(value: Any) -> torch.device:
     """Where the loader put what it read of a parameter; of what was quantized already nothing is left."""
-    lists = value.values() if isinstance(value, _Sources) else [value]
+    lists = value.values() if isinstance(value, Sources) else [value]
     tensors = (one for each in lists for one in (each if isinstance(each, list) else [each]))
     device: torch.device = next(one.device for one in tensors if one is not None)
     return device

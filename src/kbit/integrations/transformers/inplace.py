@@ -109,13 +109,22 @@ def guard_saving(module: ModuleType) -> None:
     wrap_method(module.PreTrainedModel, "save_pretrained", _told)
 
 
+_FUSED = (
+    "are quantized experts, which files hold in the original format. Leave out save_original_format=False."
+)
+_NOT_FOUND = (
+    "is quantized, and from_pretrained finds no codes in a distributed checkpoint. Leave out "
+    "distributed_checkpoint=True: called on every rank, save_pretrained gathers the parts of all."
+)
+
+
 def _told(original: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = inspect.signature(original).bind(self, *args, **kwargs).arguments
         if options.get("save_original_format") is False:
-            _refuse_fused_experts(self)
+            _refuse_with(KbitExperts, self, _FUSED)
         if options.get("distributed_checkpoint"):
-            _refuse_distributed_checkpoint(self)
+            _refuse_with(QuantizedModule, self, _NOT_FOUND)
         quantizer, quantized = getattr(self, "hf_quantizer", None), refusals.has_quantized(self)
         if quantized and not _saves_adapters(self):
             _refuse_wrapped_layers(self)
@@ -197,23 +206,11 @@ def _is_ours(section: object) -> bool:
     return isinstance(section, QuantizationPolicy)
 
 
-def _refuse_fused_experts(model: Any) -> None:
+def _refuse_with(kind: type, model: Any, why: str) -> None:
+    """Refuse to save a model that has a module of some kind, by words that follow its name."""
     for name, module in model.named_modules():
-        if isinstance(module, KbitExperts):
-            raise ValueError(
-                f"save_pretrained: {name} are quantized experts, which files hold in the original format. "
-                f"Leave out save_original_format=False."
-            )
-
-
-def _refuse_distributed_checkpoint(model: Any) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
-            raise ValueError(
-                f"save_pretrained: {name} is quantized, and from_pretrained finds no codes in a distributed "
-                f"checkpoint. Leave out distributed_checkpoint=True: called on every rank, save_pretrained "
-                f"gathers the parts of all."
-            )
+        if isinstance(module, kind):
+            raise ValueError(f"save_pretrained: {name} {why}")
 
 
 def _refuse_wrapped_layers(model: Any) -> None:

@@ -63,9 +63,10 @@ def _is_causal(model: Any) -> bool:
         return False
     # BERT's kin have the field. Configs of other models may hold it, too, and nothing looks at it there.
     has_field = hasattr(type(config), "is_decoder")
-    said = {bool(own["is_causal"]) for own in map(vars, model.modules()) if "is_causal" in own}
-    if said:  # not by all modules: towers for images, and attention to an encoder, see everything
-        return True in said or (has_field and bool(config.is_decoder))
+    said = (bool(own["is_causal"]) for own in map(vars, model.modules()) if "is_causal" in own)
+    if (first := next(said, None)) is not None:
+        # Not by all modules: towers for images, and attention to an encoder, see everything.
+        return first or any(said) or (has_field and bool(config.is_decoder))
     # As decoders, too: in older versions of transformers the masks of these were none for a prompt's rest.
     return not has_field or config.model_type in _CAUSAL_ANYHOW
 

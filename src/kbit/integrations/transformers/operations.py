@@ -39,7 +39,7 @@ class _Deferred(dict):
         return self._compute().items()
 
 
-class _Sources(dict):
+class Sources(dict):
     """The tensors of one parameter as the checkpoint stores them: {source pattern: a list over experts}."""
 
 
@@ -65,11 +65,11 @@ class GatherSources(MergeModulelist):
                 input_dict = operation.convert(input_dict, source_patterns, target_patterns, **kwargs)
             return input_dict
         # In the converter's order, which is that of the rows: gate, then up.
-        return {target_patterns[0]: _Sources((pattern, input_dict[pattern]) for pattern in source_patterns)}
+        return {target_patterns[0]: Sources((pattern, input_dict[pattern]) for pattern in source_patterns)}
 
 
 class Quantize(ConversionOps):
-    """Quantize one parameter: one tensor, or the `_Sources` of fused experts."""
+    """Quantize one parameter: one tensor, or the `Sources` of fused experts."""
 
     def __init__(self, quantizer: KbitHfQuantizer) -> None:
         self.quantizer = quantizer
@@ -86,7 +86,7 @@ class Quantize(ConversionOps):
             placeholder = module._parameters.pop(name, None)
             if isinstance(module, KbitExperts):
                 mark_initialized(module, [name])
-            fused = isinstance(value, _Sources)
+            fused = isinstance(value, Sources)
             parts = (self._fused if fused else self._single)(value, planned, placeholder)
             if missing_keys is not None:
                 missing_keys.discard(full_layer_name)
@@ -102,7 +102,7 @@ class Quantize(ConversionOps):
         stored = _local(self._as_stored(tensor, name), placeholder)
         return parts_of(self._quantize(stored, planned.bits, name))
 
-    def _fused(self, value: _Sources, planned: Planned, placeholder: Any) -> Parts:
+    def _fused(self, value: Sources, planned: Planned, placeholder: Any) -> Parts:
         stacks = []
         for pattern, tensors in value.items():
             quantized = []

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from kbit.integrations.on_import import wrap_method
+from kbit.integrations.transformers.counting import whole_shape
 from kbit.nn.tiling import TileableModule
 
 
@@ -58,5 +59,5 @@ def _already(model: Any, wanted: int | None, multiple: int | None) -> bool:
 
 def _rows(layer: Any, attribute: str, otherwise: int | None = None) -> Any:
     """Rows of a table or head; of all ranks where each holds a part, of which the attributes tell."""
-    whole_shape = getattr(layer, "whole_shape", None)
-    return getattr(layer, attribute, otherwise) if whole_shape is None else whole_shape("weight")[0]
+    quantized = isinstance(layer, TileableModule)
+    return whole_shape(layer, "weight")[0] if quantized else getattr(layer, attribute, otherwise)

@@ -185,9 +185,10 @@ class KbitVllmConfig(QuantizationConfig):
             return [bits]
         parent, dot, last = prefix.rpartition(".")
         merged = [parent + dot + name for name in self._merged().get(last, ())]
-        found = [bits for name in merged if (bits := self._width_of(name)) is not None]
+        each = {name: self._width_of(name) for name in merged}
+        found = [bits for bits in each.values() if bits is not None]
         if found and len(found) < len(merged):
-            missing = ", ".join(name for name in merged if self._width_of(name) is None)
+            missing = ", ".join(name for name, bits in each.items() if bits is None)
             raise ValueError(
                 f"{prefix}: vLLM merges {', '.join(merged)} into one layer, and {missing} is not quantized. "
                 f"Quantize all of them or none (overrides, modules_to_not_convert)."
