@@ -66,20 +66,20 @@ struct Half {
 // is left to the caller. The division is approximate, as the exponential is, off by far less than 16 bits
 // show: an exact one branches, and its latencies were a fifth of a tile of experts. Below gates of -87 it
 // gives 0.
-template <bool BF16, bool EXACT_DIVISION = false>
+template <bool BF16>
 DEVICE float silu_and_mul(float gate, float up) {
     using H = Half<BF16>;
     gate = H::widen(H::narrow(gate));
-    const float grown = 1.0f + __expf(-gate), silu = EXACT_DIVISION ? gate / grown : __fdividef(gate, grown);
+    const float silu = __fdividef(gate, 1.0f + __expf(-gate));
     return H::widen(H::narrow(silu)) * H::widen(H::narrow(up));
 }
 // The same of eight pairs of 16-bit values, rounded.
-template <bool BF16, bool EXACT_DIVISION = false>
+template <bool BF16>
 DEVICE uint4 silu_and_mul(uint4 gates, uint4 ups) {
     using H = Half<BF16>;
     const u32 g[4] = {gates.x, gates.y, gates.z, gates.w}, u[4] = {ups.x, ups.y, ups.z, ups.w};
     const auto one = [](u32 gate, u32 up) {
-        return silu_and_mul<BF16, EXACT_DIVISION>(H::widen(u16(gate)), H::widen(u16(up)));
+        return silu_and_mul<BF16>(H::widen(u16(gate)), H::widen(u16(up)));
     };
     u32 v[4];
 #pragma unroll

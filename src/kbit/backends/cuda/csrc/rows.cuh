@@ -7,8 +7,6 @@
 #include "common.cuh"
 #include "stage16.cuh"
 
-typedef long long i64;
-
 constexpr int kBlock = 32;
 constexpr u32 kAll = ~0u;
 
@@ -148,12 +146,6 @@ struct Fields {
 };
 
 // ---- 16-byte global accesses
-
-DEVICE void store16(void* to, uint4 v) {
-    // As C++ the compiler made four stores of it in repack.cu.
-    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
 
 // The first COUNT words of `w`; `from` is aligned to 16 bytes for 4 words, to 8 for 2.
 template <int COUNT, int SIZE>

@@ -162,7 +162,7 @@ DEVICE void consume(const Problem& p, Work work, Ring ring, const D& decode, con
             finish_in_cluster(p, kept, out, with, work, ring.base, staging, sums_phase, team, thread);
             sums_phase ^= 1;
         } else {
-            finish(p, kept, out, with, staging, team, thread);
+            finish(kept, out, with, p.gated, staging, team, thread);
         }
     }
 }

@@ -13,11 +13,12 @@ struct Output {
     int width;
     bool wide;  // 16-byte stores are aligned
 
-    // Eight columns of a row of y, those that exist.
-    DEVICE void store(int row, int column, uint4 v) const {
-        u16* const to = y + u64(row) * width + column;
-        if (wide && column < width) {
-            *reinterpret_cast<uint4*>(to) = v;
+    DEVICE u16* at(int row, int column) const { return y + u64(row) * width + column; }
+    // The eight columns at `to`, from `column` on, those that exist; the first does.
+    template <bool WIDE>
+    DEVICE void store(u16* to, int column, uint4 v) const {
+        if constexpr (WIDE) {
+            store16(to, v);
             return;
         }
 #pragma unroll 1
@@ -29,13 +30,15 @@ struct Output {
 };
 
 // What a thread adds to its sums of a tile, loaded before the sums are there: it takes 600 clocks. Biases not
-// by __ldg, which the compiler may move up beyond wait_for_previous.
+// by __ldg, which the compiler may move up beyond wait_for_previous. The factor's address looks as if it
+// depended on the thread: else it would be kept in a uniform register, and brought there, waited for, between
+// the first products.
 struct Addends {
     Tile tile;
     float factor, bias[2];  // of the rows g and g + 8 of the warp's row tile
 
     DEVICE Addends(const Problem& p, const Output& out, const Tile& tile_, int warp, int g) : tile(tile_) {
-        factor = __ldg(out.scale + tile.expert);
+        factor = __ldg(out.scale + tile.expert + (opaque(threadIdx.x) >> 10));
         bias[0] = bias[1] = 0.0f;
         if (out.bias) {
 #pragma unroll
@@ -62,63 +65,77 @@ struct Addends {
     }
 };
 
-// SiLU's. Where it is approximate, 28672 x 4096, gated, by 512 tokens take 184 us on an H200, not 192, and
-// 11008 x 2048 38, not 42. Tiles of 96 tokens by two teams would spill.
-constexpr bool kExactDivision = kTurns == 2 && kTokens == 96;
-
-// Of a block that has all of K. A warpgroup stages 64 rows of W by kRound tokens in one of two buffers, and
-// stores them by whole lines of y, from all threads: the copy engine was slower, 128 experts of 512 x 2048 by
-// 512 tokens each took 284 us on an H200 instead of 254. It reads a buffer late, and there are but two.
-DEVICE void finish(const Problem& p, const float (&acc)[kKept / 2], const Output& out, const Addends& with,
+// Of a block that has all of K, a warpgroup's sums on their way to y. It stages 64 rows of W by kRound tokens
+// in one of two buffers, and stores them by whole lines of y, from all threads: the copy engine was slower,
+// 128 experts of 512 x 2048 by 512 tokens each took 284 us on an H200 instead of 254. It reads a buffer late,
+// and there are but two. A round is staged between the loads and the stores of the one before.
+//
+// What is the same for all rounds is asked once, before: stores with a branch each, and addresses computed
+// anew, took 128 experts of 2048 x 512 by 512 tokens each 241 us, and 237.
+template <bool WIDE>
+DEVICE void finish(const float (&acc)[kKept / 2], const Output& out, const Addends& with, bool gated,
                    u32 staging, int team, int thread) {
     constexpr int kRounds = (kKept + kRound - 1) / kRound;
     const Tile& tile = with.tile;
-    const int warp = thread / 32, lane = thread % 32, group = thread / 128, inside = thread % 128;
+    const int warp = thread / 32 % 4, lane = thread % 32, group = thread / 128, inside = thread % 128;
     const int begin = tile.token + (kTurns > 1 ? team * kKept : 0);
-    const int first_column = (tile.block * kGroups + group) * (p.gated ? 32 : 64);
-    // 16-byte chunks of a token are turned by it, so that neither way meets a bank twice.
-    const auto staged = [](int token, int chunk) { return token * 128 + ((chunk ^ (token & 7)) * 16); };
-    const u32 mine = staged(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);
-    const int chunk = p.gated ? inside % 4 : inside % 8;
-    const int column = first_column + chunk * 8;
+    // A thread stores 16 bytes of two tokens, 16 apart; or of one, of whose gates and ups it has as much
+    // each.
+    const int token = gated ? inside / 4 : inside / 8, chunk = gated ? inside % 4 : inside % 8;
+    const int column = (tile.block * kGroups + group) * (gated ? 32 : 64) + chunk * 8;
+    const bool stores = column < out.width && token < (gated ? kRound : 16);
+    const int left = stores ? min(tile.end - begin, kKept) - token : 0;  // tokens from its first on
+    u16* to = out.at(begin + token, column);
+    const i64 next = i64(16) * out.width;
+    // The chunks of a token are turned by it, so that neither way meets a bank twice.
+    const auto staged = [&](int token, int chunk) {
+        return staging + token * 128 + ((chunk ^ (token & 7)) * 16);
+    };
+    const u32 mine = staged(lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2);
+    const u32 from = staged(token % kRound, chunk), second = gated ? from ^ 64 : from + 16 * 128;
+    const auto stage = [&](int first) {
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        const int first = round * kRound, tokens = kKept - first < kRound ? kKept - first : kRound;
-        const u32 buffer = staging + round % 2 * kRound * 128;
-#pragma unroll
-        for (int i = 0; i < tokens; i += 16) {
+        for (int i = first; i < first + kRound && i < kKept; i += 16) {
             u32 v[4];
-            with.round(v, &acc[(first + i) / 2], begin + first + i, out.row_scale);
-            store_matrices_transposed(buffer + i * 128 + mine, v);
+            with.round(v, &acc[i / 2], begin + i, out.row_scale);
+            store_matrices_transposed(mine + i % (2 * kRound) * 128, v);
         }
+    };
+    stage(0);
+#pragma unroll
+    for (int first = 0; first < kKept; first += kRound) {
+        const bool two = kRound > 16 && first + 16 < kKept;
+        const u32 buffer = first % (2 * kRound) * 128;
         warpgroup_sync(kGroups * team + group);  // staged, and the other buffer has been read
-        if (p.gated) {
-#pragma unroll 1
-            for (int token = inside / 4; token < tokens; token += 32) {
-                const int row = begin + first + token;
-                if (row < tile.end) {
-                    const uint4 gates = load_shared4(buffer + staged(token, chunk));
-                    const uint4 ups = load_shared4(buffer + staged(token, chunk + 4));
-                    out.store(row, column, silu_and_mul<Config::bf16, kExactDivision>(gates, ups));
-                }
-            }
-            continue;
+        uint4 v = load_shared4(from + buffer), w = {};
+        if (gated || two) {
+            w = load_shared4(second + buffer);
         }
-        uint4 v[kRound / 16];
-#pragma unroll
-        for (int i = 0; i < tokens; i += 16) {
-            v[i / 16] = load_shared4(buffer + staged(i + inside / 8, chunk));
+        stage(first + kRound);
+        if (gated) {
+            v = silu_and_mul<Config::bf16>(v, w);
         }
-#pragma unroll
-        for (int i = 0; i < tokens; i += 16) {
-            const int row = begin + first + i + inside / 8;
-            if (row < tile.end) {
-                out.store(row, column, v[i / 16]);
-            }
+        if (first < left) {
+            out.store<WIDE>(to, column, v);
         }
+        if (!gated && two && first + 16 < left) {
+            out.store<WIDE>(to + next, column, w);
+        }
+        to += kRound / 16 * next;
     }
     if (kRounds % 2 && kTurns == 1) {  // two teams wait for each other before they stage anything
         warpgroup_sync(kGroups * team + group);
+    }
+}
+
+DEVICE void finish(const float (&acc)[kKept / 2], const Output& out, const Addends& with, bool gated,
+                   u32 staging, int team, int thread) {
+    if (!out.wide) {
+        finish<false>(acc, out, with, gated, staging, team, thread);
+    } else if (gated) {
+        finish<true>(acc, out, with, true, staging, team, thread);
+    } else {
+        finish<true>(acc, out, with, false, staging, team, thread);
     }
 }
 
@@ -252,13 +269,15 @@ DEVICE void finish_in_cluster(const Problem& p, const float (&acc)[kKept / 2], c
         store_matrices_transposed(to + (lane % 8 + lane / 16 * 8) * kTokenBytes + lane / 8 % 2 * 16, v);
         sync();
         const int row = tile.token + unit / kPairs * 16 + lane / 2;
-        if (row < tile.end && !(p.gated && warp & 2)) {
-            const u32 at = to + lane / 2 * kTokenBytes + lane % 2 * 16;
-            uint4 y = load_shared4(at);
+        const int column = row_tile * 16 + lane % 2 * 8;
+        if (row < tile.end && column < out.width && !(p.gated && warp & 2)) {
+            const u32 from = to + lane / 2 * kTokenBytes + lane % 2 * 16;
+            uint4 y = load_shared4(from);
             if (p.gated) {
-                y = silu_and_mul<Config::bf16, kExactDivision>(y, load_shared4(at + 2 * 16 * kTokenBytes));
+                y = silu_and_mul<Config::bf16>(y, load_shared4(from + 2 * 16 * kTokenBytes));
             }
-            out.store(row, row_tile * 16 + lane % 2 * 8, y);
+            u16* const at = out.at(row, column);
+            out.wide ? out.store<true>(at, column, y) : out.store<false>(at, column, y);
         }
         sync();  // before the next one's
     }
