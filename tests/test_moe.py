@@ -128,7 +128,18 @@ def test_torchs_own_checks_of_the_ops():
     torch.library.opcheck(ops.moe_align, (ids, 4))
     weights = torch.rand(5, 2)
     for extra in ((), (bounds,)):
-        torch.library.opcheck(ops.moe_combine, (torch.randn(10, 8), inverse, weights, *extra))
+        given = (torch.randn(10, 8), inverse, weights, *extra)
+        torch.library.opcheck(ops.moe_combine.default, given)
+        torch.library.opcheck(ops.moe_combine.out, given, {"out": torch.empty(5, 8)})
+
+
+def test_combined_rows_go_where_they_are_told():
+    _, bounds, inverse = ops.moe_align(routed(uniform, 5, 2, 4), 4)
+    y, weights, out = torch.randn(10, 8), torch.rand(5, 2), torch.full((5, 8), float("nan"))
+    assert ops.moe_combine(y, inverse, weights, bounds, out=out) is None
+    assert torch.equal(out, ops.moe_combine(y, inverse, weights, bounds))
+    with pytest.raises(ValueError, match="moe_combine: out must"):
+        ops.moe_combine(y, inverse, weights, bounds, out=torch.empty(4, 8))
 
 
 # -- KbitExperts ---------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def opcheck_cases():
     x, bias, rows = torch.randn(5, 72), torch.randn(48), torch.randn(9, 40)
     offsets = torch.tensor([0, 2, 2, 7, 9], dtype=torch.int32)
     ops = torch.ops.kbit
-    dense, stack = weight_parts(q), weight_parts(e)
+    dense, stack, ids = weight_parts(q), weight_parts(e), torch.tensor([[1, 2], [0, 47]])
     return {
         "quantize": (ops.quantize.default, (torch.randn(5, 40), kbit.normal_float(3), 3, "e4m4", True), {}),
         "dequantize": (ops.dequantize.default, (*dense, 72, torch.bfloat16), {}),
@@ -66,10 +66,11 @@ def opcheck_cases():
             (torch.randn(9, 24), *stack, offsets, 40),
             {},
         ),
-        "embedding": (
-            ops.embedding.default,
-            (torch.tensor([[1, 2], [0, 47]]), *dense, 72, torch.float16),
-            {},
+        "embedding": (ops.embedding.default, (ids, *dense, 72, torch.float16), {}),
+        "embedding.out": (
+            ops.embedding.out,
+            (ids, *dense, 72, torch.float16),
+            {"out": torch.empty(2, 2, 72, dtype=torch.float16)},
         ),
     }
 
@@ -275,6 +276,9 @@ def test_out_is_written_and_returned(dense):
     decoded = torch.full((48, 72), float("nan"))
     assert kbit.dequantize(dense, out=decoded) is decoded
     assert torch.equal(decoded, kbit.dequantize(dense))
+    ids, rows = torch.tensor([[3, 0], [47, 3]]), torch.full((2, 2, 72), float("nan"))
+    assert kbit.embedding(ids, dense, out=rows) is rows
+    assert torch.equal(rows, kbit.embedding(ids, dense))
 
 
 def test_autograd_notices_that_out_was_written(dense, experts):
@@ -285,6 +289,7 @@ def test_autograd_notices_that_out_was_written(dense, experts):
         (torch.ones(3, 48), lambda out: kbit.linear(x, tiled, out=out)),
         (torch.ones(48, 72), lambda out: kbit.dequantize(dense, out=out)),
         (torch.ones(4, 24), lambda out: kbit.grouped_linear(rows, experts, offsets, out=out)),
+        (torch.ones(2, 72), lambda out: kbit.embedding(torch.tensor([1, 2]), dense, out=out)),
     ):
         product = torch.ones(out.shape, requires_grad=True) * out  # which its gradient needs again
         write(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kbit.dispatch.backends import module_on_gpus
 from kbit.dispatch.ops import contiguous, implement
-from kbit.ops import moe_checks, moe_schemas
+from kbit.ops import checks, moe_checks, moe_schemas
 
 
 @implement("moe_logits")
@@ -39,7 +39,17 @@ def align(ids, num_experts):
 def combine(y, inverse, weights, bounds=None):
     """`kbit::moe_combine`."""
     moe_checks.moe_combine(y, inverse, weights, bounds)
-    out = y.new_empty((inverse.shape[0], y.shape[1]))
+    return _run_combine(y, inverse, weights, bounds, y.new_empty((inverse.shape[0], y.shape[1])))
+
+
+@implement("moe_combine.out")
+def _combine_out(y, inverse, weights, bounds=None, *, out):
+    moe_checks.moe_combine(y, inverse, weights, bounds)
+    checks.output("moe_combine", out, (inverse.shape[0], y.shape[1]), y.dtype, y.device)
+    _run_combine(y, inverse, weights, bounds, out)
+
+
+def _run_combine(y, inverse, weights, bounds, out):
     if out.numel():
         run = module_on_gpus("moe_combine", y.device).moe_combine
         run(*contiguous(y, inverse, weights), None if bounds is None else bounds.contiguous(), out)

@@ -163,6 +163,17 @@ def _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features
 def _embedding(ids, packed, absmax, codebook, scale, in_features, dtype):
     checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
     out = packed.new_empty((*ids.shape, in_features), dtype=dtype)
+    return _run_embedding(ids, packed, absmax, codebook, scale, in_features, out)
+
+
+@implement("embedding.out")
+def _embedding_out(ids, packed, absmax, codebook, scale, in_features, dtype, *, out):
+    checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
+    checks.output("embedding", out, (*ids.shape, in_features), dtype, packed.device)
+    _run_embedding(ids, packed, absmax, codebook, scale, in_features, out)
+
+
+def _run_embedding(ids, packed, absmax, codebook, scale, in_features, out):
     if out.numel():
         run = backend_for("embedding", ids.device, absmax.dtype).module.embedding
         weight = contiguous(packed, absmax, codebook, scale)

@@ -97,11 +97,8 @@ def dequantize(
     else:
         op = torch.ops.kbit.dequantize_tiled
         arguments = (q.tiled, q.codebook, q.scale, *q.shape[-2:], dtype)
-    if out is not None:
-        _check_out("dequantize", out, False)
-        op.out(*arguments, out=out)
-        return out
-    return op(*arguments)
+    _check_out("dequantize", out, False)
+    return _run(op, arguments, out)
 
 
 def linear(
@@ -198,8 +195,7 @@ def _multiply(
     where: str,
 ) -> torch.Tensor:
     """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
-    if out is not None:
-        _check_out(name, out, needs_grad, where)
+    _check_out(name, out, needs_grad, where)
     if q.tiled is None and forms.should_tile(q, name, q.device, q.absmax.dtype):
         q.tile()
     if q.tiled is None:
@@ -214,10 +210,7 @@ def _multiply(
             return y if out is None else _copy(name, y, out)
         if fused:
             arguments += (True,)
-        if out is None:
-            return op(*arguments)
-        op.out(*arguments, out=out)
-        return out
+        return _run(op, arguments, out)
     except (TypeError, ValueError) as error:
         told = places.placed(error, where)
         if told is error:  # with its cause
@@ -225,8 +218,17 @@ def _multiply(
         raise told from None
 
 
-def _check_out(name: str, out: torch.Tensor, needs_grad: bool, where: str = "") -> None:
+def _run(op: Any, arguments: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return op(*arguments)
+    op.out(*arguments, out=out)
+    return out
+
+
+def _check_out(name: str, out: torch.Tensor | None, needs_grad: bool, where: str = "") -> None:
     """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
+    if out is None:
+        return
     type_checks.tensor(name, "out", out, where)
     if needs_grad or grad_checks.wants_grad(out):
         raise ValueError(
@@ -263,13 +265,19 @@ def _copy(name: str, result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(result)
 
 
-def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def embedding(
+    ids: torch.Tensor,
+    q: QuantizedTensor,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Decode the rows of a quantized table that `ids` name.
 
     Args:
         ids: int32 or int64, any shape, each in 0..N-1.
         q: table [N, K]; best in canonical form: tiles are converted back at every call.
         dtype: float32, float16 or bfloat16.
+        out: where to write, contiguous, [*ids.shape, K] of `dtype`.
 
     Returns:
         [*ids.shape, K].
@@ -281,8 +289,9 @@ def embedding(ids: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype = torch.
     type_checks.quantized("embedding", q)
     type_checks.tensor("embedding", "ids", ids)
     checks.float_dtype("embedding", "dtype", dtype)
+    _check_out("embedding", out, False)
     try:
-        return torch.ops.kbit.embedding(ids, *_parts(q), q.shape[-1], dtype)
+        return _run(torch.ops.kbit.embedding, (ids, *_parts(q), q.shape[-1], dtype), out)
     except IndexError as error:
         raise places.looked_up(error) from None
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import moe_checks
-from kbit.ops.schemas import LIBRARY, TAGS
+from kbit.ops.schemas import LIBRARY, TAGS, define, out_variant
 
 LIBRARY.define(
     "moe_logits(Tensor x, Tensor weight, ScalarType? dtype=None, Tensor? last=None) -> Tensor", tags=TAGS
@@ -44,9 +44,7 @@ LIBRARY.define(
 LIBRARY.define(
     "moe_align(Tensor ids, SymInt num_experts) -> (Tensor source, Tensor bounds, Tensor inverse)", tags=TAGS
 )
-LIBRARY.define(
-    "moe_combine(Tensor y, Tensor inverse, Tensor weights, Tensor? bounds=None) -> Tensor", tags=TAGS
-)
+define({"moe_combine": ("(Tensor y, Tensor inverse, Tensor weights, Tensor? bounds=None)", True)})
 
 
 def empty_choices(logits: torch.Tensor, top_k: int, shared: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,3 +82,6 @@ def moe_align(ids, num_experts):  # noqa: D103
 def moe_combine(y, inverse, weights, bounds=None):  # noqa: D103
     moe_checks.moe_combine(y, inverse, weights, bounds)
     return y.new_empty((inverse.shape[0], y.shape[1]))
+
+
+torch.library.register_fake("kbit::moe_combine.out", out_variant(moe_combine), lib=LIBRARY)

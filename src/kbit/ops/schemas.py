@@ -24,7 +24,7 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "dequantize": (f"({_WEIGHT}, SymInt in_features, ScalarType dtype)", True),
     "linear": (f"(Tensor x, {_WEIGHT}, Tensor? bias, SymInt in_features)", True),
     "grouped_linear": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", True),
-    "embedding": (f"(Tensor ids, {_WEIGHT}, SymInt in_features, ScalarType dtype)", False),
+    "embedding": (f"(Tensor ids, {_WEIGHT}, SymInt in_features, ScalarType dtype)", True),
     # grad [..., N] -> [..., K]: the product with W itself instead of its transpose.
     "linear_grad_input": (f"(Tensor grad, {_WEIGHT}, SymInt in_features)", False),
     "grouped_linear_grad_input": (
@@ -109,14 +109,14 @@ def grouped_linear_grad_input(  # noqa: D103
 def out_variant(functional):
     """The fake kernel of an `out=` variant, from that of the op itself."""
 
-    def fake(*args, out):
-        result = functional(*args)
+    def fake(*args, out, **kwargs):
+        result = functional(*args, **kwargs)
         checks.output(functional.__name__, out, result.shape, result.dtype, result.device)
 
     return fake
 
 
-for _functional in (dequantize, linear, grouped_linear):
+for _functional in (dequantize, linear, grouped_linear, embedding):
     torch.library.register_fake(f"kbit::{_functional.__name__}.out", out_variant(_functional), lib=LIBRARY)
 torch.library.register_fake("kbit::linear_train", linear, lib=LIBRARY)
 torch.library.register_fake("kbit::grouped_linear_train", grouped_linear, lib=LIBRARY)
