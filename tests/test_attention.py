@@ -8,6 +8,8 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, LlavaConfig, StaticCache, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -56,16 +58,47 @@ def operands(batch, heads, shared, tokens, keys, head_dim, dtype=torch.float32, 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Has cuDNN take everything; on a CPU another kernel stands in for it. Returns the calls."""
+    """Has cuDNN take everything, and operators stand in for its kernel. Returns the calls."""
     calls = []
 
     def takes(*tensors):
         calls.append([tuple(tensor.shape) for tensor in tensors])
         return True
 
+    def by_operators(query, key, value, mask, scaling):
+        assert mask.dtype == query.dtype
+        given = {"attn_mask": mask, "scale": scaling, "enable_gqa": True}
+        return nn.functional.scaled_dot_product_attention(query, key, value, **given)
+
     monkeypatch.setattr(attention, "_cudnn_takes", takes)
-    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setattr(attention, "_by_cudnn", by_operators)
     return calls
+
+
+def switches():
+    """Of PyTorch's attention, in the whole process."""
+    names = "flash", "mem_efficient", "math", "cudnn"
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names}
+
+
+class Watched(TorchDispatchMode):
+    """Notes operators meanwhile, with their arguments, and what `switches` were then."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators, self.switches = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append((func, args, kwargs or {}))
+        self.switches.append(switches())
+        return func(*args, **(kwargs or {}))
+
+    def cudnn(self):
+        """Arguments of cuDNN's kernel by name; it ran once."""
+        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        (given,) = [(args, kwargs) for func, args, kwargs in self.operators if func is kernel]
+        names = [argument.name for argument in kernel._schema.arguments]
+        return dict(zip(names, given[0], strict=False)) | given[1]
 
 
 @pytest.mark.parametrize("scaling", [None, 0.3])
@@ -98,6 +131,63 @@ def test_a_cpu_has_no_cudnn():
     assert not attention._cudnn_takes(*given)
     want, _ = sdpa_attention_forward(Layer(4), *given)
     assert torch.equal(attention.attention(Layer(4), *given)[0], want)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kind", ["additive", "boolean"])
+def test_cudnn_is_called_without_pytorchs_switches(kind, learns, monkeypatch):
+    """They are the whole process's: meanwhile, attention of other threads would have no kernel."""
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda *tensors: True)
+    *given, mask = operands(2, 8, 2, 3, 40, 16, torch.float16, "meta")
+    mask = additive(mask, torch.float16) if kind == "additive" else mask
+    given[1].requires_grad_(learns)
+    before = switches()
+    with Watched() as watched:
+        have = attention.attention(Layer(4), *given, mask, scaling=0.3)[0]
+    assert have.shape == (2, 3, 8, 16)
+    assert have.is_contiguous()
+    assert watched.switches == [before] * len(watched.switches)
+    asked = watched.cudnn()
+    assert asked["attn_bias"].dtype == torch.float16
+    assert asked["attn_bias"].shape == (2, 1, 3, 40)
+    assert (asked["compute_log_sumexp"], asked["scale"]) == (learns, 0.3)
+    assert asked["key"].shape == (2, 2, 40, 16)
+
+
+def test_cudnns_kernel_can_be_traced(monkeypatch, own_compilations):
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda *tensors: True)
+    given = operands(2, 8, 2, 1, 40, 16, torch.float16, "meta")
+    traced = torch.compile(attention.attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert traced(Layer(4), *given)[0].shape == (2, 1, 8, 16)
+
+
+def test_cudnn_is_asked_again_where_pytorchs_switches_are_others(monkeypatch):
+    """Whether it takes tensors of some shapes is kept."""
+    asked, cuda, cpu = [], torch.backends.cuda, torch.device("cpu")
+    monkeypatch.setattr(cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(cuda, "can_use_cudnn_attention", lambda given: asked.append(given) or enabled())
+    shapes = (1, 4, 1, 24), (1, 2, 8, 24), (1, 2, 8, 24), (1, 1, 1, 8)
+
+    def enabled():
+        return cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+    def takes(dtype=torch.float16):
+        return attention._ask(cpu, dtype, shapes)
+
+    attention._cudnn_takes_shapes.cache_clear()
+    assert [takes(), takes(), len(asked)] == [True, True, 1]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not takes()
+    assert takes()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not takes()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autocast("cpu", torch.bfloat16):  # would have PyTorch's attention compute in that
+        assert not takes()
+        assert takes(torch.bfloat16)
+    attention._cudnn_takes_shapes.cache_clear()
 
 
 def registered():
@@ -243,6 +333,48 @@ def test_cudnn_against_float64(tokens, keys, head_dim, dtype):
     # Probabilities are rounded to 16 bits before they meet the values, which are below 6; so are results.
     torch.testing.assert_close(have.double(), want, rtol=0, atol=12 * torch.finfo(dtype).eps)
     assert torch.equal(have, attention.attention(Layer(4), *given[:3], mask)[0])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masks", ["each", "one"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_cudnn_gives_what_pytorchs_attention_gives_by_it(scaling, tokens, batch, masks, dtype):
+    """Bit for bit, of grouped heads with an additive mask; and no switch of PyTorch's changes."""
+    *given, there = operands(batch, 32, 8, tokens, 320, 128, dtype, "cuda")
+    mask = additive(there[:1] if masks == "one" else there, dtype)
+    assert attention._cudnn_takes(*given, mask)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        want = nn.functional.scaled_dot_product_attention(
+            *given, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+    before = switches()
+    with Watched() as watched:
+        have = attention._by_cudnn(*given, mask, scaling)
+    assert torch.equal(have, want)
+    assert have.stride() == want.stride()
+    assert watched.cudnn()
+    assert watched.switches == [before] * len(watched.switches)
+    assert switches() == before
+
+
+@gpu
+def test_rows_in_pieces_and_several_dtypes_are_left_to_transformers():
+    """As PyTorch's attention asks no kernel to take them."""
+    query, key, value, mask = operands(2, 8, 2, 1, 40, 64, torch.float16, "cuda")
+    additive_mask = additive(mask, torch.float16)
+    assert attention._cudnn_takes(query, key, value, mask)
+    assert attention._cudnn_takes(query, key, value, additive_mask)
+    in_pieces = key.transpose(2, 3).contiguous().transpose(2, 3)
+    assert not attention._cudnn_takes(query, in_pieces, value, additive_mask)
+    want, _ = sdpa_attention_forward(Layer(4), query, in_pieces, value, mask)
+    assert torch.equal(attention.attention(Layer(4), query, in_pieces, value, mask)[0], want)
+    assert not attention._cudnn_takes(query, key.bfloat16(), value, additive_mask)
+    assert not attention._cudnn_takes(query, key, value, additive_mask[..., :1].expand_as(additive_mask))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not attention._cudnn_takes(query, key, value, additive_mask)
 
 
 @gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -433,6 +434,18 @@ def test_layers_are_compiled_for_steps_alone(own_compilations):
         output = model(IDS).logits
     assert [layer._compiled_call_impl for layer in model.model.layers] == [own, None]
     torch.testing.assert_close(output, model(IDS).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_stay_compiled_until_the_last_thread_leaves(own_compilations):
+    model, compiled = quantized("llama"), {}
+    layers = model.model.layers
+    first, last = (contextlib.ExitStack() for _ in range(2))
+    for stack in (first, last):
+        stack.enter_context(compiled_layers.compiled_layers(model, compiled))
+    first.close()
+    assert [layer._compiled_call_impl for layer in layers] == [compiled[layer] for layer in layers]
+    last.close()
+    assert [layer._compiled_call_impl for layer in layers] == [None] * len(layers)
 
 
 @gpu

@@ -25,8 +25,9 @@ from transformers import (
 import kbit
 from graph_tape import enable_on_cpu
 from kbit.format.policy import QuantizationPolicy
-from kbit.integrations.transformers import next_steps
+from kbit.integrations.transformers import next_steps, static_caches
 from kbit.integrations.transformers.recordings import Following
+from static_steps import take_caches_of_a_cpu
 from tiny_models import build
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -146,6 +147,89 @@ def test_a_loop_keeps_no_cache_alive(followed):
     keys, cache = weakref.ref(cache.layers[0].keys), None
     gc.collect()
     assert keys() is None
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes a model with graphs, and a cache of a CPU that counts as a GPU's."""
+    take_caches_of_a_cpu(monkeypatch)
+
+    def make(room):
+        model = lively("llama")
+        enable_on_cpu(model)
+        return model, StaticCache(model.config, room)
+
+    return make
+
+
+@pytest.mark.parametrize("room", [6, 7, 8, 9, 12, 18])  # steps in front of recordings, recorded, and behind
+def test_answers_that_a_cache_has_no_room_for_are_refused(room, small):
+    """Kernels leave out what is beyond, and tokens would be others."""
+    model, cache = small(room)
+    fits = {"past_key_values": cache, "max_new_tokens": room - 5}
+    want = generated(lively("llama"), max_new_tokens=room - 5)
+    for _ in range(3):
+        assert torch.equal(generated(model, **fits), want)
+        cache.reset()
+        with pytest.raises(ValueError, match=rf"^generate: {room + 1} tokens .* room for {room}, past_key"):
+            generated(model, past_key_values=cache)
+        assert int(cache.get_seq_length()) == room
+        cache.reset()
+
+
+def test_answers_that_end_in_time_need_no_more_room(small, followed):
+    model, cache = small(12)
+    want = generated(lively("llama"), max_new_tokens=7)
+    for _ in range(3):
+        cache.reset()
+        ends = StoppingCriteriaList([Ending(len(want[0]))])
+        assert torch.equal(generated(model, past_key_values=cache, stopping_criteria=ends), want)
+    assert followed
+
+
+class Ending(StoppingCriteria):
+    """At a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **named):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("mask", [PADDED, torch.ones_like(PADDED)], ids=["padded", "whole"])
+@pytest.mark.parametrize("kind", ["late masks", "made masks", "embeddings"])
+def test_what_tells_how_many_tokens_a_cache_is_to_hold(kind, mask, small):
+    """generate leaves out a mask of ones; of embeddings, ids have none."""
+    model, cache = small(12)
+    if kind == "made masks":  # of four dimensions, as of models with masks of their own
+        del model.create_masks_for_generate
+    given = {"inputs_embeds": model.get_input_embeddings()(IDS)} if kind == "embeddings" else {"inputs": IDS}
+    given |= {"attention_mask": mask, "past_key_values": cache}
+    for _ in range(3):
+        cache.reset()
+        with pytest.raises(ValueError, match="^generate: 13 tokens .* room for 12"), torch.no_grad():
+            model.generate(**given, max_new_tokens=14, do_sample=False, pad_token_id=0)
+
+
+def test_masks_tell_it_where_a_model_has_methods_of_its_own(small, monkeypatch):
+    monkeypatch.setattr(next_steps, "methods", lambda *_: [])
+    model, cache = small(12)
+    for _ in range(3):
+        cache.reset()
+        with pytest.raises(ValueError, match="^generate: 13 tokens .* room for 12"):
+            generated(model, past_key_values=cache)
+
+
+def test_rooms_are_looked_up_once_for_a_cache(small, followed, monkeypatch):
+    asked, own = [], static_caches.room_of
+    monkeypatch.setattr(static_caches, "room_of", lambda cache: asked.append(0) or own(cache))
+    model, cache = small(24)
+    for _ in range(3):
+        cache.reset()
+        generated(model, past_key_values=cache)
+    assert followed
+    assert len(asked) == 1
 
 
 def test_other_loops_get_whole_masks(followed):

@@ -25,6 +25,7 @@ from kbit.integrations.transformers import (
 )
 from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
+from static_steps import take_caches_of_a_cpu
 from tiny_models import ARCHITECTURES, build
 
 TOKENS, ROOM = 6, 64
@@ -129,6 +130,31 @@ def test_a_cache_without_room_for_padding():
     for _ in range(3):
         torch.testing.assert_close(enabled.logits(prompt(18)), own, rtol=1e-4, atol=1e-5)
     assert enabled.counts == (0, 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_prompts_that_a_cache_has_no_room_for_are_refused(architecture, monkeypatch):
+    """Transformers' own update fails there, but kernels leave out what is beyond."""
+    take_caches_of_a_cpu(monkeypatch)
+    model = quantized(architecture)
+    own = answer(model, prompt(20))
+    enabled = Enabled(model)
+    with pytest.raises(
+        ValueError, match="^generate: 65 tokens are to be in a cache .* room for 64, .*=65 or"
+    ):
+        enabled.logits(prompt(ROOM + 1))  # of a new cache
+    for _ in range(3):
+        enabled.cache.reset()
+        held = answer(model, prompt(20), past_key_values=enabled.cache)
+        assert torch.equal(held, own)
+        more = torch.cat((held, prompt(ROOM)), 1)
+        with pytest.raises(ValueError, match=f"{20 + TOKENS + ROOM} tokens .* room for {ROOM}"):
+            answer(model, more, past_key_values=enabled.cache)  # which holds its beginning
+        assert int(enabled.cache.get_seq_length()) == 20 + TOKENS - 1
+        with pytest.raises(ValueError, match=f"{ROOM + 1} tokens .* room for {ROOM}"):
+            enabled.logits(prompt(ROOM + 1))
+    more = {"max_new_tokens": 1, "min_new_tokens": 1}
+    assert len(enabled.logits(prompt(ROOM), **more)) == 1
 
 
 def test_caches_of_generate_have_room_for_padding(monkeypatch):

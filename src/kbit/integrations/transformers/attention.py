@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from kbit.backends.cuda.attention_rests import takes as takes_rests
+from kbit.format.autocast import autocast_dtype
 from kbit.integrations.transformers.additive_masks import additive, additive_mask
 from kbit.nn.standing_in import standing_in
 
@@ -240,28 +240,54 @@ def attention(
 
         own = {"dropout": dropout, "scaling": scaling, **named}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **own)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-        )
-    return out.transpose(1, 2).contiguous(), None
+    mask = additive(attention_mask, query.dtype)
+    return _by_cudnn(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
 
-def _cudnn_takes(*tensors: torch.Tensor) -> bool:
+def _by_cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """PyTorch's attention by cuDNN, [batch, heads, tokens, head_dim], of what `_cudnn_takes`.
+
+    Called by its name: `sdpa_kernel`, in which `scaled_dot_product_attention` would call it, sets switches of
+    the whole process. Other threads' attention has no kernel meanwhile, or for good, where two such overlap.
+    """
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    made: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        query, key, value, mask, compute_log_sumexp=learns, scale=scaling
+    )
+    return made[0]
+
+
+def _cudnn_takes(query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether cuDNN has a kernel for a query, keys, values and a mask."""
-    query, plain = tensors[0], all(type(tensor) is torch.Tensor for tensor in tensors)
+    tensors = query, *others
+    if query.device.type != "cuda" or not all(type(tensor) is torch.Tensor for tensor in tensors):
+        return False
+    numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]  # masks of others become additive
+    if any(tensor.dtype != query.dtype or tensor.stride(-1) != 1 for tensor in numbers):
+        return False
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return plain and query.device.type == "cuda" and _ask(query.device, query.dtype, shapes)
+    return tensors[-1].dim() == 4 and _ask(query.device, query.dtype, shapes)
 
 
 def _ask(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> bool:
     """Not traced by torch.compile, which calls it and takes the result for a constant."""
-    return _cudnn_takes_shapes(device, dtype, *shapes)
+    if autocast_dtype(device) not in (None, dtype):  # PyTorch's attention is among what that casts
+        return False
+    switches = (
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    return _cudnn_takes_shapes(device, dtype, switches, *shapes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cudnn_takes_shapes(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> bool:
-    """PyTorch's answer for tensors whose rows are in one piece."""
+def _cudnn_takes_shapes(
+    device: torch.device, dtype: torch.dtype, switches: tuple[bool, ...], *shapes: tuple[int, ...]
+) -> bool:
+    """PyTorch's answer for tensors whose rows are in one piece, where the switches that it asks are so."""
     cuda = torch.backends.cuda
     query, key, value, mask = (
         torch.empty(shape[-1:], dtype=dtype, device=device).expand(shape) for shape in shapes

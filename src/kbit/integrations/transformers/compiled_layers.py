@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from kbit.nn.standing_in import standing_in
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -27,24 +29,25 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 def compiled_layers(model: Any, compiled: dict[torch.nn.Module, Any]) -> Iterator[None]:
     """Every decoder layer runs as compiled for its inputs' shapes; `compiled` keeps them for the next time.
 
-    A layer's number is a constant of its code, so each is traced; their equal graphs are built once.
+    In every thread, until the last such context is left. A layer's number is a constant of its code, so each
+    is traced; their equal graphs are built once.
     """
     import torch._dynamo
 
     layers, config = decoder_layers(model), torch._dynamo.config
-    before = [layer._compiled_call_impl for layer in layers]
     limits = {"recompile_limit": 8 * len(layers), "accumulated_recompile_limit": 64 * len(layers)}
-    for layer in layers:
-        if layer not in compiled:
-            layer.compile(fullgraph=True, dynamic=False)
-            compiled[layer] = layer._compiled_call_impl
-        layer._compiled_call_impl = compiled[layer]
-    try:
-        with config.patch({name: max(limit, getattr(config, name)) for name, limit in limits.items()}):
-            yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer._compiled_call_impl = own
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if layer not in compiled:
+                compiled.setdefault(layer, torch.compile(layer._call_impl, fullgraph=True, dynamic=False))
+            stack.enter_context(standing_in(layer, "_compiled_call_impl", _another(compiled[layer])))
+        larger = {name: max(limit, getattr(config, name)) for name, limit in limits.items()}
+        stack.enter_context(config.patch(larger))
+        yield
+
+
+def _another(function: Any) -> Callable[[Any], Any]:
+    return lambda own: function
 
 
 def overlap_kernels() -> None:

@@ -33,7 +33,7 @@ from kbit.integrations.transformers.own_methods import generating, is_ours, put,
 from kbit.integrations.transformers.preconditions import handed_on, stranger_in
 from kbit.integrations.transformers.prompts import Prompts
 from kbit.integrations.transformers.recordings import Record, Recordings, SharedPool, record_cuda_graph
-from kbit.integrations.transformers.static_caches import why_not_recorded
+from kbit.integrations.transformers.static_caches import require_room, why_not_recorded
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.tied import renew_tiles
 
@@ -222,10 +222,17 @@ class Steps:
             )
 
     def __call__(self, **inputs: Any) -> Any:
-        """A step of the model: what `model(**inputs)` returns."""
+        """A step of the model: what `model(**inputs)` returns.
+
+        Raises:
+            ValueError: the cache has no room for it, as far as the length of a mask of tokens tells.
+        """
         cache = inputs.pop("past_key_values", None)
         if (loop := self.loops.loop) is not None and next_steps.NEXT in inputs:
             return loop.step(inputs[next_steps.NEXT])
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            require_room(cache, mask.shape[1])
         if not _is_of_one_token(inputs):  # a part of a prompt
             return self._run(cache, inputs)
         inputs = with_late_mask(self._model(), cache, inputs)

@@ -26,6 +26,7 @@ import torch
 from kbit.integrations.transformers.late_masks import LATE
 from kbit.integrations.transformers.own_methods import is_ours
 from kbit.integrations.transformers.recordings import Following, Recordings, circumstances
+from kbit.integrations.transformers.static_caches import require_room
 
 NEXT = "kbit_next_ids"  # an input of steps, in place of all others but the cache
 NAMES = _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
@@ -67,6 +68,17 @@ def _made_up(model: Any, named: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
+def _tokens(ids: torch.Tensor, named: dict[str, Any]) -> int:
+    """How many tokens a cache is to hold behind a loop's next step, or prompt.
+
+    Args:
+        ids: so far, without those that were given as embeddings.
+        named: as the loop has it, with a mask and positions of all tokens, or without.
+    """
+    growing = (named.get(name) for name in _GROWING)
+    return max(ids.shape[1], *(one.shape[-1] for one in growing if isinstance(one, torch.Tensor)), 0)
+
+
 class Loop:
     """A loop of `generate` behind a recorded step.
 
@@ -83,6 +95,7 @@ class Loop:
         self._following, self._where = following, where
         self._grown: _Grown | None = None
         self._length: int | None = None  # of its ids before the first step that got its token alone
+        self._tokens, self._room = 0, 0  # in the cache behind that step, and for how many it has room
 
     def gave(self, outputs: Any) -> bool:
         """Whether a step's output is the last one."""
@@ -103,15 +116,22 @@ class Loop:
         return self._grown if is_its else None
 
     def goes_on(self, ids: torch.Tensor, named: dict[str, Any]) -> bool:
-        """Whether the next step is the one behind the last, with these ids so far."""
+        """Whether the next step is the one behind the last, with these ids so far.
+
+        Raises:
+            ValueError: if so, the cache has no room for it.
+        """
         grown = self.grown(named)
         if grown is None:
             return False
         if self._length is None:
-            self._length = ids.shape[1]
+            self._length, self._tokens = ids.shape[1], _tokens(ids, named)
             if grown.mask is not None:
                 self._following.lengthen(LATE, grown.mask.shape[1] - 1)
+            self._room = require_room(self._cache(), self._tokens)
         here = ids.shape[1] == self._length + grown.lack and circumstances(ids.device) == self._where
+        if here and self._tokens + grown.lack > self._room:
+            self._room = require_room(self._cache(), self._tokens + grown.lack)
         return here and self._following.holds(self._cache())
 
     def step(self, ids: torch.Tensor) -> Any:
@@ -178,6 +198,7 @@ class Prepare:
         loop = loops.loop if next_sequence_length == 1 and _is_transformers_own(sys._getframe(1)) else None
         if loop is not None and loop.goes_on(input_ids, named):
             return {NEXT: input_ids[:, -1:], "past_key_values": named["past_key_values"]}
+        require_room(named.get("past_key_values"), _tokens(input_ids, named))
         named = _made_up(model, named)
         own = getattr(type(model), self.name)
         return own(model, input_ids, next_sequence_length=next_sequence_length, **named)

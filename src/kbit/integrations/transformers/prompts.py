@@ -51,6 +51,7 @@ from kbit.integrations.transformers.recordings import Record, Recordings
 from kbit.integrations.transformers.static_caches import (
     fused_updates,
     recorded_length,
+    require_room,
     why_not_recorded,
 )
 from kbit.nn.gated_delta import padded_prompts
@@ -90,11 +91,15 @@ class Prompts:
         Args:
             input_ids: [batch, tokens].
             named: what else `generate` has for the model.
+
+        Raises:
+            ValueError: the cache has no room for it.
         """
         model: Any = self._model()
         cache: Any = named.get("past_key_values")
         if self._left_to_model or not _may_take(model, input_ids, named):
             return None
+        require_room(cache, input_ids.shape[1])
         if held := held_by(cache):
             return self._rests(input_ids, named, held)
         padding, mask = None, named.get("attention_mask")

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.kept_caches import room_of
 from kbit.nn.standing_in import standing_in
 
 MOST_TOKENS = 2048  # of recorded prompts, all sequences: beyond, the GPU takes longer than the host
@@ -57,6 +60,41 @@ def why_not_recorded(cache: Any) -> str | None:
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     return None
+
+
+# Of caches, for how many tokens: to ask all layers at every step would take long.
+_rooms: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def require_room(cache: Any, tokens: int) -> int:
+    """Refuse to have a cache hold more tokens than it has room for: kernels would leave out what is beyond.
+
+    How many it holds, a tensor of its own says, for which the host would have to wait; so callers tell.
+
+    Args:
+        cache: of transformers, or None.
+        tokens: that it is to hold.
+
+    Returns:
+        For how many it has room; `sys.maxsize` where it grows.
+
+    Raises:
+        ValueError: for fewer.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return sys.maxsize
+    room = _rooms.get(cache, -1)
+    if tokens > room:  # not known yet, or its layers are others now
+        found = room_of(cache)
+        room = _rooms[cache] = sys.maxsize if found is None else found
+    if tokens > room:
+        raise ValueError(
+            f"generate: {tokens} tokens are to be in a cache that has room for {room}, past_key_values. Give "
+            f"one with max_cache_len={tokens} or more, or ask for fewer by max_new_tokens. With "
+            f"cache_implementation='static' generate makes one that is large enough."
+        )
+    return room
 
 
 class _Late(threading.local):
