@@ -151,6 +151,16 @@ def test_files_are_quantized_alike(model_type, embedding_bits, tmp_path):
         assert torch.equal(again(ids).logits, in_place(ids).logits)
 
 
+def test_a_model_that_was_cast_to_float64_says_how_to_go_on():
+    model = quantize_model(nn.ModuleDict({"wte": nn.Embedding(9, 32)}), QuantizationPolicy(embedding_bits=4))
+    ids = torch.arange(9)
+    wanted = model.wte(ids)
+    model.double()
+    with pytest.raises(TypeError, match=r"was cast to torch.float64 \(wte\). Cast .* by model.float\(\)\."):
+        model.wte(ids)
+    assert torch.equal(model.float().wte(ids), wanted)
+
+
 # -- files that were written when six names were known -------------------------------------------------------
 
 

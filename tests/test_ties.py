@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 import kbit
@@ -79,7 +85,7 @@ def test_a_skip_of_either_name_keeps_both(way, settings, embedding_bits, source,
     [
         ({"overrides": {"lm_head": 5}, "embedding_bits": 4}, 4, "lm_head gets 4 bits and not 5"),
         ({"overrides": {"lm_head": 5, "embed": 3}}, 3, "lm_head gets 3 bits and not 5, as its weight is"),
-        ({"overrides": {"lm_head": 5}}, None, "model.embed_tokens: embedding_bits is not set"),
+        ({"overrides": {"lm_head": 5}}, None, "model.embed_tokens: the default; "),
         (
             {"overrides": {"embed": 3}, "modules_to_not_convert": ["lm_head"]},
             None,
@@ -114,6 +120,81 @@ def test_pickled_weights_are_treated_alike(source, tmp_path):
     told, widths = quantize("on load", tmp_path / "in", tmp_path / "two", **other)
     assert widths == dict.fromkeys(TIED, 4)
     assert "lm_head gets 4 bits and not 5" in told[0]
+
+
+def from_pickle(tensors: dict[str, torch.Tensor], source: Path, **settings):
+    """The model of a folder, on load, from pickled tensors instead of its own."""
+    folder = source.parent / "pickled"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(source / "config.json", folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=kbit.KbitConfig(**settings))
+
+
+def from_state(tensors: dict[str, torch.Tensor], source: Path, **settings):
+    config = AutoConfig.from_pretrained(source)
+    settings = {"config": config, "state_dict": tensors, "quantization_config": kbit.KbitConfig(**settings)}
+    return LlamaForCausalLM.from_pretrained(None, **settings)
+
+
+@pytest.mark.parametrize("load", [from_pickle, from_state])
+@pytest.mark.parametrize("names", [TIED[:1], TIED[1:], TIED])
+@pytest.mark.parametrize("settings", [{}, {"embedding_bits": 3}, {"overrides": {"embed_tokens": 5}}], ids=str)
+def test_unindexed_weights_have_either_name_of_a_tie(load, names, settings, source, tmp_path, capfd):
+    wanted = AutoModelForCausalLM.from_pretrained(source, quantization_config=kbit.KbitConfig(**settings))
+    tensors = load_file(source / "model.safetensors")
+    table = tensors.pop("model.embed_tokens.weight")
+    capfd.readouterr()
+    model = load(tensors | {f"{name}.weight": table for name in names}, source, **settings)
+    assert "MISSING" not in "".join(capfd.readouterr())
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+    assert {*model.state_dict()} == {*wanted.state_dict()}
+    assert model.all_tied_weights_keys == wanted.all_tied_weights_keys
+    for each, folder in ((model, "got"), (wanted, "wanted")):
+        each.save_pretrained(tmp_path / folder)
+    got, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("got", "wanted"))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(TypeError, match=r"weight cannot be replaced"):
+        model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize("load", [from_pickle, from_state])
+def test_unindexed_weights_that_differ_stay_two(load, source):
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    model = load(dict(tensors), source, bits=5, embedding_bits=5)
+    assert model.all_tied_weights_keys == {}
+    for name in TIED:
+        layer = model.get_submodule(name)
+        assert torch.equal(layer.weight_packed, kbit.quantize(tensors[f"{name}.weight"], 5).packed)
+
+
+@pytest.mark.parametrize("load", [from_pickle, from_state])
+def test_unindexed_weights_without_either_name_are_refused(load, source):
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match=r"hold no tensor lm_head.weight or model.embed_tokens.weight. Load"):
+        load(tensors, source, embedding_bits=5)
+
+
+@pytest.mark.parametrize("names", [["shared"], ["decoder.embed_tokens"], ["shared", "lm_head"]], ids=str)
+def test_unindexed_weights_that_four_share(names, tmp_path):
+    """T5's table is that of its encoder, its decoder and its head."""
+    sizes = {"vocab_size": 72, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    policy = kbit.KbitConfig(embedding_bits=5)
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path)
+    wanted = T5ForConditionalGeneration.from_pretrained(tmp_path, quantization_config=policy).eval()
+    assert len(wanted.all_tied_weights_keys) == 6
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors.pop("shared.weight")
+    tensors |= {f"{name}.weight": table for name in names}
+    settings = {"config": T5Config.from_pretrained(tmp_path), "quantization_config": policy}
+    model = T5ForConditionalGeneration.from_pretrained(None, state_dict=tensors, **settings).eval()
+    ids = {"input_ids": IDS, "decoder_input_ids": IDS}
+    assert torch.equal(model(**ids).logits, wanted(**ids).logits)
+    assert model.all_tied_weights_keys == wanted.all_tied_weights_keys
+    assert {*model.state_dict()} == {*wanted.state_dict()}
 
 
 @pytest.mark.parametrize("way", WAYS)

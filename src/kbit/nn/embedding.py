@@ -158,12 +158,19 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
 
         Raises:
             IndexError: an id is out of range (on the CPU); this message, too, names the layer.
-            TypeError, ValueError: ids are no integers, or elsewhere; the message names this layer.
+            TypeError, ValueError: ids are no integers, or elsewhere, or the model was cast to a dtype that
+                rows cannot have; the message names this layer.
         """
+        dtype = self.dtype_probe.dtype
+        if dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(
+                f"embedding: the layer must be float32, float16 or bfloat16, was cast to {dtype}"
+                f"{at(self.layer_name)}. Cast the model back, such as by model.float()."
+            )
         checks.embedding_ids(input, self.weight_packed.device, self.layer_name)
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)
         try:
-            return torch.ops.kbit.embedding(input, *parts, self.embedding_dim, self.dtype_probe.dtype)
+            return torch.ops.kbit.embedding(input, *parts, self.embedding_dim, dtype)
         except IndexError as error:
             raise places.looked_up(error, self.layer_name) from None
 

@@ -34,16 +34,36 @@ class Initialized(nn.Module):
         """Add a parameter; `weight` is none, but decoded at each reading.
 
         Raises:
-            TypeError: the name is `weight`.
+            TypeError: the name is `weight`, and it has no place; see `allow_spare`.
         """
         if name == "weight" and param is not None:
-            raise TypeError(
-                f"{type(self).__name__}: weight cannot be replaced, the layer holds codes"
-                f"{at(getattr(self, 'layer_name', ''))}. Put a layer in its place: one that from_linear "
-                f"makes of the new weight, or the one whose weight it is to share."
-            )
+            if not self._may_be_spare():
+                raise TypeError(
+                    f"{type(self).__name__}: weight cannot be replaced, the layer holds codes"
+                    f"{at(getattr(self, 'layer_name', ''))}. Put a layer in its place: one that from_linear "
+                    f"makes of the new weight, or the one whose weight it is to share."
+                )
+            param._is_hf_initialized = True  # type: ignore[attr-defined]
         super().register_parameter(name, param)
+
+    def allow_spare(self) -> None:
+        """Let a loader replace the placeholder of `weight`, until `drop_spare`.
+
+        Of weights that are tied files may hold one name: to the other, which a loader knows, too, it gives
+        what is never read.
+        """
+        self._parameters["weight"]._is_hf_initialized = True  # type: ignore[union-attr]
+        self.__dict__["_spare"] = True
+
+    def drop_spare(self) -> bool:
+        """Undo `allow_spare`; whether there still was a placeholder, since no weight was loaded."""
+        allowed: bool = self.__dict__.pop("_spare", False)
+        return allowed and self._parameters.pop("weight", None) is not None
+
+    def _may_be_spare(self) -> bool:
+        return "_spare" in self.__dict__ and "weight" in self._parameters
 
     def _stand_in(self) -> torch.Tensor | None:
         """What is the weight for those who draw numbers while a model is loaded; None at other times."""
-        return self.__dict__.get("weight")
+        weight: torch.Tensor | None = self.__dict__.get("weight")
+        return self._parameters.get("weight") if weight is None and "_spare" in self.__dict__ else weight

@@ -13,19 +13,47 @@ from torch.nn.modules import module as every_module
 from kbit.nn.fused_experts import WEIGHTS, is_experts, unsupported_experts
 from kbit.nn.sizes import other_sizes
 
-# Layers whose weight their parent reads itself, for a product or for its dtype: (class of the parent, layer).
+# Layers whose weight transformers' code reads: (class of the module that reads it, the layer's path inside).
 _READERS = (
+    # A product with it, or with a part of it.
     (r"Mamba\w*Mixer$", "dt_proj"),  # Mamba, FalconMamba, Jamba, Zamba: dt_proj.weight @ time_step
-    (r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$", "wo|fc2"),  # T5, for one: x.to(wo.weight.dtype)
-    (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2, the same
-    (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),  # the same
-    (r"^GraniteSpeech5Encoder$", "input_linear"),  # the same
-    (r"VisionEmbeddings$", "patch_embedding"),  # Siglip2, the same
     (r"^WavLMAttention$", r"[qkv]_proj|out_proj"),  # handed to a function of PyTorch
     (r"^MobileBertLMPredictionHead$", "decoder|dense"),  # it joins both into one matrix
+    (r"MHAttentionMap$", "k_proj|k_linear"),  # DETR and models like it
+    (r"^TDNNLayer$", "kernel"),  # Wav2Vec2 and models like it
+    (r"^LSHSelfAttention$", "query_key|value"),  # Reformer, for each head
+    (r"^Gemma3nTextAltUp$", r"\w+_coefs"),  # in training
+    (r"^(Gemma4\w*AssistantForCausalLM|NeoMMEForMaskedLM)$", "lm_head|unembedding_projection"),
+    (r"^Deberta(V2)?ForMaskedLM$", r"deberta\.embeddings\.word_embeddings"),  # a head that is not `legacy`
+    (r"^PerceiverForMaskedLM$", r"perceiver\.input_preprocessor\.embeddings"),
+    (r"^RwkvModel$", r"blocks\.\d+\.(attention\.output|feed_forward\.value)"),  # halved in place
+    # All rows of it: biases by distance, positions, what is learned to be looked for, codebooks.
+    (r"^(LayoutLMv[23]|PPDocLayoutV2\w+)Encoder$", r"rel_pos\w*_bias"),
+    (r"^(Deberta(V2)?|SEWDTransformer)Encoder$", "rel_embeddings"),
     (r"^ProphetNetDecoder$", "ngram_embeddings"),  # added to what it embeds
-    (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it: the same
-    (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$", "lm_head"),  # the same
+    (r"^(AudioFlamingo3|Qwen2Audio|Voxtral)Encoder$|^Moss\w+AudioModel$", "embed_positions"),
+    (r"^(Sam|EdgeTam)\w*(Encoder|Decoder)$", r"\w+_(embed|tokens?)(\.\d)?|reference_points"),
+    (r"(Detr|Dino|Table)\w*Model$", r"query_\w*(embeddings|feat)|reference_point\w+|patterns"),
+    (r"^(Mask2?|One)FormerTransformerModule$", r"queries_\w+|level_embed"),
+    (r"^(OneFormerTextMapper|OmDetTurboDecoder)$", "prompt_ctx|tgt_embed"),
+    (r"omt\w*ForUniversalSegmentation$", "query"),  # EoMT, VidEoMT
+    (r"^DeepseekOcr2VisionModel$", r"query_\d+_resolution"),
+    (r"^RelativePositionBias", "relative_attention_bias"),  # UDOP, to make a larger one
+    (r"VectorQuantizer?$", "embedding|codebook"),
+    # Its dtype, to cast to it.
+    (r"VisionEmbeddings$|PatchEmbed(der)?$", r"(patch_|position_)embedding|(input_)?proj"),
+    (r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$", "wo|fc2"),  # T5, for one: x.to(wo.weight.dtype)
+    (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2
+    (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),
+    (r"^GraniteSpeech5Encoder$", "input_linear"),
+    (r"^Gemma4Unified\w+Embedder$", "patch_dense|embedding_projection"),
+    (r"^(PocketTTS|GradiumPhononTTS)Model$", r"audio_\w+_proj"),
+    (r"^(NeoMMEMultiVectorHead|JevForDecision)$", "proj"),
+    (r"ForPreTraining$", "project_q"),  # Wav2Vec2 and models like it
+    (r"^EsmFold2", r"(atom|coords)_linear|(pair|noise)_proj|(pae|distogram)_head|embed|token_bonds"),
+    (r"^(FSMT|Vits)Model$", r"(decoder|text_encoder)\.embed_tokens"),
+    (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it
+    (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$", "lm_head"),
 )
 
 _HOOKS = (
@@ -149,7 +177,7 @@ def left_alone(model: nn.Module) -> dict[str, str]:
     """{module: why} of those that stay in 16 bits whatever the policy says, since others use their weights.
 
     Modules that transformers keeps in float32 (`_keep_in_fp32_modules`), with all inside them, and those
-    whose weight is read by their parent, which would find codes.
+    whose weight is read by the code of another, which would find codes.
     """
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -174,9 +202,10 @@ def _kept_in_float32(module: nn.Module) -> Iterator[str]:
 
 
 def _read_by(module: nn.Module) -> Iterator[str]:
-    """Names of the children whose weight a module reads."""
+    """Names of the modules inside whose weight a module reads."""
     if isinstance(module, nn.TransformerEncoderLayer):  # its fast path, in evaluation
         yield from ("linear1", "linear2")
     for parent, layer in _READERS:
         if re.search(parent, type(module).__name__):
-            yield from (name for name, _ in module.named_children() if re.fullmatch(layer, name))
+            names = (name for name, _ in module.named_modules(remove_duplicate=False))
+            yield from (name for name in names if re.fullmatch(layer, name))

@@ -168,6 +168,13 @@ def place_ties(model: Any, ties: Ties, plan: Plan, policy: QuantizationPolicy) -
         source = model.get_submodule(holder_of(pair[1]))
         source._is_hf_initialized = getattr(source, "bias", None) is None
     _rename_ties(model, ties, (PACKED, ABSMAX))
+    for target, source in ties:
+        ends = [model.get_submodule(holder_of(name)) for name in (target, source)]
+        if all("weight" in layer._parameters for layer in ends):
+            # Files may lack either name, of which transformers then makes a weight unless it is tied.
+            for layer in ends:
+                layer.allow_spare()
+            model.all_tied_weights_keys[target] = source
 
 
 def _rename_ties(model: Any, ties: Ties, parts: Sequence[str]) -> None:
@@ -185,7 +192,12 @@ def _rename_ties(model: Any, ties: Ties, parts: Sequence[str]) -> None:
 
 
 def finish_ties(model: Any, ties: Ties) -> None:
-    """After loading: have tied layers share all their parts, factors included."""
+    """After loading: have tied layers share all their parts, factors included.
+
+    Raises:
+        ValueError: files that are not safetensors hold the weight under none of its names.
+    """
+    _drop_spares(model, ties)
     for target, source in ties:
         one, other = (model.get_submodule(holder_of(name)) for name in (source, target))
         if one.weight_packed is not other.weight_packed:
@@ -196,6 +208,22 @@ def finish_ties(model: Any, ties: Ties) -> None:
         other.share(one)
         if "weight_scale" in one._parameters:
             _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE))
+
+
+def _drop_spares(model: Any, ties: Ties) -> None:
+    """Forget the placeholders of names that the files lack; see `place_ties`."""
+    layers = {name: model.get_submodule(holder_of(name)) for pair in ties for name in pair}
+    lacking = {name for name, layer in layers.items() if layer.drop_spare()}
+    groups: dict[str, set[str]] = {}
+    for target, source in ties:
+        model.all_tied_weights_keys.pop(target, None)
+        groups.setdefault(source, {source}).add(target)
+    for names in groups.values():
+        if names <= lacking:
+            raise ValueError(
+                f"the weights hold no tensor {' or '.join(sorted(names))}. Load the model unquantized, "
+                f"then call kbit.quantize_model."
+            )
 
 
 def rename_tied_parts(model: Any) -> None:
