@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbit.bench import attention, chat, conversions, generate, nvfp4, quantize, serve, train
+from kbit.bench import attention, chat, conversions, generate, nvfp4, quantize, result_files, serve, train
 
 
 def training() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def generating() -> dict[str, Any]:
         for way in (generate.EAGER, generate.GRAPHS)
     ]
     plan = {"prompt": 8, "new_tokens": 8}
-    return {"model": "big", "layers": 2, "plan": plan, "rows": generate.as_json(rows)}
+    return {"model": "big", "layers": 2, "plan": plan, "rows": result_files.as_json(rows)}
 
 
 def chatting() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def chatting() -> dict[str, Any]:
         for turn in (1, 2)
     ]
     plan = vars(chat.Plan())
-    return {"model": "big", "layers": 2, "plan": plan, "machine": {}, "rows": chat.as_json(rows)}
+    return {"model": "big", "layers": 2, "plan": plan, "machine": {}, "rows": result_files.as_json(rows)}
 
 
 def quantizing() -> dict[str, Any]:

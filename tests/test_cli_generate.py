@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,12 @@ def test_named_templates_alone(tmp_path: Path) -> None:
     tokenizer.chat_template = {"rag": IN_PARTS}
     with pytest.raises(ValueError, match=r"chat template cannot be used: .* or use --no-chat"):
         encode_prompt(tokenizer, "w3 w4", None, True)
+
+
+def test_no_spinner_is_on_the_line_of_a_bar(tmp_path: Path, monkeypatch) -> None:
+    module = sys.modules["kbit.cli.generate"]
+    monkeypatch.setattr(module.console, "status", lambda *_: pytest.fail("transformers shows a bar"))
+    ran = CliRunner().invoke(
+        app, ["generate", str(build_with_tokenizer("llama", tmp_path)), "w1", "--top-p=1"]
+    )
+    assert ran.exit_code == 0, ran.output

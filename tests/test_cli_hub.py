@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from typer.testing import CliRunner
 
@@ -97,11 +100,34 @@ def test_a_name_that_the_hub_does_not_give(name: str, tmp_path: Path) -> None:
     commands = [("quantize", name, tmp_path / "out"), ("generate", name, "hello")]
     for command in (*commands, ("eval", name), ("inspect", name), ("profile", name)):
         message = refuse(*command)
-        assert message.startswith(
-            f"{name} is not a folder here, and the Hugging Face Hub did not give a model"
-        )
-        assert message.endswith("Is it spelled right? Models behind a gate need `hf auth login`.")
+        assert message.startswith(f"{name} is not a folder here, ")
+        if name == "org/missing":
+            assert message.endswith(
+                "HF_HUB_OFFLINE is set and its cache lacks the model. Unset it to fetch the model."
+            )
+        else:
+            assert "and the Hugging Face Hub did not give a model" in message
+            assert message.endswith("Is it spelled right? Models behind a gate need `hf auth login`.")
     assert not (tmp_path / "out").exists()
+
+
+def http_error() -> Exception:
+    """One of the library, httpx or httpx2, by which that of the hub speaks."""
+    library = importlib.import_module("httpx2" if find_spec("httpx2") else "httpx")
+    return library.ReadTimeout("slow")
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("a long story"), ConnectionError(), http_error()])
+def test_a_hub_that_cannot_be_reached(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert refuse("inspect", "org/model") == (
+        "org/model is not a folder here, the hub cannot be reached and its cache lacks the model. "
+        "Check the connection."
+    )
 
 
 def test_paths_are_not_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,11 +378,32 @@ def test_one_shard_is_singular(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("speed", "words"), [(2.124e8, "212 M weights/s"), (4.4e5, "440 k weights/s"), (0.0, "0 k weights/s")]
+    ("speed", "words"),
+    [
+        (2.124e8, "212 M weights/s"),
+        (9.876e6, "9.9 M weights/s"),
+        (4.4e5, "440 k weights/s"),
+        (0.0, "0 k weights/s"),
+    ],
 )
 def test_the_summary_has_a_unit_that_fits_the_speed(source, tmp_path, monkeypatch, speed, words):
     monkeypatch.setattr(streaming.Report, "weights_per_second", speed)
     assert words in run(source, tmp_path / "out").output.replace("\n", " ")
+
+
+def test_the_summary_fits_a_terminal(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming.Report, "weights_per_second", 2.124e8)
+    monkeypatch.setattr(streaming.Report, "bits_per_weight", 4.25)
+    lines = run(source, tmp_path / "o").output.splitlines()[1:3]
+    assert re.fullmatch(r"[\d.]+% of [\d.]+ M weights at 4.25 bits", lines[0])
+    assert re.fullmatch(r"[\d.]+ s, 212 M weights/s, peak memory \d+ MB", lines[1])
+
+
+@pytest.mark.parametrize("name", ["float16", "fp16", "float32", "fp32"])
+def test_formats_of_scales_are_called_as_dtypes_are(source, tmp_path, name):
+    run(source, tmp_path / "out", "--absmax", name)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert section["absmax_format"] == f"float{name[-2:]}"
 
 
 # -- memory --------------------------------------------------------------------------------------------------

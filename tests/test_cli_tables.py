@@ -1,4 +1,7 @@
-"""Tables on terminals of any width: no column is lost, no number broken, nothing wider than it has to be."""
+"""Tables on terminals of any width: no column is lost, no number broken, nothing wider than it has to be.
+
+And helps: arguments in capitals, no command's line cut, sentences for options.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import io
 
 import hypothesis.strategies as st
 import pytest
+import typer.main
 from hypothesis import given, settings
+from typer.testing import CliRunner
 
 from kbit.bench.text_table import text_table
-from kbit.cli import tables
+from kbit.cli import app, tables
 from kbit.cli.consoles import Console
 
 NAME = "a_kernel_of_a_long_name_with_bits_4_and_bf16"
@@ -42,6 +47,31 @@ def test_every_cell_is_there(width):
     folded = "".join(line[1:].split(" ")[0] for line in lines if line.startswith((" ", "│")))
     assert NAME in folded.replace("│", "") or NAME in text
     assert max(map(len, lines)) <= max(width, 62)
+
+
+COMMANDS = typer.main.get_command(app).commands
+ALL = COMMANDS | {f"bench {name}": command for name, command in COMMANDS["bench"].commands.items()}
+
+
+def test_no_line_about_a_command_is_cut():
+    for arguments in (["--help"], ["bench", "--help"]):
+        output = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).output
+        lines = output[output.index("Commands:") :].split("\n\n")[0].splitlines()[1:]
+        assert all(line.endswith(".") and "..." not in line and len(line) <= 80 for line in lines), output
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "bench"])
+def test_helps_of_arguments_and_options(name):
+    usage = CliRunner().invoke(app, [*name.split(), "--help"]).output.splitlines()[0]
+    for parameter in ALL[name].params:
+        if parameter.param_type_name == "argument":
+            assert parameter.metavar.isupper()
+            assert parameter.metavar in usage
+        words = getattr(parameter, "help", None) or ""
+        assert words.endswith((".", "...")), (name, parameter.name)
+        assert not words.startswith(("Of ", "Not ")), (name, parameter.name)
+        if getattr(parameter, "secondary_opts", ()):  # a --no- that is the default says nothing
+            assert parameter.default is True, (name, parameter.name)
 
 
 def test_what_is_no_terminal_gets_tables_as_wide_as_they_are(monkeypatch):

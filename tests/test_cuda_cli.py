@@ -68,8 +68,9 @@ def test_compile_fills_the_cache(tmp_path):
     assert [row[-2:] for row in table] == [
         [arch, f"fill[value={v}]"] for arch in ("90a", "80") for v in (1, 2)
     ]
-    assert {row[4] for row in table} == {"compiled"}
-    assert all(int(row[0]) > 0 and row[1] == "0" for row in table)
+    assert {row[5] for row in table} == {"compiled"}
+    assert "registers  spill bytes  stack bytes  shared bytes  seconds" in result.output
+    assert all(int(row[0]) > 0 and row[1] == row[2] == "0" for row in table)  # neither spills nor a stack
     assert len(list((tmp_path / "cache" / "cubin").glob("*.cubin"))) == 4
     again = rows(compile_command("--arch", "90a", "--kernel", "value=2").output)
     assert [row[-3:] for row in again] == [["cached", "90a", "fill[value=2]"]]

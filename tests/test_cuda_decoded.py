@@ -13,7 +13,7 @@ from kbit.backends.cuda import decoded
 @pytest.mark.parametrize("chunk_rows", [8, 16, 1000])
 @pytest.mark.parametrize(("n", "k"), [(1, 24), (7, 24), (8, 21), (20, 24), (33, 19), (16, 1)])
 def test_any_number_of_rows_and_columns(n, k, chunk_rows, with_bias, dtype, monkeypatch):
-    monkeypatch.setattr(decoded, "_CHUNK_WEIGHTS", chunk_rows * 24 + 5)
+    monkeypatch.setattr(decoded, "GPU_CHUNK_WEIGHTS", chunk_rows * 24 + 5)
     torch.manual_seed(n)
     x, w = torch.randn(5, k).to(dtype), torch.randn(n, k).to(dtype)
     bias = torch.randn(n).to(dtype) if with_bias else None

@@ -143,7 +143,7 @@ def test_resident_plans_fit_and_hold_every_unit() -> None:
         assert plan.span <= min(k_tiles, plan.config.warps), case
         assert plan.span * plan.config.tiles >= k_tiles, case
         assert plan.config.blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024, case
-        assert plan.config in resident.configs(bits, device.shared_bytes), case
+        assert plan.config in resident.configs(bits), case
         x_bytes, sum_bytes = 128 * k_tiles * plan.tokens, 128 * plan.config.warps * plan.tokens
         weights_end = plan.weights_at + plan.weight_bytes
         assert operands.TABLE_BYTES + 8 * plan.config.warps <= plan.weights_at, case
@@ -160,7 +160,7 @@ def test_resident_plans_fit_and_hold_every_unit() -> None:
             assert 2 * (x_bytes + sum_bytes) <= operands.TABLE_BYTES, case
         chosen.add((bits, plan.tokens, plan.config))
     for bits, tokens in itertools.product(SUPPORTED_BITS, resident.TOKENS):
-        for config in resident.configs(bits, device.shared_bytes):
+        for config in resident.configs(bits):
             assert (bits, tokens, config) in chosen, (bits, tokens, config)
 
 

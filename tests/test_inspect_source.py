@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kbit.cli import app
+from kbit.cli.inspect import inspect
+from kbit.cli.inspected import Folder, Module, in_natural_order
 from tiny_models import build_with_tokenizer
 
 NAME = "model.layers.0.self_attn.q_proj"
@@ -35,6 +37,25 @@ def with_weight(weight: torch.Tensor, folder: Path) -> Path:
     tensors = load_file(source / "model.safetensors") | {f"{NAME}.weight": weight}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return source
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    names = [
+        "model.layers.0.up",
+        "model.layers.10.up",
+        "model.layers.2.experts.11",
+        "model.layers.2.experts.9",
+    ]
+    ordered = list(in_natural_order({name: Module(name, None) for name in [*names, "lm_head"]}))
+    assert ordered == ["lm_head", names[0], names[3], names[2], names[1]]
+
+
+def test_what_is_printed_is_ordered(folders: tuple[Path, Path]) -> None:
+    modules = {f"layers.{number}.up": Module(f"layers.{number}.up", 4) for number in (0, 1, 10, 2)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(inspect.__globals__, "_read_folder", lambda folder: Folder(modules))
+        rows = json.loads(run("inspect", folders[1], "--json").output)
+    assert [row["name"].split(".")[1] for row in rows] == ["0", "1", "2", "10"]
 
 
 @pytest.mark.parametrize("cut", [(slice(None), slice(16)), (slice(8), slice(None))], ids=["columns", "rows"])

@@ -157,7 +157,7 @@ def test_every_word_of_a_tile_has_one_owner(bits: int) -> None:
 
 def test_wrong_parts_are_refused() -> None:
     packed, absmax = random_parts(16, 64, 4)
-    with pytest.raises(ValueError, match=r"absmax uint8 \(E4M4\), got torch.int32 and torch.float16"):
+    with pytest.raises(TypeError, match=r"absmax uint8 \(E4M4\), got torch.int32 and torch.float16"):
         layout.to_tiled(packed, absmax.half(), 4, 64)
     with pytest.raises(ValueError, match=r"96 in-features at 4 bits need packed \[..., N, 12\]"):
         layout.to_tiled(packed, absmax, 4, 96)

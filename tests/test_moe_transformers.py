@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 import kbit
@@ -71,6 +72,11 @@ def test_a_decode_step_compiles_whole(name, folders):
 # -- what stays 16-bit ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    transformers_logging.warning_once.cache_clear()
+
+
 def of_kbit(caplog):
     return [text for text in caplog.messages if text.startswith("kbit left")]
 
@@ -81,7 +87,15 @@ def test_the_loader_names_every_large_parameter_once(folders, caplog, monkeypatc
     (text,) = of_kbit(caplog)
     assert text.startswith("kbit left 2 large parameters unquantized: ")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert f"{name} (0.0 MB: embedding_bits is not set)" in text
+        assert f"{name} (0.0 MB: the default; embedding_bits=5 quantizes it)" in text
+
+
+def test_the_same_is_said_once(folders, caplog, monkeypatch):
+    """Not again for what was loaded to be quantized, saved, and loaded."""
+    monkeypatch.setattr(leftovers, "LARGE", 72 * 48)
+    for _ in range(2):
+        load(folders["qwen3_moe"])
+    assert len(of_kbit(caplog)) == 1
 
 
 def test_the_loader_is_silent_where_nothing_is_large(folders, caplog):

@@ -306,7 +306,7 @@ def test_the_policy_says_why_a_module_stays():
     assert policy.why_not("layers.0.q_proj") == "modules_to_not_convert has 'layers.0'"
     assert policy.why_not("layers.1.o_proj") == "the override 'o_proj' is 0"
     assert policy.why_not("layers.1.mlp.gate") == "it is a router"
-    assert policy.why_not("lm_head") == "embedding_bits is not set"
+    assert policy.why_not("lm_head") == "the default; embedding_bits=5 quantizes it"
 
 
 def test_many_overrides_are_compiled_once():

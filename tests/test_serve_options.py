@@ -51,7 +51,6 @@ def test_values_of_no_use(options, told, serve):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--port", "x"],  # of which transformers' command line says so at once
         ["--port", "0", "--log-level", "INFO"],
         ["--port", "0", "--chat-template-kwargs", '{"enable_thinking": false}'],
         ["--port", "0", "--device", "balanced"],
@@ -77,6 +76,26 @@ def test_settings_of_the_model_that_are_none(command, text, serve, tmp_path):
         said = str(CliRunner().invoke(app, [command, str(folder), *rest[command]]).exception)
     assert said.startswith(f"{folder / 'generation_config.json'} cannot be used: TypeError: ")
     assert "remove it" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--port=0", "--max-tokens", "5"], "Error: No such option"),
+        (["--port", "x"], "Error: Invalid value for '--port': 'x' is not a valid int"),
+        (["other", "--port=0"], "Error: Got unexpected extra argument"),
+    ],
+)
+def test_usage_errors_are_short(options, told, serve):
+    served, _ = serve()
+    served.clear()
+    result = CliRunner().invoke(app, ["serve", "org/model", *options])
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert lines[0].endswith(" serve [OPTIONS] {MODEL}")
+    assert lines[3].startswith(told)
+    assert lines[4:] == ["`transformers serve --help` lists all options."]
+    assert not served
 
 
 def test_settings_of_the_model_that_transformers_does_without(serve, tmp_path):

@@ -85,4 +85,5 @@ def test_usage_errors_name_the_command(folder):
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "Usage: python -m kbit serve" in ran.stderr
-    assert "transformers serve" not in ran.stderr
+    assert "`transformers serve --help` lists all options." in ran.stderr
+    assert "--cb-block-size" not in ran.stderr

@@ -123,11 +123,19 @@ def test_wrong_files_are_refused(tmp_path, name, text, message):
 # -- the scheduler, by hand ----------------------------------------------------------------------------------
 
 
+def simulated(turns, users, limits):
+    """What was served, and (prompt tokens, decode steps) that each remaining turn still needs."""
+    engine = scheduler._Engine(turns, users, limits)
+    served = engine.run()
+    left = [(tokens, turn.answer - 1) for tokens, turn in engine.waiting]
+    return served, left + [(0, end - engine.now) for end in engine.ends]
+
+
 def test_one_user_by_hand():
     """Prompt 5 in chunks of 4: 4 and 1. The second gives the first token, two more are decoded."""
-    served = scheduler.serve([Turn(5, 3)], users=1, limits=Limits(chunk=4, budget=8))
+    served, left = simulated([Turn(5, 3)], users=1, limits=Limits(chunk=4, budget=8))
     assert served.steps == Counter({Step(0, 4): 1, Step(0, 1): 1, Step(1, 0): 2})
-    assert served.unfinished == []
+    assert left == []
     assert served.iterations == 4
 
 
@@ -138,9 +146,9 @@ def test_two_users_by_hand():
     only token, so B asks again: C.  4: A (4, done), C's 1 token; nobody is left to ask for A.
     """
     turns = [Turn(3, 4), Turn(6, 1), Turn(1, 9)]
-    served = scheduler.serve(turns, users=2, limits=Limits(chunk=4, budget=8))
+    served, left = simulated(turns, users=2, limits=Limits(chunk=4, budget=8))
     assert served.steps == Counter({Step(0, 3): 1, Step(1, 4): 1, Step(1, 2): 1, Step(1, 1): 1})
-    assert served.unfinished == [(0, 8)]
+    assert left == [(0, 8)]
 
 
 def test_budget_cuts_chunks_beside_decoding():
@@ -176,12 +184,13 @@ TURNS = st.lists(st.builds(Turn, st.integers(1, 60), st.integers(1, 40)), min_si
 @settings(max_examples=200, deadline=None)
 def test_no_token_is_lost_and_limits_hold(turns, users, chunk, room):
     limits = Limits(chunk, users + room)
-    served = scheduler.serve(turns, users, limits)
+    served, left = simulated(turns, users, limits)
+    assert served == scheduler.serve(turns, users, limits)
     prefilled = sum(step.prefill * count for step, count in served.steps.items())
     decoded = sum(step.decode * count for step, count in served.steps.items())
-    assert prefilled + sum(left for left, _ in served.unfinished) == sum(turn.prompt for turn in turns)
-    assert decoded + sum(left for _, left in served.unfinished) == sum(turn.answer - 1 for turn in turns)
-    assert len(served.unfinished) < users
+    assert prefilled + sum(prompt for prompt, _ in left) == sum(turn.prompt for turn in turns)
+    assert decoded + sum(steps for _, steps in left) == sum(turn.answer - 1 for turn in turns)
+    assert len(left) < users
     for step, count in served.steps.items():
         assert count > 0
         assert 0 <= step.decode <= users

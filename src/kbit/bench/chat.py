@@ -8,8 +8,8 @@ are compiled, steps and prompts recorded by then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,11 +51,6 @@ class Row:
     prompt: int
     first_token_s: float
     tokens_s: float | None
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as in a result file."""
-    return [asdict(row) for row in rows]
 
 
 def measure(

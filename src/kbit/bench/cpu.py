@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -152,8 +152,3 @@ def quantize_rows(repeats: int = 7) -> Iterator[QuantizeRow]:
                 result = cpu_timing.measure({isa: _ignoring_index(run)}, repeats)[isa]
                 speed = w.numel() / result.median_ms / 1e3
                 yield QuantizeRow(isa, bits, window is not None, round(speed, 1))
-
-
-def as_json(rows: Iterable[LinearRow | QuantizeRow]) -> list[dict[str, object]]:
-    """Rows as JSON objects."""
-    return [asdict(row) for row in rows]

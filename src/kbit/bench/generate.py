@@ -7,8 +7,8 @@ called three times and the last call counts: kernels are compiled, steps and pro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,11 +40,6 @@ class Row:
     first_token_s: float
     tokens_s: float | None
     reason: str | None = None
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as in a result file."""
-    return [asdict(row) for row in rows]
 
 
 def measure(

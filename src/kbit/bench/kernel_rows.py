@@ -16,6 +16,7 @@ DISPATCHED = "kbit"
 # Problems of `kbit bench moe` that begin so have tokens as their rows, others the rows of each expert.
 COUNTED_IN_TOKENS = ("layer", "router")
 COMMAND = "kbit bench kernels"  # whose results these are
+ALL_ROWS = "--rows 1,2,4,8,16,32,64,256,1024,4096,8192"  # of that, for what takes any number of tokens
 # What JSON makes of a row's fields.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import kbit.ops as ops
+from kbit.backends.cuda.tables import DTYPES
 from kbit.bench import gpu_timing, peers
 from kbit.bench.correctness import require_close
 from kbit.bench.gpu_timing import Arm, Timer
@@ -23,7 +24,6 @@ from kbit.format import SUPPORTED_BITS, QuantizedTensor
 
 DEVICE = "cuda"
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CUBLAS, DEQUANTIZE = "cublas", "dq+cublas"
 CHECKED_ROWS = 16
 

@@ -103,18 +103,25 @@ def roofline(rows: Sequence[KernelRow], bandwidth: float) -> list[tuple[float, f
     return [(least, least * bandwidth / 1e3), (corner, top), (most, top)]
 
 
+def under_roofs(rows: Sequence[KernelRow]) -> dict[int | None, list[tuple[float, float]]]:
+    """{bits: points} to draw under `roofline`, of rows of one dtype; None: those of 16-bit cuBLAS."""
+    found: dict[int | None, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.bits or 0):
+        if row.kind == BASELINE or (row.kernel == DISPATCHED and row.bits is not None):
+            found.setdefault(row.bits, []).append((intensity(row), row.tflop_s))
+    return found
+
+
 def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str, file: Path) -> None:
     """Write a PNG of TFLOP/s over operations per weight byte, under the roofs of `roofline`."""
     figure, [axes] = figure_of()
     rows = [row for row in rows if row.dtype == dtype]
-    baselines = [row for row in rows if row.kind == BASELINE]
     roofs = roofline(rows, bandwidth)
     axes.plot(*zip(*roofs, strict=True), color="black", label="measured roofs")
-    _scatter(axes, baselines, f"{dtype} cuBLAS", BASELINE_COLOR, "x")
-    for bits, color in COLORS.items():
-        _scatter(
-            axes, [r for r in rows if r.kernel == DISPATCHED and r.bits == bits], f"k={bits}", color, "o"
-        )
+    for bits, points in under_roofs(rows).items():
+        x, y = zip(*points, strict=True)
+        label, color = (f"k={bits}", COLORS[bits]) if bits else (f"{dtype} cuBLAS", BASELINE_COLOR)
+        axes.scatter(x, y, s=14, label=label, color=color, marker="o" if bits else "x")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte of weights")
@@ -123,12 +130,6 @@ def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: 
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)
-
-
-def _scatter(axes: Axes, rows: Sequence[KernelRow], label: str, color: str, marker: Any) -> None:
-    if rows:
-        points = [intensity(row) for row in rows], [row.tflop_s for row in rows]
-        axes.scatter(*points, s=14, label=label, color=color, marker=marker)
 
 
 def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> list[Path]:

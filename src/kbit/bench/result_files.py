@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kbit.format.strict_json import parse_json
+
+
+def as_json(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Rows, which are dataclasses, as a result file has them."""
+    return [asdict(row) for row in rows]
 
 
 def replace_text(file: Path, text: str) -> None:

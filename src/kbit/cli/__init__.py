@@ -21,6 +21,7 @@ from kbit.cli.eval import evaluate
 from kbit.cli.gate import gate
 from kbit.cli.generate import generate
 from kbit.cli.inspect import inspect
+from kbit.cli.options import speak_of_options
 from kbit.cli.outputs import Command
 from kbit.cli.profile import profile
 from kbit.cli.quantize import quantize
@@ -79,6 +80,7 @@ def main() -> None:
         # As stderr does: what cannot be said in a locale, or a name that is no UTF-8, must not end a command.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
+        speak_of_options()
         app()
     except KeyboardInterrupt:  # outside of a command, whose own typer catches
         print(_startup.MESSAGE, file=sys.stderr)

@@ -39,7 +39,9 @@ def attention(
     model: Annotated[str, typer.Option(help="Layers of these shipped models; all by default.")] = "",
     batch: Annotated[str, typer.Option(help="Sequences at once.")] = "1,4,32",
     tokens: Annotated[str, typer.Option(help="Tokens that the cache has already.")] = "255,2047,16383",
-    room: Annotated[int | None, typer.Option(min=2, help="Room of the cache; default: one more.")] = None,
+    room: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that the cache has room for; default: one more.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:

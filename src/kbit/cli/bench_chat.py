@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kbit.bench.result_files import as_json
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, all_arms, check_device
@@ -36,7 +37,7 @@ def chat(
     name: ModelName,
     bits: ArmBits = "4",
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
-    turns: Annotated[int, typer.Option(min=1, help="Prompts and answers.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Prompts, each with an answer.")] = 4,
     first: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 6144,
     message: Annotated[int, typer.Option(min=1, help="Tokens that later prompts add.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
@@ -44,7 +45,7 @@ def chat(
     device: OneDevice = "cuda",
     json_file: JsonFile = None,
 ) -> None:
-    """Wait for first tokens in a chat, with and without prefix caching. Random weights, one chat."""
+    """Waits for first tokens in a chat. With and without prefix caching; random weights, one chat."""
     import torch
 
     from kbit.bench import chat as bench
@@ -61,7 +62,7 @@ def chat(
         try:
             for row in bench.measure(config, torch.device(device), policies, plan, status.update):
                 rows.append(row)  # written at once: an interruption loses one
-                write_json(json_file, found | {"rows": bench.as_json(rows)})
+                write_json(json_file, found | {"rows": as_json(rows)})
         finally:
             status.stop()
             if rows:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from kbit.bench.result_files import as_json
 from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.consoles import Console, tracked
 from kbit.cli.options import Threads, numbers, widths
@@ -51,7 +52,7 @@ def cpu(
     quantize: list[QuantizeRow] = []
 
     def save() -> None:
-        write_json(json_file, head | {"linear": bench.as_json(linear), "quantize": bench.as_json(quantize)})
+        write_json(json_file, head | {"linear": as_json(linear), "quantize": as_json(quantize)})
 
     for name in tracked(shapes, "linear"):
         linear += bench.linear_rows(name, counts, chosen, repeats)

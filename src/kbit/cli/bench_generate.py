@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from kbit.bench.result_files import as_json
 from kbit.bench.text_table import text_table
 from kbit.cli.consoles import Console
 from kbit.cli.model_arms import ArmBits, FirstLayers, ModelName, OneDevice, all_arms, check_device
@@ -38,11 +39,11 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer.")] = 128,
     layers: FirstLayers = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="With compiled layers, too.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Measure compiled layers, too.")] = False,
     device: OneDevice = "cuda",
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens a second of model.generate, as it is and from CUDA graphs. Random weights, one sequence."""
+    """Tokens a second of model.generate. As it is and from CUDA graphs; random weights, one sequence."""
     import torch
 
     from kbit.bench import generate as bench
@@ -64,7 +65,7 @@ def generate(
         try:
             for row in arms:
                 rows.append(row)  # written at once: an interruption loses one
-                write_json(json_file, found | {"rows": bench.as_json(rows)})
+                write_json(json_file, found | {"rows": as_json(rows)})
         finally:
             status.stop()
             if rows:

@@ -37,7 +37,7 @@ Names = Annotated[str, typer.Option("--shape", help="Only these shapes, such as 
 Models = Annotated[str, typer.Option("--model", help="Only the shapes of these models.")]
 Rows = Annotated[str, typer.Option("--rows", "-m", help="Numbers of tokens M, such as 1,2,4.")]
 Bits = Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")]
-Dtypes = Annotated[str, typer.Option("--dtype", help="fp16, bf16, or both: fp16,bf16.")]
+Dtypes = Annotated[str, typer.Option("--dtype", help="Activations: fp16, bf16, or both: fp16,bf16.")]
 Repeats = Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")]
 Variants = Annotated[
     list[str] | None,
@@ -158,8 +158,8 @@ def kernels(
     dtype: Dtypes = "fp16",
     repeats: Repeats = 11,
     variants: Variants = None,
-    peers: Annotated[bool, typer.Option(help="Other people's kernels, where they can be imported.")] = True,
-    timer: Annotated[TimerName, typer.Option(help="graph, or ncu for kernel-only times.")] = TimerName.graph,
+    peers: Annotated[bool, typer.Option(help="Measure others' kernels, where they can be imported.")] = True,
+    timer: Annotated[TimerName, typer.Option(help="Graph, or ncu for kernel-only times.")] = TimerName.graph,
     json_file: JsonFile = None,
 ) -> None:
     """GPU kernels against 16-bit cuBLAS. Cold weights, CUDA-graph replays, one table per M."""
@@ -232,9 +232,9 @@ def dequant(
     bits: Bits = "2,3,4,5",
     dtype: Dtypes = "fp16",
     repeats: Repeats = 11,
-    products: Annotated[bool, typer.Option(help="dequantize + cuBLAS, by shape and M.")] = True,
+    products: Annotated[bool, typer.Option(help="Time dequantize + cuBLAS, by shape and M.")] = True,
     alone: Annotated[
-        bool, typer.Option(help="Also quantize, dequantize and repack alone, on 4096x14336 and 8192x28672.")
+        bool, typer.Option(help="Time quantize, dequantize and repack alone, on 4096x14336 and 8192x28672.")
     ] = True,
     json_file: JsonFile = None,
 ) -> None:

@@ -84,7 +84,9 @@ def model(
     embedding_bits: Annotated[
         int | None, typer.Option(help="Width of embeddings and head too; 16 bits by default.")
     ] = None,
-    search: Annotated[bool, typer.Option(help="Search block scales; random weights need not.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search block scales; random weights need not.")
+    ] = False,
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too, where it fits.")] = True,
     batch: Annotated[str, typer.Option(help="Sequences decoded at once.")] = "1,4,32",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding.")] = 128,
@@ -96,7 +98,7 @@ def model(
     profile: Annotated[bool, typer.Option("--profile", help="List the kernels of a step.")] = False,
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs over which the model is split.")] = "1",
     by_expert: Annotated[
-        bool, typer.Option("--by-expert", help="On several: split experts by id, not each expert.")
+        bool, typer.Option("--by-expert", help="On several GPUs: split experts by id, not each expert.")
     ] = False,
     all_reduce: Annotated[
         str | None,

@@ -62,7 +62,7 @@ def moe(
     batch: Annotated[str, typer.Option(help="Layer and router: numbers of tokens.")] = "1,4,32,256,2048",
     routing: Annotated[str, typer.Option(help="Layer: uniform, zipf.")] = "uniform,zipf",
     bits: Annotated[str, typer.Option(help="Bits per weight, such as 2,4.")] = "4",
-    dtype: Annotated[str, typer.Option(help="bf16, or fp16 for products alone.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, or fp16 for products alone.")] = "bf16",
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each arm.")] = 11,
     json_file: JsonFile = None,
 ) -> None:

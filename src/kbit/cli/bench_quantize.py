@@ -52,7 +52,8 @@ def quantize(
     folder: Annotated[
         Path | None,
         typer.Option(
-            callback=check_folder, help="On the disk to measure, with room for the model; default: temporary."
+            callback=check_folder,
+            help="Folder on the disk to measure, with room for the model; default: temporary.",
         ),
     ] = None,
     json_file: JsonFile = None,

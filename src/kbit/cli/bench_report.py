@@ -17,7 +17,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder of the files that --json options wrote.")] = Path(
         "benchmarks/results"
     ),
-    out: Annotated[Path, typer.Option(callback=check_page, help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(callback=check_page, help="Page to write.")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page of all results. Kernels, models, traffic, quality, provenance."""
     from kbit.bench.report import page

@@ -73,8 +73,8 @@ def serve(
             metavar="NAME", help="Serve a shipped model with random weights, in bf16 and quantized."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of --random: only the first layers.")] = None,
-    bits: Annotated[int, typer.Option(help="Of --random: bits per weight.")] = 4,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --random: only the first layers.")] = None,
+    bits: Annotated[int, typer.Option(help="With --random: bits per weight.")] = 4,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,8,32",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client at each level.")] = 4,
     prompt_words: Annotated[int, typer.Option(min=4, help="Words of a prompt.")] = 64,
@@ -82,14 +82,14 @@ def serve(
     continuous_batching: Annotated[
         bool, typer.Option(help="Answer requests together, from a paged cache.")
     ] = True,
-    device: Annotated[str, typer.Option(help="auto, cuda:0 or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: auto, cuda:0 or cpu.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a server to start, or to answer.")] = 600,
     option: Annotated[
         list[str] | None,
         typer.Option(
             "--option",
             metavar="OPTION",
-            help="One of transformers serve, such as --cb-block-size=256; repeatable.",
+            help="Option of `transformers serve`, such as --cb-block-size=256; repeatable.",
         ),
     ] = None,
     json_file: JsonFile = None,

@@ -47,7 +47,7 @@ def train(
     baseline: Annotated[bool, typer.Option(help="Measure bf16 too.")] = True,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    rank: Annotated[int, typer.Option(min=1, help="Of the adapters.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     experts: Annotated[bool, typer.Option(help="Adapt fused experts too.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     repeats: Annotated[int, typer.Option(min=7, help="Timed steps; the median counts.")] = 7,

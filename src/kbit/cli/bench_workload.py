@@ -30,11 +30,11 @@ def workload(
     model: Annotated[str, typer.Option(help="Models; by default all that the table has.")] = "",
     bits: Annotated[str, typer.Option(help="Bits per weight; by default all that the table has.")] = "",
     users: Annotated[str, typer.Option(help="Numbers of users served at once.")] = "1,4,8,16,32,64",
-    dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "fp16",
+    dtype: Annotated[str, typer.Option("--dtype", help="Activations: fp16 or bf16.")] = "fp16",
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens an iteration beside decoding.")] = 512,
     budget: Annotated[int, typer.Option(min=1, help="Tokens of an iteration at most.")] = 2048,
     turns: Annotated[int, typer.Option(min=1, help="Turns simulated for more than one user.")] = 20_000,
-    seed: Annotated[int, typer.Option(help="Of the turns drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(callback=check_picture, help="Also draw speed-up against users here.")
     ] = None,

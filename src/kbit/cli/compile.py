@@ -31,11 +31,11 @@ def compile_kernels(
         typer.Option(
             "--arch",
             metavar="ARCH",
-            help="Such as 80, 89, 90a, 100a; this machine's by default; repeatable.",
+            help="Architecture, such as 80, 89, 90a or 100a; this machine's by default; repeatable.",
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Threads; the cores by default.")
+        int | None, typer.Option("--jobs", "-j", min=1, help="Threads; as many as cores by default.")
     ] = None,
     kernel: Annotated[str, typer.Option(help="Only kernels with this in their name, and list each.")] = "",
     verbose: Annotated[
@@ -137,13 +137,18 @@ def _by_source(kernels: Sequence[Kernel]) -> Table:
 def _print_each(kernels: Sequence[Kernel]) -> None:
     """A line for each kernel, its name last: names have up to 120 characters, and figures stay in columns."""
     console = Console(soft_wrap=True, highlight=False)
-    console.print("registers  spill bytes  shared bytes  seconds            arch  kernel", style="bold")
+    console.print(
+        "registers  spill bytes  stack bytes  shared bytes  seconds            arch  kernel", style="bold"
+    )
     for spec, arch, outcome in kernels:
         name = f"{arch:5} {spec.name}"
         if isinstance(outcome, ValueError):
-            console.print(f"{'':9}  {'':11}  {'':12}  {'':7}  refused   {name}", style="red", markup=False)
+            console.print(
+                f"{'':9}  {'':11}  {'':11}  {'':12}  {'':7}  refused   {name}", style="red", markup=False
+            )
             continue
-        figures = f"{outcome.registers:9}  {outcome.spill_bytes:11}  {outcome.shared_bytes:12}"
+        figures = f"{outcome.registers:9}  {outcome.spill_bytes:11}  {outcome.stack_bytes:11}"
+        figures += f"  {outcome.shared_bytes:12}"
         how = f"{outcome.seconds:7.2f}  {'cached' if outcome.cached else 'compiled':8}"
         style = "yellow" if outcome.spill_bytes else None
         console.print(f"{figures}  {how}  {name}", style=style, markup=False)

@@ -59,7 +59,7 @@ def demo(
         Path, typer.Option(callback=check_folder, help="Where downloads and models are kept.")
     ] = Path("demo"),
     bits: Annotated[str, typer.Option(help="Widths of the linear layers.")] = "4,3,2",
-    embedding_bits: Annotated[int, typer.Option(help="Width of the embedding, also the head.")] = 5,
+    embedding_bits: Annotated[int, typer.Option(help="Width of the embedding, which is the head too.")] = 5,
     prompt: Annotated[str, typer.Option(help="What to ask each model.")] = PROMPT,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much text is scored.")] = 2048,

@@ -287,14 +287,14 @@ def doctor(context: typer.Context, as_json: PrintedJson = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table(title="kbit doctor", show_lines=False)
-        table.add_column("")
-        table.add_column("what")
-        for header in ("found", "what to do"):
+        table = Table("", "what", title="kbit doctor", show_lines=False)
+        columns = 1 + any(finding.remedy for finding in findings)
+        for header in ("found", "what to do")[:columns]:
             table.add_column(header, overflow="fold")
         for finding in findings:
             mark = "[red]x[/]" if finding.fatal else "[yellow]![/]" if finding.remedy else "[green]ok[/]"
-            table.add_row(mark, finding.what, escape(finding.found), escape(finding.remedy))
+            cells = map(escape, (finding.found, finding.remedy)[:columns])
+            table.add_row(mark, finding.what, *cells)
         show(table)
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)

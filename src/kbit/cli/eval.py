@@ -39,25 +39,29 @@ def evaluate(
         Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
     ],
     reference: Annotated[
-        Path | None, typer.Option(help="The unquantized model, for the divergence from it; likewise.")
+        Path | None, typer.Option(help="The unquantized model, likewise, for the divergence from it.")
     ] = None,
     bits: Annotated[
         str | None, typer.Option(help="Quantize FOLDER in memory to these widths, such as 2,3,4,5.")
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="With --bits: also without the search for scales.")
+        bool, typer.Option("--plain", help="With --bits: quantize without the search for scales, too.")
     ] = False,
-    embedding_bits: Annotated[int | None, typer.Option(help="With --bits: embeddings and head too.")] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(help="With --bits: also quantized by what this other text feeds layers.")
+    embedding_bits: Annotated[
+        int | None, typer.Option(help="With --bits: quantize embeddings and head too.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text; one ships with kbit.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="With --bits: quantize by what this other text feeds layers, too.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to score; by default one that ships with kbit.")
+    ] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = WINDOW,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Score so many tokens of the text at most.")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"What layers compute in: {DTYPE_HELP}.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     json_file: JsonFile = None,
 ) -> None:
     """Perplexity and KL divergence on a text. Teacher forced."""

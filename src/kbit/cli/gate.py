@@ -19,7 +19,7 @@ def gate(
     toggle: Annotated[str, typer.Option(help="Which optimization: dedup, fold, tile or all.")] = "all",
     tokens: Annotated[str, typer.Option(help="Batch sizes, such as 1,32,128.")] = "1,32,128",
     accum: Annotated[str, typer.Option(help="Order of sums: exact, seq16 or tc.")] = "exact",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=check_file, help="Also write the verdicts here.")
     ] = None,

@@ -12,7 +12,7 @@ import typer
 from kbit.cli.consoles import Console
 from kbit.cli.hub import folder_of
 from kbit.cli.model_folder import DTYPE_HELP, known_dtype, load_model, load_tokenizer
-from kbit.cli.texts import check_ids, known_positions
+from kbit.cli.texts import check_ids, known_positions, too_long
 from kbit.format.words import counted
 from kbit.integrations.devices import find_device
 from kbit.integrations.transformers.token_times import TokenTimes
@@ -135,10 +135,7 @@ def _most_tokens(model: Any, tokens: int, wanted: int) -> int:
     if positions is None:
         return wanted
     if tokens >= positions:
-        raise ValueError(
-            f"the prompt has {tokens} tokens, and the model knows {positions} positions "
-            f"(max_position_embeddings), of which an answer needs at least 1. Shorten it."
-        )
+        raise ValueError(too_long(tokens, positions))
     return min(wanted, positions - tokens)
 
 
@@ -147,7 +144,7 @@ def generate(
         Path, typer.Argument(help="Model, quantized or not: a folder, or ORG/MODEL on the hub.")
     ],
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message, for chat models.")] = None,
     chat: Annotated[bool, typer.Option(help="Use the chat template if there is one.")] = True,
     temperature: Annotated[
@@ -163,9 +160,9 @@ def generate(
             min=0, help="Draw from so many likeliest tokens: the model's own choice, or 50; 0: all."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the tokens drawn.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"{DTYPE_HELP}.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"What layers compute in: {DTYPE_HELP}.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     compiled: Annotated[
         bool, typer.Option("--compile", help="On a GPU, torch.compile the layers: a minute, then faster.")
     ] = False,
@@ -188,8 +185,7 @@ def generate(
     input_ids = encode_prompt(tokenizer, prompt, system, chat)
     if not (tokens := input_ids.shape[1]):
         raise ValueError(f"the prompt {prompt!r} has no tokens. Give it some words.")
-    with console.status("loading"):
-        model = load_model(folder, dtype, device)
+    model = load_model(folder, dtype, device)  # with transformers' bar, which a spinner would tear apart
     check_ids(folder, input_ids, model)
     most = _most_tokens(model, tokens, max_new_tokens)
     padded = recorded_length(1, tokens) if model.device.type == "cuda" else None

@@ -32,7 +32,7 @@ def folder_of(model: Path) -> Path:
     """
     if not is_hub_name(str(model)):
         return model
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     bars_on_terminals_only()
@@ -43,7 +43,17 @@ def folder_of(model: Path) -> Path:
                 name, revision=revision or None, allow_patterns=[*_FILES], ignore_patterns=[*_NOT_READ]
             )
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except Exception as error:
+        # The hub's library lets through errors of the one by which it speaks HTTP, httpx or httpx2.
+        apart = isinstance(error, LocalEntryNotFoundError | ConnectionError)
+        if apart or type(error).__module__.startswith("httpx"):
+            why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+            remedy = "Unset it to fetch the model." if constants.HF_HUB_OFFLINE else "Check the connection."
+            raise FileNotFoundError(
+                f"{model} is not a folder here, {why} and its cache lacks the model. {remedy}"
+            ) from error
+        if not isinstance(error, HfHubHTTPError | HFValidationError):
+            raise
         reason = " ".join(str(error).split()).removesuffix(".")
         raise FileNotFoundError(
             f"{model} is not a folder here, and the Hugging Face Hub did not give a model of that name: "

@@ -16,7 +16,18 @@ from rich.table import Table
 
 from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, is_cached, model_name
-from kbit.cli.inspected import Folder, Module, count_unquantized, large, missing, other_shape, read, totals
+from kbit.cli.inspected import (
+    Folder,
+    Module,
+    count_unquantized,
+    in_natural_order,
+    large,
+    missing,
+    other_shape,
+    read,
+    totals,
+)
+from kbit.cli.options import in_options
 from kbit.cli.outputs import PrintedJson, print_json, refuse_arguments
 from kbit.cli.tables import show
 from kbit.format.words import first_of
@@ -169,6 +180,7 @@ def inspect(
     refuse_arguments(context, as_json)
     folder, source = folder_of(folder), source and folder_of(source)
     found = _read_folder(folder)
+    found.modules = in_natural_order(found.modules)
     if source is not None:
         if found.add_errors is None:
             raise ValueError(f"{folder}: not quantized, so there is no error to compute. Drop --source.")
@@ -215,7 +227,7 @@ def _print(found: Folder, folder: Path) -> None:
         reason = found.why_not(module.name)
         console.print(
             f"[yellow]unquantized[/yellow] {escape(name)}: {times}{module.weights / 1e6:.1f} M weights, "
-            f"{times}{module.bytes / 1e6:.1f} MB{escape(f': {reason}' if reason else '')}",
+            f"{times}{module.bytes / 1e6:.1f} MB{escape(f': {in_options(reason)}' if reason else '')}",
             soft_wrap=True,
         )
 

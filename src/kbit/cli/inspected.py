@@ -79,7 +79,7 @@ class Folder:
     """What a model folder holds, and how to learn more about it.
 
     Attributes:
-        modules: by name, in the order of the files.
+        modules: by name.
         how: what they are quantized to, for the title; empty for k-bit ones, which differ by module.
         quantized: number of quantized tensors; 0 for a folder without any.
         why_not: why a module is not quantized, where its config says it.
@@ -125,6 +125,11 @@ def count_unquantized(modules: dict[str, Module], name: str, info: TensorInfo) -
     module.bytes += info.nbytes
     module.tensors += 1
     module.weights += math.prod(info.shape)
+
+
+def in_natural_order(modules: Mapping[str, Module]) -> dict[str, Module]:
+    """Modules by name, layer 2 in front of layer 10."""
+    return dict(sorted(modules.items(), key=lambda one: re.sub(r"\d+", lambda n: n[0].zfill(20), one[0])))
 
 
 def total(modules: list[Module], name: str, like: Module | None = None) -> Module:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ModelName = Annotated[str, typer.Argument(help="A shipped model, such as qwen3-30b-a3b, or a config.json.")]
 ArmBits = Annotated[str, typer.Option(help="Bits per weight; one measurement each.")]
 FirstLayers = Annotated[int | None, typer.Option(min=1, help="Only the first layers.")]
-OneDevice = Annotated[str, typer.Option(help="cuda or cpu.")]
+OneDevice = Annotated[str, typer.Option(help="Where to run: cuda or cpu.")]
 
 
 def quantized_arms(bits: str, **options: Any) -> dict[str, QuantizationPolicy | None]:

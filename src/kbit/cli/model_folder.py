@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kbit.cli.consoles import warn
-from kbit.cli.options import one_of
+from kbit.cli.options import SHORT_DTYPES, long_dtype, one_of
 from kbit.format.model_files import OWN_CODE
 from kbit.format.words import counted
 from kbit.integrations.devices import find_device
@@ -22,8 +22,6 @@ _MEANT = {
     "ignore_mismatched_sizes": "its config.json gives some weights other shapes than they have, see above",
 }
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-# As `kbit bench` and most people write them.
-_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_HELP = "auto (the model's own), float32, float16 (or fp16) or bfloat16 (or bf16)"
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json into it."
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json")
@@ -43,8 +41,8 @@ def known_dtype(dtype: str) -> str:
     Raises:
         ValueError: there is no such dtype.
     """
-    one_of("--dtype", dtype, (*DTYPES, *_SHORT_DTYPES))
-    return _SHORT_DTYPES.get(dtype, dtype)
+    one_of("--dtype", dtype, (*DTYPES, *SHORT_DTYPES))
+    return long_dtype(dtype)
 
 
 def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
@@ -118,12 +116,11 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         ValueError: the config is no JSON object, or there are no safetensors files.
     """
     from kbit.format.checkpoint import read_policy
-    from kbit.format.model_files import checkpoint_files, read_config, remedy_for
+    from kbit.format.model_files import checkpoint_files, no_model, read_config
     from kbit.format.policy import QUANT_METHOD
 
     if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(f"{folder} {what}. {remedy_for(folder)}")
+        raise FileNotFoundError(no_model(folder))
     config = read_config(folder)
     section = config.get("quantization_config", {})
     if not isinstance(section, Mapping | None) or (section or {}).get("quant_method") == QUANT_METHOD:

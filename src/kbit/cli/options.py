@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,30 @@ import typer
 from kbit.format.codebook import SUPPORTED_BITS
 
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads, for kbit and torch alike.")]
+
+
+# As `kbit bench` and most people write them.
+SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def long_dtype(name: str) -> str:
+    """torch's name of a dtype that may be called in short, such as fp16; others as they are."""
+    return SHORT_DTYPES.get(name, name)
+
+
+def in_options(text: str) -> str:
+    """A message with the remedy that is an argument in Python as the option that it is here."""
+    return text.replace("embedding_bits=", "--embedding-bits ")
+
+
+def speak_of_options() -> None:
+    """Have what loading a model warns of speak of options, too."""
+    logging.getLogger("kbit.integrations.transformers.quantizer").addFilter(_spoken)
+
+
+def _spoken(record: logging.LogRecord) -> bool:
+    record.msg, record.args = in_options(record.getMessage()), None
+    return True
 
 
 def words(text: str) -> list[str]:

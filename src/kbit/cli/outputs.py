@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 from kbit.bench.result_files import replace_text
 from kbit.format.model_files import CONFIG_NAME, OTHER_WEIGHT_SUFFIXES
@@ -66,7 +66,14 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
 
 
 class Command(TyperCommand):
-    """A command that refuses to write over what it reads, whatever its options are called."""
+    """A command whose arguments are in capitals, and that refuses to write over what it reads."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        """What typer's takes."""
+        super().__init__(*args, **kw)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument) and parameter.name:
+                parameter.metavar = parameter.metavar or parameter.name.upper()
 
     def invoke(self, ctx: Any) -> Any:
         """Run it.

@@ -34,16 +34,20 @@ def profile(
     random: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Not a folder's: a shipped model, or a config.json, of random weights."
+            metavar="NAME", help="A shipped model or config.json, with random weights, instead of FOLDER."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of --random: only the first layers.")] = None,
-    bits: Annotated[str, typer.Option(help="Of --random: bits per weight; one profile each.")] = "4",
-    baseline: Annotated[bool, typer.Option(help="Of --random: profile bf16, too.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = "",
-    dtype: Annotated[str, typer.Option(help=f"Of a folder: {DTYPE_HELP}.")] = "auto",
+    layers: Annotated[int | None, typer.Option(min=1, help="With --random: only the first layers.")] = None,
+    bits: Annotated[str, typer.Option(help="With --random: bits per weight; one profile each.")] = "4",
+    baseline: Annotated[bool, typer.Option("--baseline", help="With --random: profile bf16, too.")] = False,
+    device: Annotated[
+        str, typer.Option(help="Where to run: cuda or cpu; by default the GPU where there is one.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help=f"With FOLDER, what layers compute in: {DTYPE_HELP}.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences decoded at once; one profile each.")] = "1",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each in the cache before the step.")] = 128,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of each sequence in the cache before the step.")
+    ] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 16,
     graph: Annotated[bool, typer.Option(help="Replay the step as a CUDA graph where it can be.")] = True,
     top: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 20,

@@ -16,7 +16,7 @@ from rich.progress import TransferSpeedColumn as SpeedColumn
 from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import TOKENIZER_REMEDY, has_tokenizer
-from kbit.cli.options import words
+from kbit.cli.options import in_options, long_dtype, words
 from kbit.cli.outputs import check_file, write_json
 from kbit.cli.texts import read_text
 from kbit.format.words import counted, first_of
@@ -70,7 +70,10 @@ def quantize(
         str, typer.Option(help="Levels that codes stand for: nf (normal-float), or a JSON file of them.")
     ] = "nf",
     absmax: Annotated[
-        str, typer.Option(help="Format of block scales: e4m4 (a byte), float16 or float32 (larger, slow).")
+        str,
+        typer.Option(
+            help="Format of block scales: e4m4 (a byte), float16 (or fp16) or float32 (larger, slow)."
+        ),
     ] = "e4m4",
     plain: Annotated[
         bool,
@@ -107,7 +110,7 @@ def quantize(
     policy = QuantizationPolicy(
         bits=bits,
         codebook=parse_codebook(codebook),
-        absmax_format=absmax,
+        absmax_format=long_dtype(absmax),
         search=not plain,
         overrides=parse_overrides(override or []),
         modules_to_not_convert=skip,
@@ -176,7 +179,7 @@ def run(
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Without the line of code that Python's own shows."""
-    warn(str(message))
+    warn(in_options(str(message)))
 
 
 def _summary(report: Report, source: Path, policy: QuantizationPolicy) -> dict[str, Any]:
@@ -206,7 +209,10 @@ def _print_summary(report: Report, target: Path) -> None:
     )
     share = report.quantized_weights / max(1, report.weights)
     console.print(
-        f"{share:.1%} of {report.weights / 1e6:.1f} M weights at {report.bits_per_weight:.2f} bits; "
+        f"{share:.1%} of {report.weights / 1e6:.1f} M weights at {report.bits_per_weight:.2f} bits",
+        soft_wrap=True,
+    )
+    console.print(
         f"{report.seconds:.1f} s, {_per_second(report.weights_per_second)}, "
         f"peak memory {peak_memory_mb():.0f} MB",
         soft_wrap=True,
@@ -238,7 +244,9 @@ def _print_summary(report: Report, target: Path) -> None:
 
 def _per_second(weights: float) -> str:
     """Such as "212 M weights/s", or "440 k weights/s" where there are few."""
-    return f"{weights / 1e6:.0f} M weights/s" if weights >= 1e7 else f"{weights / 1e3:.0f} k weights/s"
+    if weights < 1e6:
+        return f"{weights / 1e3:.0f} k weights/s"
+    return f"{weights / 1e6:.{1 if weights < 1e7 else 0}f} M weights/s"
 
 
 def peak_memory_mb() -> float:

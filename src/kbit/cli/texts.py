@@ -70,6 +70,14 @@ def known_positions(model: Any) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def too_long(tokens: int, positions: int) -> str:
+    """What to say of a prompt that leaves no position for an answer."""
+    return (
+        f"the prompt has {tokens} tokens, and the model knows {positions} positions "
+        f"(max_position_embeddings), of which an answer needs at least 1. Shorten it."
+    )
+
+
 def check_positions(model: Any, tokens: int, options: str) -> None:
     """Raise ValueError for more tokens than a model knows positions for; `options` asked for so many."""
     most = known_positions(model)

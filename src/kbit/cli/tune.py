@@ -27,14 +27,17 @@ def tune(
     rows: Rows = "",
     bits: Bits = "2,3,4,5",
     dtype: Dtypes = "fp16",
-    gated: Annotated[bool, typer.Option(help="Also merged gates and ups with their activation.")] = False,
+    gated: Annotated[
+        bool, typer.Option("--gated", help="Also measure merged gates and ups with their activation.")
+    ] = False,
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Begin nothing after so long; run again to go on.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=7, help="Timed replays of each candidate.")] = 7,
-    fresh: Annotated[bool, typer.Option(help="Forget what the table holds.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what the table holds.")] = False,
     out: Annotated[
-        Path | None, typer.Option(callback=check_file, help="Table; this GPU's in the cache by default.")
+        Path | None,
+        typer.Option(callback=check_file, help="Table to write; by default this GPU's in the cache."),
     ] = None,
 ) -> None:
     """Find the fastest CUDA kernels on this GPU. Measures layers of models, and keeps a table of them."""

@@ -84,7 +84,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
     Raises:
         ValueError: the scales are not E4M4, or the shapes do not belong together.
     """
-    _check_canonical(packed, absmax, bits, in_features)
+    check_canonical(packed, absmax, bits, in_features)
     *leading, n, blocks = absmax.shape
     row_tiles, column_tiles, words = tile_shape(n, in_features, bits)
     more_rows, more_blocks = row_tiles * TILE_ROWS - n, column_tiles * _BLOCKS - blocks
@@ -185,24 +185,28 @@ def _spare_bit(extra: int) -> int:
     return 8 * extra + 6
 
 
-def _check_canonical(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int) -> None:
-    """Check that the parts can be tiled.
+def check_canonical(
+    packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features: int, op: str = "tiled layout"
+) -> None:
+    """Check that the parts of a weight, or of a stack of them, can be tiled.
 
     Raises:
-        ValueError: the scales are not E4M4, or the shapes do not belong together.
+        TypeError: packed is not int32, or the block scales are not E4M4.
+        ValueError: the shapes do not belong together.
     """
     if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
-        raise ValueError(
-            f"tiled layout: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and "
-            f"{absmax.dtype}. Quantize with scale='e4m4'; other block scales stay canonical."
+        raise TypeError(
+            f"{op}: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and {absmax.dtype}. "
+            f"Quantize with scale='e4m4'; other block scales stay in canonical form."
         )
     blocks = -(-in_features // BLOCK_SIZE)
     expected = (*absmax.shape[:-1], blocks * check_bits(bits))
-    if absmax.dim() < 2 or absmax.shape[-1] != blocks or tuple(packed.shape) != expected:
+    stacked = absmax.dim() in (2, 3)
+    if not stacked or in_features < 1 or absmax.shape[-1] != blocks or tuple(packed.shape) != expected:
         raise ValueError(
-            f"tiled layout: {in_features} in-features at {bits} bits need packed [..., N, {blocks * bits}] "
-            f"and absmax [..., N, {blocks}], got {tuple(packed.shape)} and {tuple(absmax.shape)}. "
-            f"Is in_features that of another layer?"
+            f"{op}: {in_features} in-features at {bits} bits need packed [..., N, {blocks * bits}] and "
+            f"absmax [..., N, {blocks}], got {tuple(packed.shape)} and {tuple(absmax.shape)}. Is in_features "
+            f"that of another layer?"
         )
 
 

@@ -25,13 +25,15 @@ OWN_CODE = (
 )
 
 
-def remedy_for(folder: Path) -> str:
-    """What to do about a path with no model, which often is a model's name on a hub."""
+def no_model(folder: Path) -> str:
+    """What to say of a path without a model's config: what it is, and what to do."""
+    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "is not a folder"
     beside = folder.with_name(folder.name + PARTIAL_SUFFIX) if folder.name else folder
     for work in (folder, beside):
         if (work / JOURNAL_NAME).is_file():
-            return f"{work} is of a kbit quantize that did not end: the same command goes on with it."
-    return "Give a model's local folder; `hf download ORG/MODEL --local-dir FOLDER` fetches one from a hub."
+            remedy = f"{work} is of a kbit quantize that did not end: the same command goes on with it."
+            return f"{folder} {what}. {remedy}"
+    return f"{folder} {what}. Give a model's folder, or its name on the Hugging Face Hub as ORG/MODEL."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -41,14 +43,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     path = Path(folder) / CONFIG_NAME
-    return _read_object(path, remedy_for(path.parent), not_finite=True)
-
-
-def _read_object(path: Path, remedy: str, not_finite: bool = False) -> dict[str, Any]:
-    if path.parent.is_file():
-        raise ValueError(f"{path.parent} is a file. {remedy}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file. {remedy}")
+        raise ValueError(no_model(path.parent))
+    return _read_object(path, not_finite=True)
+
+
+def _read_object(path: Path, not_finite: bool = False) -> dict[str, Any]:
     try:
         content = parse_json(path.read_bytes(), not_finite)
     except ValueError as error:
@@ -70,7 +70,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder. {remedy_for(folder)}")
+        raise ValueError(no_model(folder))
     if weight_map := _weight_map(folder):
         return _shards(folder, weight_map)
     if (folder / SINGLE_NAME).is_file():
@@ -90,7 +90,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     # In this order, as transformers, whose save_pretrained leaves the index of a model that it overwrites.
     if (folder / SINGLE_NAME).is_file() or not path.is_file():
         return {}
-    weight_map = _read_object(path, "").get("weight_map")
+    weight_map = _read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must map tensor names to files.")
     for name, file in weight_map.items():

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 
 from kbit.format import nvfp4_marks
 from kbit.format.layout import TILE_COLUMNS, TILE_ROWS
+from kbit.format.words import at
 
 BITS = 4
 BLOCK = 16  # elements with a scale
+MAX_COLUMNS = 2**20  # int64 holds the exact sum of so many products
 TILE_BYTES = 576
 _CODE_BYTES = 512
 _SCALE = 0x7F  # of a byte, without its mark
@@ -26,6 +28,12 @@ _SCALE = 0x7F  # of a byte, without its mark
 def is_nvfp4(tiled: torch.Tensor) -> bool:
     """Whether int32 [..., words] are tiles of NVFP4, which are of a size of their own."""
     return tiled.shape[-1] * 4 == TILE_BYTES
+
+
+def check_columns(op: str, columns: int, where: str = "") -> None:
+    """Raise ValueError for more columns than `MAX_COLUMNS`, in a layer of a name, if that is known."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"{op}: K must be at most {MAX_COLUMNS}, got {columns}{at(where)}. Split K.")
 
 
 def to_tiled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

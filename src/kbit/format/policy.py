@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from kbit.format import patterns
 from kbit.format.codebook import BLOCK_SIZE, check_bits, get_codebook
 from kbit.format.embeddings import is_embedding
 from kbit.format.scales import absmax_format
+from kbit.format.skips import is_inside, names_to_skip, why_skipped
 
 QUANT_METHOD = "kbit"
 FORMAT_VERSION = 1
@@ -105,7 +106,7 @@ class QuantizationPolicy:
         """Why `bits_for` is None for a module, in a few words; None where it has a width.
 
         >>> QuantizationPolicy().why_not("lm_head")
-        'embedding_bits is not set'
+        'the default; embedding_bits=5 quantizes it'
         """
         decided = self._decide(names)
         return decided if isinstance(decided, str) else None
@@ -119,9 +120,8 @@ class QuantizationPolicy:
         Raises:
             ValueError: see `bits_for`.
         """
-        for skipped in self.modules_to_not_convert or ():
-            if any(is_inside(name, skipped) for name in names):
-                return f"modules_to_not_convert has {skipped!r}"
+        if (skipped := why_skipped(names, self.modules_to_not_convert)) is not None:
+            return skipped
         found = patterns.first_found(self.overrides, names)
         return None if found is None else self.overrides[found] or f"the override {found!r} is 0"
 
@@ -133,7 +133,7 @@ class QuantizationPolicy:
         if any(ROUTERS.search(name) for name in names):
             return "it is a router"
         if any(map(is_embedding, names)):
-            return self.embedding_bits or "embedding_bits is not set"
+            return self.embedding_bits or "the default; embedding_bits=5 quantizes it"
         return self.bits
 
     def stating(
@@ -237,30 +237,6 @@ class QuantizationPolicy:
 def _integer(bits: Any) -> Any:
     """The width that a key of a codebook names, also if JSON made it a string."""
     return int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
-
-
-def names_to_skip(names: Iterable[str] | None) -> list[str] | None:
-    """`modules_to_not_convert` as a list: an iterator could be read once only, and JSON has no sets.
-
-    Raises:
-        TypeError: it holds something else than names, or is one.
-        ValueError: a name is empty.
-    """
-    if names is None:
-        return None
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"modules_to_not_convert must be a list of names, got {names!r}.")
-    found = list(names)
-    if not all(isinstance(name, str) for name in found):
-        raise TypeError(f"modules_to_not_convert must be a list of names only, got {found!r}.")
-    if "" in found:
-        raise ValueError(f"modules_to_not_convert has an empty name, which is no module's: {found!r}.")
-    return found
-
-
-def is_inside(module_name: str, skipped: str) -> bool:
-    """Whether a name of `modules_to_not_convert` skips a module: it is the module's, or that of a parent."""
-    return module_name == skipped or module_name.startswith(skipped + ".")
 
 
 def _of_every_layer(name: str) -> str:

@@ -8,7 +8,8 @@ from difflib import SequenceMatcher
 
 from kbit.format import patterns
 from kbit.format.embeddings import is_embedding
-from kbit.format.policy import QuantizationPolicy, is_inside
+from kbit.format.policy import QuantizationPolicy
+from kbit.format.skips import is_inside
 
 # A name is near a pattern from this likeness on, of 1.
 NEAR = 0.6

@@ -1,8 +1,13 @@
-"""Devices by the names that users give them."""
+"""Devices by the names that users give them, and whether other processes have theirs."""
 
 from __future__ import annotations
 
 import torch
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several that run a model together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def find_device(name: str, known: str = "cpu, cuda or cuda:1") -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.format import nvfp4_layout
 from kbit.format.autocast import without_autocast
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
@@ -17,8 +18,6 @@ ACCUMULATIONS = ("exact", "seq16", "tc")
 TILED_ACCUMULATIONS = ("exact", "tc")
 # Part of the key under which reference hashes are stored: a change of any defined bit raises it.
 CONTRACT_VERSION = 1
-# Beyond it the exact sum may leave 63 bits; see kbit.nvfp4.reference.gemm.
-MAX_COLUMNS = 1 << 20
 
 
 def gemm_nvfp4(
@@ -178,8 +177,7 @@ def check_product(
             f"{op}: a must be [M, {w.shape[-1]}] for a weight {w.shape}, got {a.shape}{at(where)}. Check the "
             f"input projection."
         )
-    if w.shape[-1] > MAX_COLUMNS:
-        raise ValueError(f"{op}: K must be at most {MAX_COLUMNS}, got {w.shape[-1]}{at(where)}. Split K.")
+    nvfp4_layout.check_columns(op, w.shape[-1], where)
     if a.device != w.device:
         raise ValueError(f"{op}: a is on {a.device}, w on {w.device}{at(where)}. Move one of them.")
     if w.row_scale is not None:

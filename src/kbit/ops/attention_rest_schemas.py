@@ -42,8 +42,7 @@ def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length:
         dims = query.dim(), keys.dim()
         raise ValueError(f"{NAME}: query and keys must have 4 dimensions, got {dims}.")
     (batch, heads, tokens, columns), (_, shared, room, _) = query.shape, keys.shape
-    if not shared or heads % shared:
-        raise ValueError(f"{NAME}: heads of keys must divide the {heads} of query, got {shared}.")
+    operand_checks.heads_of_keys(NAME, shared, heads)
     if tokens > room:
         raise ValueError(f"{NAME}: keys has room for {room} tokens, query has {tokens}.")
     cache = query.dtype, (batch, shared, room, columns)

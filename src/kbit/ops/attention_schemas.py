@@ -74,8 +74,7 @@ def check(
         dims = query.dim(), keys.dim(), cos.dim()
         raise ValueError(f"{NAME}: query, keys and cos must have 3, 4 and 2 dimensions, got {dims}.")
     (batch, heads, columns), (_, shared, room, _), turned = query.shape, keys.shape, cos.shape[1]
-    if not shared or heads % shared:
-        raise ValueError(f"{NAME}: heads of keys must divide the {heads} of query, got {shared}.")
+    operand_checks.heads_of_keys(NAME, shared, heads)
     if turned % 2 or turned > columns:
         raise ValueError(
             f"{NAME}: cos must have an even number of columns, up to the {columns} of a head, got {turned}."

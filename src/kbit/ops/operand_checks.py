@@ -34,6 +34,12 @@ def operands(
             )
 
 
+def heads_of_keys(op: str, shared: int, heads: int) -> None:
+    """Raise ValueError unless every head of keys is that of as many heads of query."""
+    if not shared or heads % shared:
+        raise ValueError(f"{op}: heads of keys must divide the {heads} of query, got {shared}.")
+
+
 def written_in_place(op: str, **tensors: torch.Tensor) -> None:
     """Raise ValueError unless tensors are contiguous."""
     for argument, tensor in tensors.items():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kbit.format import layout
 from kbit.format.codebook import check_bits
 from kbit.format.part_checks import check_tile_shape, check_tiles
-from kbit.format.reference import blocks_of
 from kbit.ops import checks, moe_checks
 
 
@@ -19,25 +19,7 @@ def tile(packed: torch.Tensor, absmax: torch.Tensor, in_features: int, bits: int
         TypeError: packed is not int32, or the block scales are not E4M4.
         ValueError: shapes or devices do not belong together.
     """
-    check_bits(bits)
-    if packed.dtype != torch.int32 or absmax.dtype != torch.uint8:
-        raise TypeError(
-            f"tile: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and {absmax.dtype}. "
-            f"Quantize with scale='e4m4'; other block scales stay in canonical form."
-        )
-    blocks = blocks_of(in_features)
-    expected = (*absmax.shape[:-1], blocks * bits)
-    if (
-        absmax.dim() not in (2, 3)
-        or in_features < 1
-        or absmax.shape[-1] != blocks
-        or packed.shape != expected
-    ):
-        raise ValueError(
-            f"tile: {in_features} in-features at {bits} bits need packed [..., N, {blocks * bits}] and "
-            f"absmax [..., N, {blocks}], got {tuple(packed.shape)} and {tuple(absmax.shape)}. Is in_features "
-            f"that of another layer?"
-        )
+    layout.check_canonical(packed, absmax, bits, in_features, "tile")
     if packed.device != absmax.device:
         raise ValueError(
             f"tile: packed is on {packed.device}, absmax on {absmax.device}. Move them together."

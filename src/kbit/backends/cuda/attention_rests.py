@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import driver, elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import attention_rests as reference
 
 _PARTS_FORMAT, _MERGE_FORMAT = "QQQQ" + "QQ" + "i" * 6, "QQQQQ" + "i" * 5
 _PARTS = KernelSpec.make("attention_parts.cu")
-_THREADS = 128
 # FlashAttention's: of a head; tokens of a block, by columns of a head up to some.
 _MOST_COLUMNS, _TILES = 256, {128: 128, 256: 64}
 # A block takes so much longer if it has a multiprocessor to itself. Putting a part's rows together takes this
 # share of a block's time: measured behind 1700 and 6600 tokens.
 _MOST_SPLITS, _ALONE, _PER_SPLIT = 8, 1.15, 0.02
-_MOST_THREADS = 2**31 - _THREADS
 
 
 def _merge(dtype: torch.dtype) -> KernelSpec:
@@ -52,7 +50,7 @@ def takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool
     plain = plain and (not query.is_cuda or torch.backends.cuda.is_flash_attention_available())
     sizes = query.shape[-1] <= _MOST_COLUMNS and not query.shape[-1] % operands.PIECE
     aligned = None not in map(operands.pieces, (query, keys, values))
-    return plain and sizes and aligned and _MOST_SPLITS * query[0].numel() <= _MOST_THREADS
+    return plain and sizes and aligned and _MOST_SPLITS * query[0].numel() <= elementwise.MOST_THREADS
 
 
 def attention_rest(
@@ -97,10 +95,14 @@ def _of_sequence(
         queries = query.new_empty(splits * tokens, heads, columns)
     kernel = launcher.load(_PARTS, index, _PARTS_FORMAT)
     copied = count if splits > 1 else 0
-    prepared = launcher.Prepared(index, kernel, (-(-max(copied, splits + 1) // _THREADS), 1, 1), _THREADS)
     strides = operands.pieces(query) or ()
     sizes = copied, heads, pieces, tokens, len(keys), splits
-    prepared.launch((*operands.addresses(query, length, queries, starts), *strides, *sizes))
+    elementwise.launch(
+        index,
+        kernel,
+        max(copied, splits + 1),
+        (*operands.addresses(query, length, queries, starts), *strides, *sizes),
+    )
     rows, cuts, its = starts.split([splits + 1, splits + 1, 2])
     own, own_sums = _flash(query, keys, values, rows[:2], its, tokens, True, scaling)
     if splits == 1:
@@ -108,9 +110,8 @@ def _of_sequence(
         return
     parts, sums = _flash(queries, keys, values, rows, cuts, tokens, False, scaling)
     kernel = launcher.load(_merge(query.dtype), index, _MERGE_FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     places = operands.addresses(parts, sums, own, own_sums, out)
-    prepared.launch((*places, count, heads, pieces, tokens, splits))
+    elementwise.launch(index, kernel, count, (*places, count, heads, pieces, tokens, splits))
 
 
 def _flash(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda import elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import caches as reference
 
 _FORMAT = "QQQQQ" + "Q" * 6 + "i" * 6
-_THREADS = 128
-_MOST_THREADS = 2**31 - _THREADS
 _SPEC = KernelSpec.make("cache_append.cu")
 
 
@@ -36,13 +34,12 @@ def cache_append(
     strides = [operands.pieces(tensor) for tensor in (key, value, keys, values)]
     wide = [tensor.shape[-1] * tensor.element_size() for tensor in (keys, values)]
     count = batch * heads * tokens * sum(wide) // 16
-    if None in strides or any(width % 16 for width in wide) or count > _MOST_THREADS:
+    if None in strides or any(width % 16 for width in wide) or count > elementwise.MOST_THREADS:
         reference.cache_append(keys, values, key, value, length)
         return
     of_key, of_value, *_ = (stride or () for stride in strides)
     index = key.device.index
     kernel = launcher.load(_SPEC, index, _FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     places = operands.addresses(key, value, keys, values, length)
     sizes = (count, heads, tokens, keys.shape[2], *(width // 16 for width in wide))
-    prepared.launch((*places, *of_key, *of_value, *sizes))
+    elementwise.launch(index, kernel, count, (*places, *of_key, *of_value, *sizes))

@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kbit.backends.cuda import operands, rows
+from kbit.backends.reference.products import GPU_CHUNK_WEIGHTS
 from kbit.format.codebook import bits_of
-
-# Weights decoded at a time: 256 MB of 16-bit weights, more than a layer of most models.
-_CHUNK_WEIGHTS = 128 * 2**20
 
 
 def linear_tiled(
@@ -75,7 +73,7 @@ def _multiply(
         bias = F.pad(bias, (0, wide - n))
     x = operands.aligned_rows(x) if short else x
     long = x.shape[-1]
-    chunk = operands.padded(max(1, _CHUNK_WEIGHTS // long - operands.PIECE + 1))
+    chunk = operands.padded(max(1, GPU_CHUNK_WEIGHTS // long - operands.PIECE + 1))
     w = x.new_zeros((min(wide, chunk), long)) if long > k else x.new_empty((min(wide, chunk), k))
     decoded = w.new_empty((len(w), k)) if long > k else w
     for first in range(0, n, chunk):

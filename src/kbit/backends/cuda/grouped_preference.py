@@ -31,7 +31,7 @@ def choose(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> str
     Raises:
         ValueError: KBIT_KERNEL names no kernel, or one that may not take this problem.
     """
-    refusals = _refusals(m, dtype, experts, weight)
+    refusals = _refusals(dtype, experts, weight)
     forced = forced_kernel(environment.kernel(), refusals)
     if forced:
         return forced
@@ -53,7 +53,7 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
         ValueError: see `choose`.
     """
     chosen = choose(m, dtype, experts, weight)
-    refusals = _refusals(m, dtype, experts, weight)
+    refusals = _refusals(dtype, experts, weight)
     words = {kernel: refusal or "could take it" for kernel, refusal in refusals.items()}
     words[chosen] = "taken by estimate"
     if chosen == "grouped" and (plan := grouped.plan(m, experts, weight)) is not None:
@@ -72,7 +72,7 @@ def reasons(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> di
 
 
 @functools.lru_cache(maxsize=4096)
-def _refusals(m: int, dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str | None]:
+def _refusals(dtype: torch.dtype, experts: int, weight: WeightShape) -> dict[str, str | None]:
     """Why each kernel may not take a problem, or None."""
     of_both = operands.grouped_refusal(dtype, weight.out_features, weight.gated, experts)
     return {

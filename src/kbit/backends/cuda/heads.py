@@ -6,14 +6,12 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, operands
+from kbit.backends.cuda import driver, elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import heads as reference
 
 _FORMAT = "Q" * 11 + "Q" * 11 + "i" * 7 + "fii"
 _LANES = (driver.WARP // 2, driver.WARP)  # of a head
-_THREADS = 128
-_MOST_THREADS = 2**31 - _THREADS
 
 
 @functools.cache
@@ -65,7 +63,7 @@ def append_heads(
     rows = batch * tokens * (heads + 2 * key.shape[2])
     whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
     takes = query.dtype in operands.DTYPES and whole and pieces <= max(_LANES) and strides[3] == strides[4]
-    if not takes or None in (*strides, *others) or rows * max(_LANES) > _MOST_THREADS:
+    if not takes or None in (*strides, *others) or rows * max(_LANES) > elementwise.MOST_THREADS:
         tensors = query, key, value, query_norm, key_norm, cos, sin, keys, values, length
         reference.append_heads(*tensors, eps, plus_one, round_first, out)
         return
@@ -74,8 +72,9 @@ def append_heads(
     along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype, lanes), index, _FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-rows * lanes // _THREADS), 1, 1), _THREADS)
     places = operands.addresses(query, key, value, query_norm, key_norm, cos, sin, out, keys, values, length)
     by = [step for strides in of_heads for step in strides]
     sizes = (rows, tokens, heads, key.shape[2], keys.shape[2], pieces, half)
-    prepared.launch((*places, *by, *along, *sizes, eps, plus_one, round_first))
+    elementwise.launch(
+        index, kernel, rows * lanes, (*places, *by, *along, *sizes, eps, plus_one, round_first)
+    )

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda import elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import latent as reference
 
@@ -14,7 +14,6 @@ _FORMAT = "Q" * 7 + "Q" * 10 + "i" * 5
 _TURNED = 64  # columns, of DeepSeek's and GLM's layers
 _OWN = _TURNED // 2  # that others are a multiple of
 _THREADS = 256
-_MOST_THREADS = 2**31 - _THREADS
 
 
 @functools.cache
@@ -56,7 +55,7 @@ def latent_heads(
     (batch, tokens, heads, columns), of_key = query.shape, key.shape[2]
     own = columns - of_key
     count = batch * tokens * heads * columns // operands.PIECE
-    fits = query.dtype in operands.DTYPES and takes(own, of_key) and count <= _MOST_THREADS
+    fits = query.dtype in operands.DTYPES and takes(own, of_key) and count <= elementwise.MOST_THREADS
     if not fits or None in strides or strides[3] != strides[4]:
         reference.latent_heads(query, expanded, key, cos, sin, interleaved, keys, turned)
         return
@@ -64,7 +63,8 @@ def latent_heads(
     along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     places = operands.addresses(query, expanded, key, cos, sin, keys, turned)
     sizes = (count, tokens, heads, own // operands.PIECE, int(interleaved))
-    prepared.launch((*places, *by_query, *by_expanded, *by_key, *along, *sizes))
+    elementwise.launch(
+        index, kernel, count, (*places, *by_query, *by_expanded, *by_key, *along, *sizes), _THREADS
+    )

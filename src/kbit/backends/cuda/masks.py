@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda import elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import masks as reference
 
 _FORMAT = "QQQ" + "i" * 6
-_THREADS = 128
-_MOST_THREADS = 2**31 - _THREADS
 _MINUS_INFINITY = {torch.float16: 0xFC00, torch.bfloat16: 0xFF80}
 _SPEC = KernelSpec.make("causal_mask.cu")
 
@@ -33,12 +31,11 @@ def causal_mask(first: torch.Tensor, there: torch.Tensor | None, out: torch.Tens
     """
     batch, tokens, keys = out.shape
     count = batch * tokens * -(-keys // operands.PIECE)
-    if out.dtype not in _MINUS_INFINITY or count > _MOST_THREADS:
+    if out.dtype not in _MINUS_INFINITY or count > elementwise.MOST_THREADS:
         reference.causal_mask(first, there, out)
         return
     index = out.device.index
     kernel = launcher.load(_SPEC, index, _FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     known = 0 if there is None else there.shape[1]
     sizes = (count, tokens, keys, known, int(there is not None), _MINUS_INFINITY[out.dtype])
-    prepared.launch((*operands.addresses(first, there, out), *sizes))
+    elementwise.launch(index, kernel, count, (*operands.addresses(first, there, out), *sizes))

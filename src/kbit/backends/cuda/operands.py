@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from kbit.format import layout, nvfp4_layout
 from kbit.format.codebook import SUPPORTED_BITS
+from kbit.ops.checks import HALF_DTYPES
 
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = HALF_DTYPES
 # Code widths, and whether the codebook is symmetric, that kernels are compiled for.
 CODES = (*((bits, True) for bits in SUPPORTED_BITS), (5, False))
 PIECE = 8  # elements of 16 bits in 16 bytes

@@ -6,14 +6,12 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda import elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.reference import position as reference
 
 _FORMAT = "QQQQQQ" + "Q" * 8 + "i" * 7
 _ANGLES_FORMAT = "QQQQiif"
-_THREADS = 128
-_MOST_THREADS = 2**31 - _THREADS
 
 
 @functools.cache
@@ -58,17 +56,16 @@ def rotary(
     count = batch * tokens * (heads + key.shape[1]) * (pieces - half)
     whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
     takes = query.dtype in operands.DTYPES and whole and None not in strides and strides[2] == strides[3]
-    if not takes or count > _MOST_THREADS:
+    if not takes or count > elementwise.MOST_THREADS:
         reference.rotary(query, key, cos, sin, out_query, out_key, interleaved)
         return
     by_query, by_key, by_angle, _ = (stride or () for stride in strides)
     along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     sizes = (count, tokens, heads, key.shape[1], pieces, half, int(interleaved))
     places = operands.addresses(query, key, cos, sin, out_query, out_key)
-    prepared.launch((*places, *by_query, *by_key, *along, *sizes))
+    elementwise.launch(index, kernel, count, (*places, *by_query, *by_key, *along, *sizes))
 
 
 def rotary_angles(
@@ -90,11 +87,10 @@ def rotary_angles(
         KbitError: the kernel cannot be compiled or loaded.
     """
     count = positions.numel() * len(frequencies)
-    if out_cos.dtype not in operands.DTYPES or count > _MOST_THREADS:
+    if out_cos.dtype not in operands.DTYPES or count > elementwise.MOST_THREADS:
         reference.rotary_angles(frequencies, positions, factor, out_cos, out_sin)
         return
     index = out_cos.device.index
     kernel = launcher.load(_angles_spec(out_cos.dtype), index, _ANGLES_FORMAT)
-    prepared = launcher.Prepared(index, kernel, (-(-count // _THREADS), 1, 1), _THREADS)
     places = operands.addresses(frequencies, positions, out_cos, out_sin)
-    prepared.launch((*places, count, len(frequencies), factor))
+    elementwise.launch(index, kernel, count, (*places, count, len(frequencies), factor))

@@ -90,8 +90,8 @@ class Plan:
         return (self.each, self.rest, self.span.bit_length() - 1, *places)
 
 
-def configs(bits: int, shared_bytes: int) -> list[Config]:
-    """The configurations for a GPU whose blocks may have `shared_bytes` of shared memory, the best first."""
+def configs(bits: int) -> list[Config]:
+    """The configurations for a code width, the best first; `plan` takes one that fits in shared memory."""
     alone = Config(1, False)
     # Two blocks, so that the next kernel may begin beside this one.
     return [Config(2, True), alone] if bits in operands.HOLES else [alone]
@@ -99,7 +99,7 @@ def configs(bits: int, shared_bytes: int) -> list[Config]:
 
 def specs(shared_bytes: int) -> list[KernelSpec]:
     """Every kernel that `plan` may choose on a GPU whose blocks may have `shared_bytes` of shared memory."""
-    return sorted_rows.specs(lambda bits, tokens, shared: configs(bits, shared), shared_bytes)
+    return sorted_rows.specs(lambda bits, *_: configs(bits), shared_bytes)
 
 
 def refusal(dtype: torch.dtype, experts: int, weight: WeightShape) -> str | None:
@@ -125,7 +125,7 @@ def plan(rows: int, experts: int, weight: WeightShape) -> Plan | None:
     each, rest = divmod(-(-row_tiles // 2) * experts, grid)
     most = each + (rest > 0)
     several = rows > TOKENS[0] * experts
-    for tokens, config in itertools.product(TOKENS[several::-1], configs(bits, device.shared_bytes)):
+    for tokens, config in itertools.product(TOKENS[several::-1], configs(bits)):
         span = _span(most, k_tiles, config)
         if k_tiles > span * config.tiles:
             continue

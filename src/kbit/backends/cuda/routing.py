@@ -15,11 +15,11 @@ from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
+from kbit.ops.checks import HALF_DTYPES
 from kbit.ops.moe_checks import SHARED
 
 _LOGITS_FORMAT, _MMA_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiii", "QQQQiiiiiif"
 _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
-_HALVES = (torch.float16, torch.bfloat16)
 _MAX_THREADS = 1024
 # Up to so many ids one block sorts them all, in one launch.
 MAX_ALONE = 4096
@@ -79,7 +79,7 @@ def specs() -> list[KernelSpec]:
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
     logits = [
-        of(dtype, wide) for of in (logits_spec, mma_spec) for dtype in _HALVES for wide in (False, True)
+        of(dtype, wide) for of in (logits_spec, mma_spec) for dtype in HALF_DTYPES for wide in (False, True)
     ]
     return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
@@ -102,7 +102,7 @@ def moe_logits(
     operands = (x, weight) if last is None else (x, weight, last)
     whole = columns % 8 == 0 and all(each.data_ptr() % 16 == 0 for each in operands)
     taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= MOST_LOGITS
-    if x.dtype not in _HALVES or not taken or not columns or not whole:
+    if x.dtype not in HALF_DTYPES or not taken or not columns or not whole:
         return reference.moe_logits(x, weight, dtype, last)
     logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32
     rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())

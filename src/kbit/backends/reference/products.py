@@ -12,8 +12,9 @@ from kbit.format.autocast import without_autocast
 from kbit.format.layout import TILE_ROWS
 
 _CHUNK_WEIGHTS = 8 * 2**20
-# On a GPU 256 MB of 16-bit weights, as in the forward: each chunk more is a pass over the result.
-_GPU_CHUNK_WEIGHTS = 128 * 2**20
+# On a GPU 256 MB of 16-bit weights, more than a layer of most models: each chunk more is a pass over the
+# result of `grad_input`.
+GPU_CHUNK_WEIGHTS = 128 * 2**20
 
 Decode = Callable[[int, torch.Tensor], None]
 
@@ -37,7 +38,7 @@ def grad_input(grad: torch.Tensor, in_features: int, decode: Decode) -> torch.Te
         decode: decode(first, panel) writes W's rows from `first` on into a panel [rows, K] of grad's dtype.
     """
     count, out_features = grad.shape
-    rows = rows_at_once(in_features, _GPU_CHUNK_WEIGHTS if grad.is_cuda else _CHUNK_WEIGHTS)
+    rows = rows_at_once(in_features, GPU_CHUNK_WEIGHTS if grad.is_cuda else _CHUNK_WEIGHTS)
     panel = grad.new_empty((min(rows, out_features), in_features))
     if count and rows >= out_features:
         decode(0, panel)

@@ -7,17 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kbit.bench import dequant, plots
-from kbit.bench.kernel_rows import BASELINE, DISPATCHED, Comparison, KernelRow, compare, from_json, totals
+from kbit.bench.kernel_rows import (
+    ALL_ROWS,
+    BASELINE,
+    COMMAND,
+    Comparison,
+    KernelRow,
+    compare,
+    from_json,
+    totals,
+)
 from kbit.bench.report import markup, svg
 from kbit.bench.report.markup import Cell, Row
 from kbit.bench.report.results import Result
 from kbit.bench.report.sections import Section
 from kbit.bench.report.svg import Axis, Chart, Series
 
-TABLES_COMMAND = (
-    "kbit bench kernels --rows 1,2,4,8,16,32,64,256,1024,4096,8192 --dtype fp16,bf16 "
-    "--json {folder}/kernels.json"
-)
+TABLES_COMMAND = f"{COMMAND} {ALL_ROWS} --dtype fp16,bf16 --json {{folder}}/kernels.json"
 
 
 def rows_of(result: Result) -> list[KernelRow]:
@@ -181,24 +187,14 @@ def _rooflines(results: Sequence[Result]) -> str:
 
 
 def _roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, device: str) -> str:
-    dense = [row for row in rows if row.kind == BASELINE]
     roofs = plots.roofline(rows, bandwidth)
-    series = [
-        Series("measured roofs", roofs, "roof", mark=False),
-        _points(dense, f"{dtype} cuBLAS", "base", 1),
-    ]
-    for bits in sorted({row.bits for row in rows if row.bits is not None}):
-        ours = [row for row in rows if row.kernel == DISPATCHED and row.bits == bits]
-        if ours:
-            series.append(_points(ours, f"kbit, k={bits}", f"k{bits}", bits))
+    series = [Series("measured roofs", roofs, "roof", mark=False)]
+    for bits, points in plots.under_roofs(rows).items():
+        name, style, shape = (f"kbit, k={bits}", f"k{bits}", bits) if bits else (f"{dtype} cuBLAS", "base", 1)
+        series.append(Series(name, points, style, shape, line=False))
     title = f"{device}, {dtype}: {bandwidth:.0f} GB/s read, at most {roofs[-1][1]:.0f} TFLOP/s"
     axes = Axis("operations per byte of weights", log=True), Axis("TFLOP/s", log=True)
     return svg.draw(Chart(title, *axes, series))
-
-
-def _points(rows: Sequence[KernelRow], name: str, style: str, shape: int) -> Series:
-    points = [(plots.intensity(row), row.tflop_s) for row in rows]
-    return Series(name, points, style, shape, line=False)
 
 
 # -- dequantizing --------------------------------------------------------------------------------------------

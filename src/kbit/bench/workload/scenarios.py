@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kbit.bench.kernel_rows import ALL_ROWS, COMMAND
 from kbit.bench.workload import scheduler
 from kbit.bench.workload.distributions import Traffic
 from kbit.bench.workload.model_layers import ModelLayers
@@ -176,6 +177,5 @@ def nothing_measured(model: ModelLayers, times: Times) -> str:
     names = ", ".join(shape.name for shape in model.dense)
     return (
         f"workload: the table has no width for all layers of {model.name} ({names}), {times.dtype}. Measure "
-        f"them: kbit bench kernels --model {model.name} --dtype {times.dtype} "
-        "--rows 1,2,4,8,16,32,64,256,1024,4096,8192 --json FILE"
+        f"them: {COMMAND} --model {model.name} --dtype {times.dtype} {ALL_ROWS} --json FILE"
     )

@@ -58,8 +58,6 @@ class Served:
     """Iterations by what they compute, and what was left undone when the turns ran out."""
 
     steps: Counter[Step] = field(default_factory=Counter)
-    unfinished: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt tokens, decode steps) each remaining turn still needs."""
 
     @property
     def iterations(self) -> int:
@@ -115,8 +113,6 @@ class _Engine:
                 answered += 1
             # Whoever is answered asks again; the first who cannot ends the simulation.
             going = all(self.ask() for _ in range(answered))
-        self.result.unfinished = [(left, turn.answer - 1) for left, turn in self.waiting]
-        self.result.unfinished += [(0, end - self.now) for end in self.ends]
         return self.result
 
     def decode(self) -> int:

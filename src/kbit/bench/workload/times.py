@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kbit.backends.cuda import preference, tables
 from kbit.backends.cuda.compiler import arch_of
 from kbit.bench import gpu_timing
-from kbit.bench.kernel_rows import DISPATCHED, OURS, KernelRow, compare
+from kbit.bench.kernel_rows import ALL_ROWS, COMMAND, DISPATCHED, OURS, KernelRow, compare
 from kbit.bench.kernels import DEQUANTIZE, DTYPES
 from kbit.bench.result_files import no_result, read_result
 from kbit.bench.shapes import LayerShape
@@ -192,7 +192,7 @@ def from_result(
     if not times:
         raise NotMeasured(
             f"workload: the table has no {dtype} rows beside 16-bit cuBLAS. Measure them: "
-            f"kbit bench kernels --dtype {dtype} --rows 1,2,4,8,16,32,64,256,1024,4096,8192 --json FILE"
+            f"{COMMAND} --dtype {dtype} {ALL_ROWS} --json FILE"
         )
     return Times(
         dtype,

@@ -10,7 +10,8 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kbit.format.embeddings import is_head
-from kbit.format.policy import ROUTERS, is_inside, names_to_skip
+from kbit.format.policy import ROUTERS
+from kbit.format.skips import names_to_skip, why_skipped
 from kbit.nvfp4.layers import NVFP4Settings
 from kbit.nvfp4.readers import stored
 
@@ -66,9 +67,8 @@ class NVFP4Config(NVFP4Settings, QuantizationConfigMixin):
         >>> NVFP4Config().why_not("lm_head")
         'it is the output head'
         """
-        for skipped in self.modules_to_not_convert or ():
-            if any(is_inside(name, skipped) for name in names):
-                return f"modules_to_not_convert has {skipped!r}"
+        if (skipped := why_skipped(names, self.modules_to_not_convert)) is not None:
+            return skipped
         if any(ROUTERS.search(name) for name in names):
             return "it is a router"
         return "it is the output head" if any(map(is_head, names)) else None

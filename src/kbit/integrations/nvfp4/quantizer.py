@@ -16,6 +16,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.unmatched import unmatched
 from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
+from kbit.integrations.transformers.in_memory import InMemory
 from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.support import left_alone, unsupported
 from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
@@ -27,7 +28,7 @@ _WEIGHTS = ("weight", *WEIGHTS)
 logger = logging.get_logger(__name__)
 
 
-class NVFP4HfQuantizer(HfQuantizer):
+class NVFP4HfQuantizer(InMemory, HfQuantizer):
     """Quantizes a model right after it is loaded, layer by layer, or loads what is quantized.
 
     The unquantized model is in memory first; `kbit quantize` and `KbitConfig` are for machines where it does
@@ -35,12 +36,6 @@ class NVFP4HfQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Look at a device map, the one that "auto" becomes too; see `placement.refuse_disk`."""
-        from kbit.integrations.transformers.placement import refuse_disk
-
-        refuse_disk(device_map)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

@@ -5,6 +5,7 @@ loads; `save_pretrained` and `from_pretrained` round-trip the result. Importing 
 transformers; asking it for `KbitConfig` does.
 
     config, quantizer, autoregister  what transformers knows, calls and finds
+    in_memory                        what this quantizer and that of NVFP4 share
     config_parts                     configs that a config holds
     key_mapping                      what else tensors are called in the files of a load
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be

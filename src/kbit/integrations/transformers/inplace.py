@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from kbit.format.policy import QUANT_METHOD, QuantizationPolicy
+from kbit.integrations.devices import is_distributed
 from kbit.integrations.on_import import wrap_method
 from kbit.integrations.transformers.config_parts import all_of
 from kbit.nn import KbitExperts, dequantize, refusals, replace
@@ -146,7 +147,7 @@ def _saves_adapters(model: Any) -> bool:
 def _restate(model: Any, quantizer: Any) -> None:
     """Have the config of a quantized model say what its layers are; models may share a config."""
     from kbit.integrations.transformers.names import stated_policy
-    from kbit.integrations.transformers.quantizer import as_config, is_distributed
+    from kbit.integrations.transformers.quantizer import as_config
     from kbit.integrations.transformers.saving import refuse_other_levels
 
     policy = quantizer.quantization_config

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from kbit.integrations.devices import is_distributed
 from kbit.integrations.transformers.kept_caches import (
     Conversations,
     Kept,
@@ -216,7 +217,7 @@ class _PrepareCache:
             if found is not None and found.cache is not None:
                 model_kwargs["past_key_values"] = _call.cache = found.cache
                 return
-            if model.device.type == "cuda" and not _is_a_rank():
+            if model.device.type == "cuda" and not is_distributed():
                 _call.conversations.make_room(max_cache_length, _free_memory(model.device))
         given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         type(model)._prepare_cache_for_generation(model, *given)
@@ -228,11 +229,6 @@ class _PrepareCache:
             copy_tokens(found.source.cache, cache, found.shared)
             if found.stays:
                 _call.conversations.keep(found.source)
-
-
-def _is_a_rank() -> bool:
-    """Whether other processes compute parts of the model, and have to do what this one does."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _free_memory(device: torch.device) -> int:

@@ -16,18 +16,15 @@ from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.policy import QUANT_METHOD
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
+from kbit.integrations.devices import is_distributed
 from kbit.integrations.transformers.config import KbitConfig
+from kbit.integrations.transformers.in_memory import InMemory
 from kbit.nn.dequantize import dequantize_model
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.replace import NOTHING_QUANTIZED
 from kbit.nn.together import run_together
 
 logger = logging.get_logger(__name__)
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of several that run a model together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def as_config(policy: Any) -> Any:
@@ -43,7 +40,7 @@ def as_config(policy: Any) -> Any:
     return copied
 
 
-class KbitHfQuantizer(HfQuantizer):
+class KbitHfQuantizer(InMemory, HfQuantizer):
     """Quantizes while loading, and loads and saves what is quantized.
 
     Attributes:
@@ -63,12 +60,6 @@ class KbitHfQuantizer(HfQuantizer):
         self.ties: list[tuple[str, str]] = []
         self.failure: Exception | None = None
         self._originals: dict[int, Any] = {}
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Look at a device map, the one that "auto" becomes too; see `placement.refuse_disk`."""
-        from kbit.integrations.transformers.placement import refuse_disk
-
-        refuse_disk(device_map)
 
     # -- before loading --------------------------------------------------------------------------------------
 
@@ -177,7 +168,7 @@ class KbitHfQuantizer(HfQuantizer):
         model._weight_conversions = saving.with_experts(model, restored)
         left = report.unquantized(model, policy, names.names_in_files(model))
         if left is not None:
-            logger.warning("%s", left)
+            logger.warning_once("%s", left)  # not again where the model is saved and loaded
         if not self.pre_quantized:
             self.quantization_config = names.stated_policy(model, policy)
             model.config.quantization_config = self.quantization_config

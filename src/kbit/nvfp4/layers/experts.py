@@ -16,7 +16,6 @@ from kbit.nn.support import is_silu
 from kbit.nvfp4 import no_gradient
 from kbit.nvfp4.expert_products import expert_linear, expert_product
 from kbit.nvfp4.folds import silu_mul, silu_mul_quantize_nvfp4
-from kbit.nvfp4.gemm import TILED_ACCUMULATIONS
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.moe import ExpertInput, Routing, combine_sorted, quantize_for_experts, route
 from kbit.nvfp4.quantize import quantize_nvfp4
@@ -34,11 +33,6 @@ class NVFP4Experts(NVFP4Module):
 
     # Not "gate_up_proj" and "down_proj": transformers would split parameters of these names on saving.
     WEIGHTS = ("gate_up", "down")
-
-    @property
-    def tileable(self) -> bool:
-        """Whether these experts multiply tiles on Hopper: not under `seq16`, but 16-bit activations."""
-        return self.settings.activations == "16bit" or self.settings.accum in TILED_ACCUMULATIONS
 
     def __init__(
         self, gate_up: tuple[int, ...], act_fn: Any, settings: NVFP4Settings, device: Any, name: str = ""

@@ -13,7 +13,7 @@ from kbit.backends.cuda.driver import DeviceLimits
 from kbit.backends.cuda.nvfp4 import ahead
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.nvfp4 import no_gradient
-from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, gemm_nvfp4, linear_nvfp4
+from kbit.nvfp4.gemm import gemm_nvfp4, linear_nvfp4
 from kbit.nvfp4.layers.parts import NVFP4Module, NVFP4Settings, quantize_weight
 from kbit.nvfp4.quantize import quantize_nvfp4
 from kbit.ops import checks
@@ -25,11 +25,6 @@ class NVFP4Linear(NVFP4Module):
     Attributes:
         in_features, out_features, bias: as in nn.Linear.
     """
-
-    @property
-    def tileable(self) -> bool:
-        """Whether this layer multiplies tiles: not under `seq16`, but for activations of 16 bits."""
-        return self.settings.activations == "16bit" or self.settings.accum in TILED_ACCUMULATIONS
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from kbit.format.words import at
 from kbit.nn.casts import without_casts
 from kbit.nn.tiling import TILED, TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
-from kbit.nvfp4.gemm import check_accumulation
+from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_accumulation
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import TIES, global_scale_for, quantize_nvfp4
 from kbit.ops import forms, grad_checks
@@ -89,8 +89,8 @@ class NVFP4Module(TileableModule):
 
     @property
     def tileable(self) -> bool:
-        """Whether this module multiplies tiles, where a GPU has kernels for them."""
-        return False
+        """Whether this layer multiplies tiles on a GPU: not under `seq16`, but for activations of 16 bits."""
+        return self.settings.activations == "16bit" or self.settings.accum in TILED_ACCUMULATIONS
 
     def _init_parts(
         self, shapes: dict[str, tuple[int, ...]], settings: NVFP4Settings, device: Any, layer_name: str

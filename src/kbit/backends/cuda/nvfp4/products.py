@@ -18,12 +18,12 @@ from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.operands import PIECE
 from kbit.backends.cuda.weights import aligned
 from kbit.backends.dtype_codes import DTYPES
+from kbit.format import nvfp4_layout
 
 ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}
 TOKENS = (8, 16, 32, 64)
 SPLITS = (2, 4, 8)
 CUBLAS = "cublas"
-MAX_COLUMNS = 2**20  # int64 holds the exact sum of so many products
 # Decoding a weight for cuBLAS moves 20.5 bits a weight, a pass of the kernel over 64 tokens 4.5, but from its
 # second pass on it waits for arithmetic.
 _CUBLAS_TOKENS = 64
@@ -234,8 +234,7 @@ def padded_operands(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ValueError: K is larger than 2^20.
     """
     groups = operands[1].shape[-1]
-    if groups * SUB_BLOCK > MAX_COLUMNS:
-        raise ValueError(f"nvfp4: K must be at most {MAX_COLUMNS}, got {groups * SUB_BLOCK}. Split K.")
+    nvfp4_layout.check_columns("nvfp4", groups * SUB_BLOCK)
     missing = padded(groups * SUB_BLOCK) // SUB_BLOCK - groups
     if missing:
         operands = tuple(
