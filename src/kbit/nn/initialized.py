@@ -60,6 +60,27 @@ class Initialized(nn.Module):
         allowed: bool = self.__dict__.pop("_spare", False)
         return allowed and self._parameters.pop("weight", None) is not None
 
+    def give_back(self, module: nn.Module) -> set[str]:
+        """Give the module that this layer replaced what was loaded beside its weights, such as a bias.
+
+        Returns:
+            The names of parameters that only this layer has.
+
+        Raises:
+            ValueError: some weights were loaded, or parts are split over ranks by now (DTensors).
+        """
+        own, parts = module._parameters, self._parameters.keys() - module._parameters
+        weights = {original_of(part) for part in parts} & own.keys()
+        split = any(type(held) not in (nn.Parameter, type(None)) for held in self._parameters.values())
+        if split or any(self._parameters.get(name) is not own[name] for name in weights):
+            path, lacking = getattr(self, "layer_name", ""), min(weights & self._parameters.keys())
+            raise ValueError(
+                f"the weights hold no tensor {path}.{lacking}. Leave the layer unquantized, with "
+                f"modules_to_not_convert=[{path!r}], to have it drawn at random."
+            )
+        own.update((name, self._parameters[name]) for name in own.keys() & self._parameters)
+        return parts
+
     def _may_be_spare(self) -> bool:
         return "_spare" in self.__dict__ and "weight" in self._parameters
 

@@ -10,6 +10,7 @@ transformers; asking it for `KbitConfig` does.
     key_mapping                      what else tensors are called in the files of a load
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
+    drawn                            layers that the weights turn out to hold nothing of
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     counting                         `num_parameters`
     tied_modules                     which of them share a weight, by all their names

@@ -12,6 +12,7 @@ from torch import nn
 from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo, read_header
+from kbit.integrations.transformers.drawn import undo_after_loading
 from kbit.integrations.transformers.plan import Plan
 from kbit.nn.experts import KbitExperts
 from kbit.nn.parts import QuantizedModule
@@ -60,11 +61,13 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
             the names of an unquantized checkpoint; `Quantize` removes each.
     """
     names = names_of_modules(model)
+    replaced: dict[str, nn.Module] = {}
     for target, planned in plan.items():
         path = holder_of(target)
         module = model.get_submodule(path)
         if isinstance(module, QuantizedModule):
             continue
+        replaced[path] = module
         layer = empty_like(module, planned.bits, policy.absmax_format, path, device="meta")
         if placeholders:
             for key in layer.shapes:
@@ -73,6 +76,8 @@ def place(model: Any, plan: Plan, policy: QuantizationPolicy, placeholders: bool
             mark_initialized(layer, layer.shapes)
         for name in names[module]:
             model.set_submodule(name, layer)
+    if placeholders:
+        undo_after_loading(model, plan, replaced)
 
 
 def mark_initialized(layer: nn.Module, names: Iterable[str]) -> None:
