@@ -12,7 +12,7 @@ struct TensorMap {
     u64 rest[8];
 };
 
-template <bool BF16, bool EXACT_DIVISION>
+template <bool BF16>
 uint4 silu_and_mul(uint4 gates, uint4 ups) {
     using H = Half<BF16>;
     const u32 g[4] = {gates.x, gates.y, gates.z, gates.w}, u[4] = {ups.x, ups.y, ups.z, ups.w};

@@ -32,13 +32,14 @@ struct Output {
 // What a thread adds to its sums of a tile, loaded before the sums are there: it takes 600 clocks. Biases not
 // by __ldg, which the compiler may move up beyond wait_for_previous. The factor's address looks as if it
 // depended on the thread: else it would be kept in a uniform register, and brought there, waited for, between
-// the first products.
+// the first products. Blocks of two teams with few tokens have no other register to spare.
 struct Addends {
+    static constexpr bool kVaries = !(kFour && kTurns == 2 && kTokens <= 32);
     Tile tile;
     float factor, bias[2];  // of the rows g and g + 8 of the warp's row tile
 
     DEVICE Addends(const Problem& p, const Output& out, const Tile& tile_, int warp, int g) : tile(tile_) {
-        factor = __ldg(out.scale + tile.expert + (opaque(threadIdx.x) >> 10));
+        factor = __ldg(out.scale + tile.expert + (kVaries ? opaque(threadIdx.x) >> 10 : 0));
         bias[0] = bias[1] = 0.0f;
         if (out.bias) {
 #pragma unroll
