@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kbit.backends.cuda import launcher, operands
+from kbit.backends.cuda import elementwise, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.ops.one_shot_schemas import LINE_BYTES, MOST_RANKS
 
@@ -16,7 +16,6 @@ RANKS = range(2, MOST_RANKS + 1)  # GPUs of one machine
 _PIECE_BYTES = 16  # what a line of x takes on its way
 STATE = (1, 0, 0)  # at first; see csrc/one_shot.cu
 _FORMAT = "QQ" + "Q" * 8 + "Qiii" + "ii"
-_THREADS = 128
 # Of kernels: a dtype, and whether they gather.
 _KINDS = (*((dtype, False) for dtype in operands.DTYPES), (operands.DTYPES[0], True))
 
@@ -76,6 +75,5 @@ def one_shot(x: torch.Tensor, inboxes: Inboxes, out: torch.Tensor, gathers: bool
     index, (addresses, state, rank, capacity, seconds) = x.device.index, inboxes
     kernel = launcher.load(_spec(x.dtype, len(addresses), gathers), index, _FORMAT)
     lines, row_lines = (size * x.element_size() // LINE_BYTES for size in (x.numel(), x.shape[-1]))
-    prepared = launcher.Prepared(index, kernel, (-(-lines // _THREADS), 1, 1), _THREADS)
     places = *operands.addresses(x, out), *addresses, *(0,) * (RANKS[-1] - len(addresses)), state.data_ptr()
-    prepared.launch((*places, rank, capacity, seconds, lines, row_lines))
+    elementwise.launch(index, kernel, lines, (*places, rank, capacity, seconds, lines, row_lines))
