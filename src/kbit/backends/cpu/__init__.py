@@ -1,4 +1,4 @@
-"""The CPU backend: C++ kernels for AVX-512, AVX2 and any other CPU, chosen when they are called.
+"""The CPU backend: C++ kernels for AVX-512, AVX2, NEON and any other CPU, chosen when called.
 
 Functions take contiguous CPU tensors that the op layer has checked. Each takes `isa=` to force an instruction
 set (tests, benchmarks); the environment variable KBIT_CPU_ISA forces it for the whole process. Threads are
@@ -57,7 +57,7 @@ def supported_isas() -> list[str]:
 
     "avx512" (F, BW, VL, DQ, VBMI, GFNI; with bfloat16 dot products where the CPU has them; then
     "avx512_nobf16" is the same without), "avx2" (and FMA; with GFNI where the CPU has it; then
-    "avx2_nogfni" is the same without), "portable".
+    "avx2_nogfni" is the same without), "neon" on 64-bit ARM, "portable".
     """
     return list(_isa_names())
 
@@ -83,7 +83,7 @@ def _isa_index(name: str | None) -> int:
 
 
 def isa() -> str:
-    """The instruction set in use, without its variant: "avx512", "avx2" or "portable".
+    """The instruction set in use, without its variant: "avx512", "avx2", "neon" or "portable".
 
     Raises:
         ValueError: KBIT_CPU_ISA names one that this machine does not support.

@@ -46,6 +46,9 @@ std::vector<const Kernels*> find_kernels() {
         found.push_back(avx2_kernels());
     }
 #endif
+#if defined(__aarch64__) && defined(KBIT_HAVE_NEON)
+    found.push_back(neon_kernels());
+#endif
     found.push_back(portable_kernels());
     return found;
 }

@@ -89,6 +89,7 @@ struct Kernels {
 };
 
 const Kernels* portable_kernels();
+const Kernels* neon_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx2gfni_kernels();
 const Kernels* avx512_kernels();
