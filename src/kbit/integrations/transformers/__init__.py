@@ -15,6 +15,7 @@ transformers; asking it for `KbitConfig` does.
     counting                         `num_parameters`
     tied_modules                     which of them share a weight, by all their names
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
+    tying, drafts                    `tie_weights`; heads of drafts that have another tokenizer
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
     next_steps                   those that follow each other, whose inputs are made on the GPU
     preconditions                what they rest on in a model

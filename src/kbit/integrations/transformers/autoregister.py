@@ -1,22 +1,30 @@
-"""Make transformers know "kbit" and "kbit_nvfp4", and peft kbit's layers, in any order of imports."""
+"""Make transformers know "kbit" and "kbit_nvfp4", peft kbit's layers, and PyTorch's FLOP counter kbit's ops.
+
+In any order of imports.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
 
+from kbit.integrations import flops
 from kbit.integrations.on_import import when_imported
 from kbit.integrations.peft import guard_merging, guard_models
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
 from kbit.integrations.transformers.counting import guard_counting
+from kbit.integrations.transformers.drafts import guard_drafts
 from kbit.integrations.transformers.key_mapping import guard_loading
 from kbit.integrations.transformers.resizing import guard_resizing
+from kbit.integrations.transformers.tying import guard_tying
 
 _REGISTRY = "transformers.quantizers.auto"
 _MODELS = "transformers.modeling_utils"
+_DRAFTS = "transformers.generation.candidate_generator"
 _LORA_CONFIG = "peft.tuners.lora.config"
 _PEFT_MODELS = "peft.peft_model"
 _TUNERS = "peft.tuners.tuners_utils"
+_FLOPS = "torch.utils.flop_counter"
 
 
 def install() -> None:
@@ -24,15 +32,18 @@ def install() -> None:
     inplace.install()
     when_imported(_REGISTRY, register, complete="register_quantizer")
     when_imported(_MODELS, _guard_models, complete="PreTrainedModel")
+    when_imported(_DRAFTS, guard_drafts, complete="_PruneReindexingLMHead")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
     when_imported(_PEFT_MODELS, guard_models, complete="PeftModel")
     when_imported(_TUNERS, guard_merging, complete="BaseTuner")
+    when_imported(_FLOPS, flops.register, complete="FlopCounterMode")
 
 
 def _guard_models(module: ModuleType) -> None:
     guard_counting(module)
     guard_loading(module)
     guard_resizing(module)
+    guard_tying(module)
     inplace.guard_saving(module)
 
 

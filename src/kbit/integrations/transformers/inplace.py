@@ -96,6 +96,8 @@ def tell_transformers(model: nn.Module, policy: QuantizationPolicy) -> None:
     Other models are only marked: they may become parts of such a model.
     """
     _mark_as_initialized(model)
+    if refusals.has_quantized(model):
+        _mark_configs(model, quantized=True)
     if not is_of_transformers(model):
         return
     _tell(model, policy)
@@ -228,9 +230,9 @@ def forget(model: Any) -> None:
     _mark_as_initialized(model)
     if not is_of_transformers(model):
         return
-    from kbit.integrations.transformers import placement, saving
+    from kbit.integrations.transformers import saving, tying
 
-    placement.restore_ties(model)
+    tying.rename_ties(model)
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         model._weight_conversions = saving.without_experts(model, conversions)
@@ -254,16 +256,35 @@ def forget_if_plain(model: Any) -> bool:
     quantizer = getattr(model, "hf_quantizer", None)  # none in a part of a model whose config it has
     if quantizer is not None and isinstance(quantizer.quantization_config, QuantizationPolicy):
         quantizer.remove_quantization_config(model)
+        _mark_configs(model, quantized=False)
     return True
 
 
+def _mark_configs(model: nn.Module, quantized: bool) -> None:
+    """Have attention of transformers know whether the dtype of a weight may be that of codes.
+
+    It asks the config that it was made of for this attribute, whatever its value. That is the model's, or one
+    of its parts'.
+    """
+    if "transformers.configuration_utils" not in sys.modules:
+        return  # then nothing was made of one
+    from transformers.configuration_utils import PreTrainedConfig
+
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and quantized:
+            config._is_quantized = True
+        elif isinstance(config, PreTrainedConfig):
+            vars(config).pop("_is_quantized", None)
+
+
 def _tell(model: Any, policy: QuantizationPolicy) -> None:
-    from kbit.integrations.transformers import names, placement, saving
+    from kbit.integrations.transformers import names, saving, tying
     from kbit.integrations.transformers.quantizer import KbitHfQuantizer
 
     if forget_if_plain(model):
         return
-    placement.rename_tied_parts(model)
+    tying.rename_ties(model)
     stated = names.stated_policy(model, policy)
     model.hf_quantizer = KbitHfQuantizer(stated, pre_quantized=True)
     config = model.hf_quantizer.quantization_config

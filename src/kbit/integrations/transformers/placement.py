@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of, original_of
+from kbit.format.names import ABSMAX, PACKED, SCALE, holder_of, module_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.integrations.transformers.drawn import undo_after_loading
@@ -229,26 +229,6 @@ def _drop_spares(model: Any, ties: Ties) -> None:
                 f"the weights hold no tensor {' or '.join(sorted(names))}. Load the model unquantized, "
                 f"then call kbit.quantize_model."
             )
-
-
-def rename_tied_parts(model: Any) -> None:
-    """For a model quantized in place: tell transformers which parts are tied now."""
-    for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-        path, _, name = target.rpartition(".")
-        layer = model.get_submodule(path)
-        if isinstance(layer, QuantizedModule) and name in layer.shapes:  # not a bias, which may be tied, too
-            scaled = "weight_scale" in layer._parameters
-            _rename_ties(model, [(target, source)], (PACKED, ABSMAX, SCALE) if scaled else (PACKED, ABSMAX))
-
-
-def restore_ties(model: Any) -> None:
-    """For a model that was dequantized: tell transformers that weights are tied again, not their parts."""
-    for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
-        names = getattr(model, attribute, None)
-        if isinstance(names, dict):
-            restored = {original_of(target): original_of(source) for target, source in names.items()}
-            if restored != names:
-                setattr(model, attribute, restored)
 
 
 def prepare_stored_parts(model: Any, plan: Plan, index: Mapping[str, TensorInfo]) -> None:
