@@ -1,5 +1,6 @@
 """The format against golden values and against definitions written out a second time."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -363,3 +364,24 @@ def test_names_to_skip_may_come_from_any_iterable(names):
     policy.validate()
     assert policy.bits_for("lm_head") is None
     assert json.loads(json.dumps(policy.to_dict()))["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, list], ids=["tensor", "array", "list"])
+@pytest.mark.parametrize("by_width", [False, True])
+def test_policies_are_compared_whatever_holds_their_levels(make, by_width):
+    levels = [-1.0, -0.25, 0.5, 1.0]
+
+    def policy(make):
+        return kbit.KbitConfig(bits=2, codebook={2: make(levels)} if by_width else make(levels))
+
+    made = policy(make)
+    assert made == copy.deepcopy(made) == policy(list)
+    assert made != kbit.KbitConfig(bits=2)
+    assert made.to_dict() == policy(list).to_dict()
+    assert repr(made) == repr(policy(list))
+    assert made.codebook_for(2).tolist() == levels
+
+
+def test_levels_of_integers_are_refused_as_before():
+    with pytest.raises(TypeError, match=r"codebook must be a float32 tensor, got torch\.int64"):
+        kbit.KbitConfig(bits=2, codebook=torch.tensor([-1, 0, 1, 2]))

@@ -353,6 +353,23 @@ def test_merging_all_layers_to_16_bits_leaves_a_plain_model(tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, merged(IDS).logits)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_adapters_of_weights_the_other_way_round_are_merged(loaded, tmp_path):
+    """peft resets `fan_in_fan_out` on layers that are none; v_proj is not square, q_proj is."""
+    options = {"target_modules": ["q_proj", "v_proj"], "fan_in_fan_out": True}
+    with pytest.warns(UserWarning, match=r"target module is `kbit\.nn\.KbitLinear`\. Setting fan_in_fan_out"):
+        model = adapted(quantized("qwen3"), **options)
+    assert not model.peft_config["default"].fan_in_fan_out
+    if loaded:
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"fan_in_fan_out": True}))
+        with pytest.warns(UserWarning, match="Setting fan_in_fan_out to False"):
+            model = PeftModel.from_pretrained(quantized("qwen3"), tmp_path)
+    expected = model.eval()(IDS).logits
+    torch.testing.assert_close(merge(model, requantize=False)(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("requantize", [True, False])
 def test_biases_of_adapters_are_merged(requantize):
     model = adapted(quantized("qwen3"), target_modules=["q_proj"], lora_bias=True)

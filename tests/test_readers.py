@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,19 @@ def test_models_with_such_layers_can_be_called(kind, settings, given, layers):
     assert {name: model.get_submodule(name) for name in layers} == kept
     assert any(isinstance(module, QuantizedModule) for module in model.modules())
     assert all(part.isfinite().all() for part in model(**given).to_tuple() if isinstance(part, torch.Tensor))
+
+
+@pytest.mark.skipif(not find_spec("transformers.fusion_mapping"), reason="transformers has no fusions")
+@torch.no_grad()
+def test_fused_patch_embeddings_stay(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision)
+    transformers.Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    fused = {"fusion_config": {"patch_embeddings": True}}
+    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path, **fused)
+    first = model.model.visual.patch_embed.linear_proj
+    quantize_model(model, kbit.KbitConfig(bits=4))
+    assert model.model.visual.patch_embed.linear_proj is first
+    patches, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
+    assert model.model.visual(patches, grid_thw=grid).last_hidden_state.isfinite().all()

@@ -364,3 +364,19 @@ def test_models_that_read_weights_themselves(kind):
     model(pixel_values=torch.randn(1, 16, 48), pixel_attention_mask=mask, spatial_shapes=shapes)
     assert kinds["embeddings.patch_embedding"] == "Linear"
     assert kinds["encoder.layers.0.mlp.fc1"] == "KbitLinear"
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its parts"])
+def test_flash_attention_casts_to_no_dtype_of_codes(whole):
+    """As to queries in float32 that float32 norms make, or peft's prepare_model_for_kbit_training."""
+    from transformers.integrations.flash_attention import get_target_dtype
+
+    model = build("qwen3", torch.bfloat16)
+    layers, query = model.model.layers, torch.zeros(1, 2, 3, 16)
+    for part in [model] if whole else layers:
+        kbit.quantize_model(part, kbit.KbitConfig(bits=4))
+    assert [get_target_dtype(query, layer.self_attn) for layer in layers] == [torch.bfloat16] * 2
+    assert "_is_quantized" not in model.config.to_dict()
+    if whole:
+        kbit.dequantize_model(model, torch.float16)
+        assert [get_target_dtype(query, layer.self_attn) for layer in layers] == [torch.float16] * 2

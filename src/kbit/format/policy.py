@@ -67,6 +67,7 @@ class QuantizationPolicy:
         stated = self.codebook if isinstance(self.codebook, Mapping) else ()
         for width in (*self.widths(), *map(_integer, stated)):
             get_codebook(self._codebook_entry(check_bits(width, "a width of codebook")), width)
+        self.codebook = _in_numbers(self.codebook)
         for pattern in self.overrides:
             patterns.check(pattern)
         absmax_format(str(self.absmax_format))  # a name, not the dtype
@@ -232,6 +233,13 @@ class QuantizationPolicy:
             TypeError, ValueError: not a kbit config, a newer version, an unknown block size or field.
         """
         return cls(**policy_fields(config))
+
+
+def _in_numbers(codebook: Any) -> Any:
+    """A codebook, or one for each width, without tensors and arrays, since policies are compared."""
+    if isinstance(codebook, Mapping):
+        return {width: _in_numbers(levels) for width, levels in codebook.items()}
+    return codebook.tolist() if hasattr(codebook, "tolist") else codebook
 
 
 def _integer(bits: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kbit.format.words import at
+from kbit.nn import symbolic
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule, refuse_others
@@ -161,6 +162,10 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
             TypeError, ValueError: ids are no integers, or elsewhere, or the model was cast to a dtype that
                 rows cannot have; the message names this layer.
         """
+        if not isinstance(input, torch.Tensor):
+            node = symbolic.call_of(self, self.layer_name, KbitEmbedding.forward, input)
+            if node is not None:
+                return node
         dtype = self.dtype_probe.dtype
         if dtype not in checks.FLOAT_DTYPES:
             raise TypeError(

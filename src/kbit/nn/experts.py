@@ -13,6 +13,7 @@ from kbit.format.names import SCALE
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
+from kbit.nn import symbolic
 from kbit.nn.fuse import quantize_fused
 from kbit.nn.fused_experts import WEIGHTS, unsupported_experts, weight_of
 from kbit.nn.parts import QuantizedModule
@@ -140,6 +141,11 @@ class KbitExperts(QuantizedModule):
             NotImplementedError: an argument has a forward-mode tangent, or torch.func differentiates.
             TypeError, ValueError: an argument does not fit; the message names this layer.
         """
+        if not isinstance(hidden_states, torch.Tensor):
+            inputs = hidden_states, top_k_index, top_k_weights
+            node = symbolic.call_of(self, self.layer_name, KbitExperts.forward, *inputs)
+            if node is not None:
+                return node
         moe_checks.routing(hidden_states, top_k_index, top_k_weights, self.layer_name)
         grad_checks.no_tangent("experts", self.layer_name, hidden_states, top_k_weights)
         device, hidden_states = self.codebook.device, autocast(hidden_states)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kbit.format.autocast import autocast
-from kbit.nn import tied
+from kbit.nn import symbolic, tied
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.nn.sizes import refuse_other_sizes
@@ -166,6 +166,8 @@ class KbitLinear(QuantizedModule, nn.Linear):
             TypeError, ValueError: x does not fit; the message names this layer.
         """
         if not isinstance(input, torch.Tensor):
+            if (node := symbolic.call_of(self, self.layer_name, KbitLinear.forward, input)) is not None:
+                return node
             type_checks.tensor("linear", "x", input, self.layer_name)
         call = self.merged_call
         if call is not None and (merged := call.result_of(self, input)) is not None:

@@ -41,7 +41,7 @@ _READERS = (
     (r"^RelativePositionBias", "relative_attention_bias"),  # UDOP, to make a larger one
     (r"VectorQuantizer?$", "embedding|codebook"),
     # Its dtype, to cast to it.
-    (r"VisionEmbeddings$|PatchEmbed(der)?$", r"(patch_|position_)embedding|(input_)?proj"),
+    (r"VisionEmbeddings$|PatchEmbed(der)?$", r"(patch_|position_)embedding|(\w+_)?proj"),
     (r"ActDense$|VisionMlp$|^SeamlessM4T\w*Network$", "wo|fc2"),  # T5, for one: x.to(wo.weight.dtype)
     (r"^Col\w+ForRetrieval$", "embedding_proj_layer"),  # ColPali, ColQwen2
     (r"^Blip2\w+(Projection|Retrieval)$", r"\w+_projection|itm_head"),

@@ -6,6 +6,7 @@ packed weights; the backward decodes a weight for the one product that needs it 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -97,6 +98,18 @@ class LoraOnCodes:
 
 class LoraLinear(LoraOnCodes, Linear):
     """peft's LoRA on a KbitLinear."""
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if config.fan_in_fan_out:  # of weights [in, out], and codes are of [out, in], as nn.Linear's weight
+            warnings.warn(
+                "fan_in_fan_out is set to True but the target module is `kbit.nn.KbitLinear`. Setting "
+                "fan_in_fan_out to False.",
+                stacklevel=2,
+            )
+            config.fan_in_fan_out = False
+        super().__init__(base_layer, adapter_name, config, *args, **kwargs)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], in autocast's dtype where that is on."""
