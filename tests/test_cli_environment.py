@@ -25,6 +25,7 @@ from kbit.cli import app, bench, doctor, smollm
 from kbit.cli.generate import encode_prompt
 from kbit.cli.model_folder import load_model
 from kbit.cli.outputs import write_json
+from kbit.format import QuantizationPolicy
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="names of bytes")
 
@@ -202,6 +203,22 @@ def test_the_demo_names_its_command_as_the_shell_finds_it(monkeypatch, tmp_path)
     assert named() == f"'{kbit}'"
     monkeypatch.setenv("PATH", str(kbit.parent))
     assert named() == "kbit"
+
+
+def test_the_demo_prints_paths_as_they_are(tmp_path, capsys):
+    demo, policy = sys.modules["kbit.cli.demo"], QuantizationPolicy(bits=4)
+    folder = tmp_path / "d[" / "x] y"  # together an end of markup, and a space
+    base, quantized = folder / f"{demo.MODEL}-bf16", folder / f"{demo.MODEL}-4bit"
+    for made, config in ((base, {}), (quantized, {"quantization_config": policy.to_dict()})):
+        made.mkdir(parents=True)
+        (made / "config.json").write_text(json.dumps(config))
+    assert demo.prepare(folder) == base
+    assert demo.quantized_folder(base, policy) == quantized
+    demo._say_how_to_go_on(folder, quantized)
+    printed = capsys.readouterr().out
+    for told in (f"{base}: there already", f"{quantized}: there already", f"The models are in {folder}/."):
+        assert told in printed.replace("\n", "")
+    assert f" generate '{quantized}' 'your question'\n" in printed
 
 
 def test_there_are_no_progress_bars_in_a_log(model):

@@ -128,6 +128,13 @@ def test_results_can_go_to_the_standard_output(tmp_path):
 def test_folders_of_one_name_keep_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert list(labels([Path("a/model"), Path("b/model"), Path()])) == ["a/model", "b/model", tmp_path.name]
+    for twice in (
+        ("model", "model"),
+        ("model", "./model"),
+        ("a/model", "b/model", "a/../a/model", "a/model"),
+    ):
+        with pytest.raises(ValueError, match=f"{twice[0]} is given twice. Give each model once."):
+            labels([Path(folder) for folder in twice])
 
 
 # -- processes -----------------------------------------------------------------------------------------------

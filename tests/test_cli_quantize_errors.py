@@ -455,6 +455,7 @@ def test_bad_options(source, tmp_path, options, message):
         ("[-1, 0, NaN, 1]", "must hold a list"),
         ('"nf"', "must hold a list"),
         ('{"four": [1]}', "must hold a list"),
+        ('{"2": [-1, -0.3, 0.3, 1], "02": [-1, -0.2, 0.2, 1]}', "must hold a list"),
         ("[-1, 0, 1]", "a 4-bit codebook has 16 levels"),
         ('{"3": [-1, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 1]}', "4"),
     ],
@@ -464,6 +465,20 @@ def test_bad_codebooks(source, tmp_path, content, message):
     levels.write_text(content)
     assert message in refuse(source, tmp_path / "out", "--codebook", str(levels))
     assert list(tmp_path.iterdir()) == [levels]
+
+
+@pytest.mark.parametrize("count", ["num_hidden_layers", "num_experts"])
+def test_more_layers_than_there_are_tensors(source, tmp_path, count, monkeypatch):
+    """Whose model would be made until memory ends."""
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("made"))
+
+    def change(config, _):
+        config[count] = 10**9
+
+    altered(source, tmp_path / "in", change)
+    told = refuse(tmp_path / "in", tmp_path / "out")
+    assert f"{tmp_path / 'in' / 'config.json'}: {count} is 1000000000, and the folder has only " in told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from kbit.cli import app
-from tiny_models import build_with_tokenizer, write_config
+from kbit.format import QuantizationPolicy
+from kbit.format.counts import refuse_more_than_tensors
+from kbit.nn import leftovers
+from tiny_models import build_with_tokenizer, quantize_files, write_config
 
 POSITIONS = 32
 
@@ -93,6 +99,53 @@ def test_a_model_of_another_kind(command: str, tmp_path: Path) -> None:
         "In Python its own class loads it, quantized or not."
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of so many layers would be made until memory ends."""
+    for kind in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"transformers.{kind}.from_pretrained", lambda *_, **__: pytest.fail("made"))
+
+
+def promise(folder: Path, **settings: object) -> Path:
+    """Change a folder's config."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.usefixtures("nothing_made")
+@pytest.mark.parametrize("command", ["generate", "eval", "profile", "serve"])
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_more_layers_than_there_are_tensors(command: str, part: str | None, tmp_path: Path) -> None:
+    folder, count = build_with_tokenizer("llama", tmp_path / "model"), {"num_hidden_layers": 10**9}
+    promise(folder, **({part: count} if part else count))
+    told = str(
+        run(command, folder, *{"generate": ("w1",), "serve": ("--port", 0)}.get(command, ())).exception
+    )
+    there = f"{folder / 'config.json'}: num_hidden_layers is 1000000000, and the folder has only 20 tensors."
+    assert told == f"{there} Fetch config.json again, or correct it."
+
+
+@pytest.mark.usefixtures("nothing_made")
+def test_inspect_makes_no_model_of_more_layers_than_there_are_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would to say why a layer stayed unquantized; without, the table says the rest."""
+    monkeypatch.setattr(leftovers, "LARGE", 1)
+    build_with_tokenizer("llama", tmp_path / "in")
+    quantize_files(tmp_path / "in", tmp_path / "out", QuantizationPolicy(bits=4))
+    ran = run("inspect", promise(tmp_path / "out", num_hidden_layers=10**9))
+    assert ran.exit_code == 0, ran.exception
+    assert "unquantized model.norm" in ran.output
+
+
+def test_experts_may_be_stacked_in_one_tensor(tmp_path: Path) -> None:
+    save_file({"experts": torch.zeros(2000, 2, 2)}, tmp_path / "model.safetensors")
+    refuse_more_than_tensors(tmp_path, {"num_experts": 2000, "vocab_size": 10**9})
+    with pytest.raises(ValueError, match="num_experts is 2001, and the folder has only 1 tensor"):
+        refuse_more_than_tensors(tmp_path, {"num_experts": 2001})
 
 
 @pytest.mark.parametrize(

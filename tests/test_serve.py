@@ -1,6 +1,7 @@
 """A served k-bit checkpoint: `transformers serve` on loopback, concurrent clients, and generate_batch."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -403,6 +404,19 @@ def test_bench_serve_with_random_weights(tmp_path):
     for levels in models.values():
         assert [level["tokens"] for level in levels] == [4, 8]  # no answer ended early
         assert not any(level["errors"] for level in levels)
+
+
+def test_bench_serve_takes_names_as_they_are(monkeypatch):
+    started = contextlib.nullcontext((1, 2))
+    monkeypatch.setattr(bench, "server", lambda *_: started)
+    monkeypatch.setattr(bench, "load", lambda *_: [bench.Level(1, 1)])
+    results = {}
+    measure = sys.modules["kbit.cli.bench_serve"]._measure
+    measure({"d[/x]": Path("d[", "x]")}, PLAN, [], results, None)  # an end of markup that had no beginning
+    assert len(results["d[/x]"]) == 1
+    result = CliRunner().invoke(app, ["bench", "serve", "--random", "d[/x]"])
+    assert "d[/x]" in str(result.exception)
+    assert type(result.exception).__name__ != "MarkupError"
 
 
 @pytest.mark.parametrize("arguments", [[], ["folder", "--random", "llama-3-8b"]])

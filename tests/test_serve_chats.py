@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 from kbit.bench import random_models
 from kbit.bench import serve as bench
-from kbit.cli import app, serve_gone, serve_requests
+from kbit.cli import app, serve_gone, serve_loading, serve_requests, serve_signals
 from tiny_models import ARCHITECTURES, build, write_config
 
 TURNS, NEW = ("1 2 3 " * 8, "4 5", "6 7 8 9"), 6
@@ -65,9 +64,10 @@ def test_the_server_keeps_as_many_as_it_was_asked_for(options, kept, folder, mon
     # What the command changes in this process.
     for module, name in (
         (serve_requests, "refuse_malformed"),
+        (serve_loading, "load_as_other_commands"),
+        (serve_signals, "end_by_signals"),
         (serve_gone, "stop_for_clients_that_have_gone"),
         (sys.modules["kbit.cli.serve"], "bars_on_terminals_only"),
-        (signal, "signal"),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
     for owner, name in ((ModelManager, "get_gen_models"), (CBGenerateManager, "init_cb"), (sys, "argv")):

@@ -1,12 +1,14 @@
 """Fields of a request to the server: those of a wrong kind are told so, before anything is computed."""
 
+import inspect
 import json
 from types import SimpleNamespace
+from typing import TypedDict
 
 import pytest
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from kbit.cli import serve_fields, serve_fitting, serve_requests
+from kbit.cli import serve_fields, serve_fitting, serve_requests, serve_template
 
 USER = {"role": "user", "content": "w1"}
 
@@ -31,11 +33,17 @@ USER = {"role": "user", "content": "w1"}
         ({"parallel_tool_calls": "x"}, "parallel_tool_calls must be true or false"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs must be an object"),
-        ({"chat_template_kwargs": {"tools": None, "x": 1}}, "chat_template_kwargs may not name tools, which"),
+        ({"chat_template_kwargs": {"tools": None, "x": 1}}, "chat_template_kwargs may not name tools: they"),
         (
-            {"chat_template_kwargs": {"add_generation_prompt": False}},
-            "chat_template_kwargs may not name add_",
+            {"chat_template_kwargs": {"padding": "max_length", "max_length": 2**40}},
+            "max_length, padding: they",
         ),
+        ({"chat_template_kwargs": {"truncation": True, "max_length": 1}}, "max_length, truncation: they"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs may not name chat_temp",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs may not name messages: they"),
         ({"generation_config": json.dumps({"eos_token_id": "x"})}, "eos_token_id must be a whole number"),
         ({"generation_config": json.dumps({"eos_token_id": [[2]]})}, "eos_token_id must be a whole number"),
         ({"generation_config": json.dumps({"eos_token_id": 1.5})}, "eos_token_id must be a whole number"),
@@ -45,6 +53,29 @@ def test_wrong_settings(body, told):
     with pytest.raises(serve_fields.RequestError, match=told) as found:
         serve_fields.check_settings(body)
     assert found.value.field in body
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerBase, ProcessorMixin])
+def test_only_what_templates_take_may_be_named(kind):
+    """Not what the function that applies them takes itself, nor what that tells a tokenizer."""
+    parameters = {*inspect.signature(kind.apply_chat_template).parameters, "return_length", "images_kwargs"}
+    for name in parameters - {"self", "kwargs", "documents"}:
+        assert serve_template.wrong_template_kwargs({name: None}).startswith(f"may not name {name}: ")
+    for name in ("enable_thinking", "documents", "reasoning_effort", "custom_tools", "date_string"):
+        assert serve_template.wrong_template_kwargs({name: None}) is None
+
+
+def test_what_a_processor_of_images_takes_is_not_the_templates():
+    class Images(TypedDict, total=False):
+        most_pixels: int
+
+    class Kwargs(TypedDict, total=False):
+        images_kwargs: Images
+
+    settings = {"chat_template_kwargs": {"most_pixels": 10**12}}
+    serve_fields.check_settings(settings)
+    with pytest.raises(serve_fields.RequestError, match="may not name most_pixels: they"):
+        serve_fields.check_settings(settings, SimpleNamespace(valid_processor_kwargs=Kwargs))
 
 
 def test_settings_that_may_be():
@@ -70,6 +101,13 @@ def test_fields_that_say_nothing_are_left_out():
     assert serve_fields.without_nothings(said) == said
     nothing = {"stop": [], "chat_template_kwargs": None, "parallel_tool_calls": None, "tools": None}
     assert serve_fields.without_nothings(nothing) == {"tools": None}
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_messages_without_tool_calls_keep_their_content(nothing):
+    said, called = USER | {"role": "assistant"}, USER | {"tool_calls": [{"function": {"name": "f"}}]}
+    messages = [USER, said | {"tool_calls": nothing}, called]
+    assert serve_fields.without_nothings({"messages": messages}) == {"messages": [USER, said, called]}
 
 
 @pytest.mark.parametrize(
@@ -121,11 +159,39 @@ def test_biases_of_tokens_that_there_are_not_are_refused():
     with pytest.raises(serve_fields.RequestError, match="names token 72, and the model has 72"):
         serve_fitting._check_bias(settings, model)
 
+    settings.sequence_bias = [[[5], -3.0], [[5, 72], 1.0]]
+    with pytest.raises(serve_fields.RequestError, match="names token 72, and the model has 72"):
+        serve_fitting._check_bias(settings, model)
 
-def test_biases_become_floats():
-    made = GenerationConfig(sequence_bias={(5,): 1})
+
+@pytest.mark.parametrize("given", [{(5,): 1, (6, 7): -3}, [[[5], 1], [[6, 7], -3]]], ids=["object", "list"])
+def test_biases_become_floats(given):
+    made = GenerationConfig(sequence_bias=given)
     settings = serve_requests._settled(lambda self, body: made)(None, {})
-    assert [type(one) for one in settings.sequence_bias.values()] == [float]
+    assert settings.sequence_bias == {(5,): 1.0, (6, 7): -3.0}
+    assert [type(one) for one in settings.sequence_bias.values()] == [float] * 2
+
+
+def test_an_answer_is_one_whatever_the_models_settings_say():
+    def settled(**body):
+        def build(self, body):
+            own = '{"num_beams": 2, "num_return_sequences": 2}'
+            return GenerationConfig(**json.loads(body.get("generation_config", own)))
+
+        settings = serve_requests._settled(build)(None, body)
+        return settings.num_beams, settings.num_return_sequences
+
+    assert settled() == settled(stream=True) == settled(generation_config="{}") == (1, 1)
+    assert settled(generation_config='{"num_beams": 3}') == (3, 1)
+    assert settled(generation_config='{"num_beams": 1}', stream=True) == (1, 1)
+    for asked, stream in (
+        ("num_beams", True),
+        ("num_return_sequences", True),
+        ("num_return_sequences", False),
+    ):
+        with pytest.raises(serve_fields.RequestError, match=f"no use: {asked} of .* is 1, got 3.") as found:
+            settled(generation_config=json.dumps({asked: 3, "do_sample": True}), stream=stream)
+        assert found.value.field == "generation_config"
 
 
 @pytest.mark.parametrize("text", [None, "{}"])

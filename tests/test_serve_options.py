@@ -35,7 +35,11 @@ def serve(monkeypatch):
         (["--port=0", "--chat-template-kwargs=5"], "--chat-template-kwargs must be an object"),
         (
             ["--port=0", "--chat-template-kwargs", '{"tokenize": false}'],
-            "--chat-template-kwargs may not name tokenize, which the server sets itself. Leave that out. Got",
+            "--chat-template-kwargs may not name tokenize: they are for what only the template takes.",
+        ),
+        (
+            ["--port=0", "--chat-template-kwargs", '{"padding": "max_length", "max_length": 9}'],
+            "--chat-template-kwargs may not name max_length, padding: they",
         ),
         (["--port=0", "--device", "0"], "no device '0'. Use auto, cpu, cuda or cuda:1."),
         (["--port=0", "--device=cuda:x"], "no device 'cuda:x'. Use auto"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -142,10 +143,12 @@ SAID = {
     [
         (3, "chat_template_kwargs must be an object"),
         ({"tools": []}, "chat_template_kwargs may not name tools"),
-        ({"continue_final_message": True}, "chat_template_kwargs are of no use: ValueError"),
-        ({"padding": "x"}, "chat_template_kwargs are of no use: ValueError"),
-        ({"tokenizer_kwargs": 3}, "chat_template_kwargs are of no use: TypeError"),
-        ({"return_assistant_tokens_mask": True}, "chat_template_kwargs are of no use: "),
+        (
+            {"padding": "max_length", "max_length": 2**40},
+            "chat_template_kwargs may not name max_length, padding",
+        ),
+        ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs may not name chat_template"),
+        ({"documents": [3]}, "chat_template_kwargs are of no use: TypeError"),
     ],
 )
 def test_arguments_of_the_chat_template_that_are_of_no_use(given, told, one_by_one):
@@ -175,8 +178,10 @@ def test_arguments_of_the_chat_template(served):
         {"num_beams": 0},
     ],
 )
-def test_settings_that_generate_does_not_survive(settings, one_by_one):
-    body = {"prompt": "1 2 3", "generation_config": json.dumps({"max_new_tokens": 3} | settings)}
+@pytest.mark.parametrize("stream", [False, True])
+def test_settings_that_generate_does_not_survive(settings, stream, one_by_one):
+    settings = json.dumps({"max_new_tokens": 3} | settings)
+    body = {"prompt": "1 2 3", "generation_config": settings, "stream": stream}
     message, field = refused(one_by_one, "/v1/completions", **body)
     assert message.startswith("the request's settings are of no use: ")
     assert field == "generation_config"
@@ -185,6 +190,73 @@ def test_settings_that_generate_does_not_survive(settings, one_by_one):
 def test_a_field_that_is_echoed(one_by_one):
     message, field = refused(one_by_one, RESPONSES, **SAID[RESPONSES], parallel_tool_calls="x")
     assert (message, field) == ("parallel_tool_calls must be true or false.", "parallel_tool_calls")
+
+
+@pytest.mark.parametrize("path", [*SAID, "/v1/completions"])
+def test_streams_that_cannot_be_computed_do_not_begin(path, one_by_one):
+    """Chats and responses would begin with chunks that need no model."""
+    given = SAID.get(path, {"prompt": "1 2"})
+    unknown = {"max_new_tokens": 3, "cache_implementation": "quantized", "cache_config": {"backend": 'x"y'}}
+    message, field = refused(one_by_one, path, **given, stream=True, generation_config=json.dumps(unknown))
+    assert message.startswith("the request's settings are of no use: ")
+    assert field == "generation_config"
+
+
+@pytest.mark.parametrize("path", [*SAID, "/v1/completions"])
+def test_streams(path, served):
+    status, answer = asked(served, path, **SAID.get(path, {"prompt": "1 2", "max_tokens": 2}), stream=True)
+    assert status == 200, answer
+    *_, last = [json.loads(line.partition("data: ")[2]) for line in answer.split("\n\n") if line]
+    usage = last.get("usage") or last["response"]["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 2
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_answers_that_are_given_back_without_tool_calls(nothing, served):
+    """Read as those that have no such field, content and all."""
+    turns = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3 4 5"}]
+    for more in ({}, {"tool_calls": nothing}):
+        body = {"messages": [turns[0], turns[1] | more, {"role": "user", "content": "6"}], "max_tokens": 2}
+        status, answer = asked(served, CHAT, **body)
+        assert status == 200, answer
+        assert json.loads(answer)["usage"]["prompt_tokens"] == 9  # each begins with a token
+
+
+@pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
+def test_a_models_own_settings_that_a_stream_cannot_have(options, folder, tmp_path):
+    own = shutil.copytree(folder, tmp_path / "own")
+    file = own / "generation_config.json"
+    bias = {"num_beams": 2, "num_return_sequences": 2, "sequence_bias": [[[5], -30.0]]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | bias))
+    with server(own, options) as served:
+        for stream in (False, True):
+            status, answer = asked(served, CHAT, **SAID[CHAT], stream=stream)
+            assert status == 200, answer
+            assert '"completion_tokens":2' in answer
+
+
+def test_biases_of_json(one_by_one):
+    """A list, since an object's names would be texts."""
+    for bias in ([[[5], 100.0]], [[[5], 100.0], [[6, 7], -1.0]]):
+        settings = json.dumps({"sequence_bias": bias, "max_new_tokens": 3, "do_sample": False})
+        status, answer = asked(one_by_one, "/v1/completions", prompt="1 2", generation_config=settings)
+        assert status == 200, answer
+        assert len(set(json.loads(answer)["choices"][0]["text"].split())) == 1
+
+
+@pytest.mark.parametrize("content", ["application/json", "multipart/form-data; boundary=x"])
+def test_sound_is_refused(content, one_by_one):
+    status, answer = asked(one_by_one, "/v1/audio/transcriptions", {"Content-Type": content})
+    assert status == 400, answer
+    assert json.loads(answer)["error"]["message"].startswith("this server transcribes no sound.")
+
+
+def test_no_other_model_is_loaded(one_by_one, tmp_path):
+    for name in ("org/model", str(tmp_path), f"{one_by_one[1]}@other"):
+        message, field = refused(one_by_one, "/load_model", model=name)
+        assert (message, field) == (f"this server has no other model than {one_by_one[1]}.", "model")
+    status, answer = asked(one_by_one, "/load_model")
+    assert (status, '"status": "ready"' in answer) == (200, True)
 
 
 def test_the_name_of_a_model_to_load_is_text(one_by_one):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,41 @@ def test_a_second_signal_does_not_wait_for_an_answer(folder):
         assert answer.exception() is not None
     assert process.returncode == 128 + signal.SIGINT, log
     assert log.splitlines()[-1] == "Interrupted."
+
+
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait_for_a_stuck_event_loop(number, folder, tmp_path):
+    """The model's template does not end: nothing else runs in the server's main thread any more."""
+    stuck = shutil.copytree(folder, tmp_path / "stuck")
+    template = f"{{% for m in messages %}}{{% if m.content == '1' %}}{FOREVER}{{% endif %}}w1{{% endfor %}}"
+    (stuck / "chat_template.jinja").write_text(template)
+    with own_process(stuck, []) as (process, port), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bench.chat, port, str(stuck), "1", 2, timeout=30.0)
+        time.sleep(1)
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(number)
+            time.sleep(1)
+        _, log = process.communicate(timeout=20)
+        assert answer.exception() is not None
+    assert process.returncode == 128 + number, log
+    assert number not in LAST or log.splitlines()[-1] == LAST[number]
+
+
+def test_a_signal_that_arrives_twice_is_one(folder):
+    """As `timeout` sends it: to the command, and to the command's group."""
+    with own_process(folder, []) as (process, port), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(bench.chat, port, str(folder), "1", 400)
+        time.sleep(0.5)
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert answer.result()["usage"]["completion_tokens"] == 400
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, log
 
 
 def test_usage_errors_name_the_command(folder):

@@ -29,8 +29,9 @@ def leave(number: int, _: object) -> None:
     # Not by an exception, which imports may catch: of 30 interrupts spread over them, 2 had no effect.
     with suppress(AttributeError, OSError, RuntimeError, ValueError):  # closed, its reader gone, or in use
         sys.stdout.flush()
-    os.write(2, f"{MESSAGE}\n".encode())
-    os._exit(EXIT_CODE)
+    if number == signal.SIGINT:
+        os.write(2, f"{MESSAGE}\n".encode())
+    os._exit(128 + number)
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

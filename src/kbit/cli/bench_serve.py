@@ -111,7 +111,7 @@ def serve(
     try:
         with tempfile.TemporaryDirectory(prefix="kbit-") as place:
             if random is not None:
-                with console.status(f"{random}: random weights"):
+                with console.status(escape(f"{random}: random weights")):
                     models = _random(random, layers, Path(place), bits, device)
             _measure(labels(models or ()), plan, options, results, json_file)
     finally:
@@ -140,17 +140,17 @@ def _measure(
 
     for name, folder in models.items():
         with (
-            console.status(f"{name}: starting") as status,
+            console.status(f"{escape(name)}: starting") as status,
             bench.server(folder.resolve(), options, plan.timeout) as (port, pid),
         ):
-            status.update(f"{name}: {plan.clients[0]} clients")
+            status.update(f"{escape(name)}: {plan.clients[0]} clients")
             levels = results.setdefault(name, [])
             for level in bench.load(port, pid, str(folder.resolve()), plan):
                 levels.append(level)
                 rows = {each: bench.as_json(found) for each, found in results.items()}
                 about = {"machine": _machine("cpu" in options), "plan": vars(plan), "options": options}
                 write_json(json_file, about | {"models": rows})
-                status.update(f"{name}: {level.clients} clients done")
+                status.update(f"{escape(name)}: {level.clients} clients done")
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kbit.format.codebook import CODEBOOKS
 from kbit.format.policy import Codebook
 from kbit.format.strict_json import parse_json
 
+_WIDTH = re.compile("[1-9][0-9]?")  # of "2" and "02" one would be dropped
 _FORMS = 'a list of 2^bits numbers, or of several widths an object such as {"3": [...], "4": [...]}'
 
 
@@ -35,6 +37,6 @@ def parse_codebook(given: str) -> Codebook:
         raise ValueError(f"--codebook {given}: {error}. It must hold {_FORMS}.") from None
     if isinstance(levels, list):
         return levels
-    if not isinstance(levels, dict) or not all(key.isdecimal() for key in levels):
+    if not isinstance(levels, dict) or not all(map(_WIDTH.fullmatch, levels)):
         raise ValueError(f"--codebook {given} must hold {_FORMS}, got {str(levels)[:80]}.")
     return {int(width): numbers for width, numbers in levels.items()}

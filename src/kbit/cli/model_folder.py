@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +63,61 @@ def load_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Any:
 
     dtype = known_dtype(dtype)
     place = find_device(device)
-    config = check_model_folder(folder)
-    _check_method(folder, config)
-    check_generation_config(folder)
+    config = check_loadable(folder)
     if "quantization_config" in config:
         backend_for("linear", place, torch.uint8)  # a wrong KBIT_BACKEND is found before the model is loaded
     bars_on_terminals_only()
-    with _explained(
-        folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
-    ):
+    with explained_loading(folder, config):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"{folder} has no weights for {counted(len(missing), 'parameter')} of the model, such as "
-            f"{missing[0]}. Is config.json that of this model, and its quantization_config known? Else fetch "
-            f"the folder again."
-        )
+    refuse_missing(folder, found["missing_keys"])
     if place.type == "cpu" and "nvfp4" in str((config.get("quantization_config") or {}).get("quant_method")):
         warn("on a CPU NVFP4 runs by its reference, for checking, and slowly.")
     return model.to(place).eval()
 
 
-def check_generation_config(folder: Path) -> None:
+def check_loadable(folder: Path) -> dict[str, Any]:
+    """Say what is wrong with the folder of a model that is to answer, as far as it shows before loading.
+
+    Returns:
+        The content of its config.json.
+
+    Raises:
+        OSError, ValueError: no model folder, or one that transformers cannot load.
+    """
+    config = check_model_folder(folder)
+    _check_method(folder, config)
+    _check_generation_config(folder)
+    return config
+
+
+def explained_loading(folder: Path, config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """A context that turns what transformers raises for a model it cannot load into one line: ValueError."""
+    return _explained(
+        folder, "model", "Is config.json that of this model? Else fetch the folder again.", config
+    )
+
+
+def refuse_missing(folder: Path | str, missing: Iterable[str]) -> None:
+    """Refuse a model that transformers would fill up with random numbers.
+
+    Args:
+        folder: what it was loaded from.
+        missing: parameters for which there were no weights.
+
+    Raises:
+        ValueError: there are any.
+    """
+    if names := sorted(missing):
+        raise ValueError(
+            f"{folder} has no weights for {counted(len(names), 'parameter')} of the model, such as "
+            f"{names[0]}. Is config.json that of this model, and its quantization_config known? Else fetch "
+            f"the folder again."
+        )
+
+
+def _check_generation_config(folder: Path) -> None:
     """Say that a folder's settings for answers are none before loading its model fails by them.
 
     Raises:
@@ -113,9 +144,11 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no folder, or no config.json in it.
-        ValueError: the config is no JSON object, or there are no safetensors files.
+        ValueError: the config is no JSON object, or promises more layers than there can be, or there are no
+            safetensors files.
     """
     from kbit.format.checkpoint import read_policy
+    from kbit.format.counts import refuse_more_than_tensors
     from kbit.format.model_files import checkpoint_files, no_model, read_config
     from kbit.format.policy import QUANT_METHOD
 
@@ -126,6 +159,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     if not isinstance(section, Mapping | None) or (section or {}).get("quant_method") == QUANT_METHOD:
         read_policy(config, str(folder / "config.json"))
     checkpoint_files(folder)
+    refuse_more_than_tensors(folder, config)
     return config
 
 

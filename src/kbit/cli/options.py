@@ -59,12 +59,19 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def labels(folders: Sequence[Path]) -> dict[str, Path]:
-    """Folders by what tables call them: their names, or their paths where names would be the same."""
+    """Folders by what tables call them: their names, or their paths where names would be the same.
+
+    Raises:
+        ValueError: one is given twice.
+    """
     ends = [folder.resolve().name for folder in folders]
-    return {
-        end if ends.count(end) == 1 else str(folder): folder
-        for end, folder in zip(ends, folders, strict=True)
-    }
+    found: dict[str, Path] = {}
+    for end, folder in zip(ends, folders, strict=True):
+        label = end if ends.count(end) == 1 else str(folder)
+        if label in found:
+            raise ValueError(f"{folder} is given twice. Give each model once.")
+        found[label] = folder
+    return found
 
 
 def names(option: str, text: str, known: Sequence[str]) -> list[str]:

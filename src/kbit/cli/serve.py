@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kbit import _startup
 from kbit.cli.hub import is_hub_name
-from kbit.cli.model_folder import bars_on_terminals_only, check_generation_config, load_tokenizer
+from kbit.cli.model_folder import bars_on_terminals_only, check_loadable, load_tokenizer
 from kbit.cli.serve_options import check_options, wrong_usage
 from kbit.format.model_files import no_model
 
@@ -53,6 +51,7 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     Raises:
         ImportError: a package that the server needs is missing.
         RuntimeError: there is no GPU for CUDA graphs.
+        ValueError: the model cannot be loaded, or lacks weights.
     """
     check_packages()
     from transformers.cli.serving.model_manager import ModelManager
@@ -62,9 +61,11 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     from kbit.cli import serve_batching, serve_graphs
     from kbit.cli.compile_ahead import compile_ahead
     from kbit.cli.serve_gone import stop_for_clients_that_have_gone
-    from kbit.cli.serve_loading import when_loaded
+    from kbit.cli.serve_loading import load_as_other_commands, when_loaded
     from kbit.cli.serve_requests import refuse_malformed
+    from kbit.cli.serve_signals import end_by_signals
 
+    load_as_other_commands()
     when_loaded(compile_ahead)
     if cuda_graphs:
         serve_graphs.use_cuda_graphs()
@@ -80,29 +81,10 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     refuse_malformed()
     stop_for_clients_that_have_gone()
     bars_on_terminals_only()
-    # uvicorn, once it has shut down, raises the signal again that stopped it. As KeyboardInterrupt it would
-    # end in transformers' command line: "Aborted!" and exit code 1. And the thread that computes may be in
-    # the middle of an answer that a second signal did not wait for: Python's own way out would abort there.
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, _startup.leave)
-    _finish_answers_at_hangup()
+    end_by_signals()
     sys.argv = [sys.argv[0], "serve", *arguments]  # what usage errors name, too
     with _batching_ends():
         main()
-
-
-def _finish_answers_at_hangup() -> None:
-    """Have uvicorn shut down for a closed terminal as for SIGTERM, unless it is ignored, as nohup has it.
-
-    It does not take this signal over, whose handler would leave by an exception inside of its event loop.
-    """
-    from uvicorn import server
-
-    module: Any = server
-    number = getattr(signal, "SIGHUP", None)  # Windows has none
-    handled = module.HANDLED_SIGNALS
-    if number is not None and number not in handled and signal.getsignal(number) != signal.SIG_IGN:
-        module.HANDLED_SIGNALS = (*handled, number)
 
 
 def _keep_conversations(model: Any, most: int) -> None:
@@ -169,13 +151,13 @@ def command(
 
 
 def _check_model(name: str) -> None:
-    """Raises OSError or ValueError for no model's folder and no name on a hub, which has one slash."""
+    """Raises OSError or ValueError for no name on a hub, which has one slash, and no folder of a model."""
     if name.startswith("-"):
         raise ValueError(f"MODEL comes before the options, got {name}: kbit serve MODEL {name} ...")
     folder = Path(name)
     if folder.exists():
-        load_tokenizer(folder)  # checks the folder, too
-        check_generation_config(folder)
+        load_tokenizer(folder)
+        check_loadable(folder)
         if "@" in name or (":" in name and name.endswith(".gguf")):
             raise ValueError(
                 f"transformers takes what follows @ or : in {name} for a revision or a file on a hub, not "

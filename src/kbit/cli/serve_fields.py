@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kbit.cli.generate import HALF_A_PAIR, LEAST_TEMPERATURE
+from kbit.cli.serve_template import wrong_template_kwargs
 
 _MOST = 1e6
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length")
@@ -27,16 +28,6 @@ _MOST_STOPS, _LONGEST_STOP = 4, 64
 _SEEDS = range(-(2**63), 2**64)  # that torch takes
 # Values by which fields say nothing, and transformers does not know that.
 _NOTHINGS: dict[str, Any] = {"stop": [], "chat_template_kwargs": None, "parallel_tool_calls": None}
-# What the server itself tells the chat template, or the function that computes it.
-_TOLD_THE_TEMPLATE = {
-    "add_generation_prompt",
-    "conversation",
-    "load_audio_from_video",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tools",
-}
 
 
 class RequestError(Exception):
@@ -90,22 +81,41 @@ def wrong_input(value: Any) -> str | None:
     return None if isinstance(value, str | list) else "input must be a string or a list."
 
 
-def wrong_template_kwargs(value: Any) -> str | None:
-    """What of arguments for the chat template the server could not hand on, or None."""
-    if not isinstance(value, Mapping):
-        return 'must be an object, such as {"enable_thinking": false}.'
-    if taken := sorted(_TOLD_THE_TEMPLATE & set(value)):
-        return f"may not name {', '.join(taken)}, which the server sets itself. Leave that out."
-    return None
-
-
 def without_nothings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A request without fields that say nothing."""
-    return {name: value for name, value in body.items() if name not in _NOTHINGS or value != _NOTHINGS[name]}
+    """A request without fields that say nothing, of its messages too."""
+    said = {name: value for name, value in body.items() if name not in _NOTHINGS or value != _NOTHINGS[name]}
+    if isinstance(messages := said.get("messages"), list):
+        said["messages"] = [_without_no_calls(message) for message in messages]
+    return said
 
 
-def check_settings(body: Mapping[str, Any]) -> None:
-    """Raises RequestError where a field of a request is of the wrong kind, no text, or out of range."""
+def _without_no_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as it is, but for tool_calls of none: with any transformers drops the message's content."""
+    if message.get("tool_calls"):
+        return message
+    return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+def tokens_of(biases: Any) -> dict[tuple[int, ...], float]:
+    """{tokens: bias} of a sequence_bias: an object by tuples, or in JSON a list such as [[[5], -3.0]].
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    pairs = biases.items() if isinstance(biases, Mapping) else biases
+    return {tuple(tokens): float(bias) for tokens, bias in pairs}
+
+
+def check_settings(body: Mapping[str, Any], processor: Any = None) -> None:
+    """Look at a request's fields.
+
+    Args:
+        body: the request.
+        processor: the model's, or its tokenizer.
+
+    Raises:
+        RequestError: a field is of the wrong kind, no text, or out of range.
+    """
     for field, value in body.items():
         if HALF_A_PAIR.search(json.dumps(value, ensure_ascii=False)):
             raise RequestError(f"{field} has half a surrogate pair, which is no character.", field)
@@ -120,7 +130,7 @@ def check_settings(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("parallel_tool_calls"), bool | None):
         raise RequestError("parallel_tool_calls must be true or false.", "parallel_tool_calls")
     kwargs = body.get("chat_template_kwargs")
-    if kwargs is not None and (wrong := wrong_template_kwargs(kwargs)):
+    if kwargs is not None and (wrong := wrong_template_kwargs(kwargs, processor)):
         raise RequestError(f"chat_template_kwargs {wrong}", "chat_template_kwargs")
     _check_stops(body.get("stop"), "stop")
     bias = body.get("logit_bias")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbit.cli.serve_fields import RequestError
+from kbit.cli.serve_fields import RequestError, tokens_of
 from kbit.cli.texts import known_positions, too_long, wrong_ids
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
@@ -107,7 +107,8 @@ def _check_ids(ids: Any, model: Any) -> None:
 def _check_bias(settings: Any, model: Any) -> None:
     """Raises RequestError for biases of tokens that the model does not have."""
     most = getattr(model.config.get_text_config(), "vocab_size", None)
-    tokens = (token for sequence in getattr(settings, "sequence_bias", None) or {} for token in sequence)
+    biases = tokens_of(getattr(settings, "sequence_bias", None) or {})
+    tokens = (token for sequence in biases for token in sequence)
     if most is not None and (wrong := next((token for token in tokens if token >= most), None)):
         raise RequestError(f"logit_bias names token {wrong}, and the model has {most}.", "logit_bias")
 

@@ -9,15 +9,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
+
+class Gone(threading.Event):
+    """That a client has gone, for threads that compute and, as `told`, for coroutines that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+
+    def set(self) -> None:
+        """See threading.Event; for the thread of the event loop."""
+        super().set()
+        self.told.set()
+
+
 _STATUS = 499  # nginx's for a client that closed its request; nobody reads it
-_gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
+_gone: ContextVar[Gone | None] = ContextVar("gone", default=None)
 _stops: ContextVar[threading.Event | None] = ContextVar("stops", default=None)  # the same, of an answer
 
 
@@ -36,7 +50,7 @@ class Watch:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        gone = threading.Event()
+        gone = Gone()
         watching: asyncio.Task[Message] | None = None
 
         async def watch() -> Message:
@@ -129,6 +143,26 @@ def _raising(gone: threading.Event) -> Any:
             return scores
 
     return Raising()
+
+
+async def unless_gone(waiting: Coroutine[Any, Any, Any]) -> Any:
+    """What is waited for.
+
+    Raises:
+        ClientGoneError: the request's client goes before it is there.
+    """
+    gone = _gone.get()
+    if gone is None:
+        return await waiting
+    task, leaving = asyncio.ensure_future(waiting), asyncio.ensure_future(gone.told.wait())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        leaving.cancel()
 
 
 def answer_to_nobody() -> Any:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from kbit.cli.model_folder import explained_loading, refuse_missing
+from kbit.format.model_files import CONFIG_NAME, read_config
 
 
 def when_loaded(act: Callable[[Any], object]) -> None:
@@ -20,3 +24,36 @@ def when_loaded(act: Callable[[Any], object]) -> None:
         return model
 
     ModelManager._load_model = loaded
+
+
+def load_as_other_commands() -> None:
+    """Have the server refuse, as `kbit generate`, what cannot be loaded and models that lack weights.
+
+    transformers draws those at random, and would answer from them.
+    """
+    from transformers import PreTrainedModel
+    from transformers.cli.serving.model_manager import ModelManager
+
+    load = ModelManager._load_model
+
+    @functools.wraps(load)
+    def loaded(self: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        folder = Path(name.partition("@")[0])  # what follows is a revision
+        with explained_loading(folder, read_config(folder) if (folder / CONFIG_NAME).is_file() else {}):
+            return load(self, name, *arguments, **named)
+
+    ModelManager._load_model = loaded
+    PreTrainedModel.from_pretrained = classmethod(_whole(PreTrainedModel.from_pretrained.__func__))
+
+
+def _whole(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A model class's from_pretrained, with ValueError for a model that lacks weights."""
+
+    @functools.wraps(load)
+    def loaded(kind: type, name: Any, /, *arguments: Any, **named: Any) -> Any:
+        asked = named.pop("output_loading_info", False)
+        model, found = load(kind, name, *arguments, output_loading_info=True, **named)
+        refuse_missing(name, found["missing_keys"])
+        return (model, found) if asked else model
+
+    return loaded

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kbit.cli.options import one_of
-from kbit.cli.serve_fields import wrong_template_kwargs
+from kbit.cli.serve_template import wrong_template_kwargs
 from kbit.integrations.devices import find_device
 
 _PORTS = range(2**16)

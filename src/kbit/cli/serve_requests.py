@@ -11,6 +11,7 @@ from typing import Any
 from kbit.cli.serve_fields import (
     RequestError,
     check_settings,
+    tokens_of,
     without_nothings,
     wrong_input,
     wrong_messages,
@@ -18,6 +19,8 @@ from kbit.cli.serve_fields import (
 )
 from kbit.cli.serve_fitting import fit_requests
 from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
+from kbit.cli.serve_routes import answer_to, refuse_other_models
+from kbit.cli.serve_streams import StreamFailedError, note_streams, wait_for_stream
 
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
@@ -51,6 +54,8 @@ def refuse_malformed() -> None:
         server.split_model_id = _of_text(server.split_model_id)
     ModelManager.process_model_name = staticmethod(_of_text(ModelManager.process_model_name))
     fit_requests()
+    note_streams()
+    refuse_other_models()
 
 
 def _of_no_use(said: str, field: str | None) -> RequestError:
@@ -68,17 +73,32 @@ def _settled(build: Callable[..., Any]) -> Callable[..., Any]:
             given = json.loads(body.get("generation_config") or "{}")
             if (body.get("temperature") or 0) > 0 and given.get("do_sample") is None:
                 settings.do_sample = True  # which transformers leaves to the model's own settings
+            _make_one(settings, given, body.get("stream"))
             bias = getattr(settings, "sequence_bias", None)
             if (of_tokens := body.get("logit_bias")) is not None:  # which transformers heeds in chats alone
                 bias = {(int(token),): one for token, one in of_tokens.items()}
             if bias is not None:  # an empty one transformers refuses
-                settings.sequence_bias = {tokens: float(one) for tokens, one in dict(bias).items()} or None
+                settings.sequence_bias = tokens_of(bias) or None
             return settings
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             field = None if body.get("generation_config") is None else "generation_config"
-            raise _of_no_use(f"{error}.", field) from None
+            raise _of_no_use(f"{str(error).rstrip('.')}.", field) from None
 
     return settled
+
+
+def _make_one(settings: Any, given: Mapping[str, Any], streamed: Any) -> None:
+    """Have settings make one answer, token by token, whatever the model's own say, as `kbit generate` does.
+
+    Raises:
+        ValueError: a request's generation_config asks for another kind, which it cannot get.
+    """
+    for name, fixed in (("num_return_sequences", True), ("num_beams", streamed)):
+        asked = given.get(name)
+        if fixed and asked not in (None, 1):
+            answer = "a streamed answer" if name == "num_beams" else "an answer"
+            raise ValueError(f"{name} of {answer} is 1, got {asked!r:.40}")
+        setattr(settings, name, 1 if asked is None else asked)
 
 
 def _read(reader: Callable[..., Any], field: str) -> Callable[..., Any]:
@@ -129,7 +149,7 @@ def _explained(error: Exception, body: Mapping[str, Any], field: str) -> Request
         return RequestError(f"the model's chat template refuses this: {error}.", field)
     if "chat_template is not set" in str(error):
         return RequestError(f"the model's {NO_TEMPLATE}, or ask /v1/completions.", field)
-    said = f"{type(error).__name__}: {error}"
+    said = str(error) if isinstance(error, StreamFailedError) else f"{type(error).__name__}: {error}"
     for_template = RequestError(f"chat_template_kwargs are of no use: {said}", "chat_template_kwargs")
     has_template_kwargs = bool(body.get("chat_template_kwargs"))
     if in_template and has_template_kwargs:
@@ -146,15 +166,16 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
     @functools.wraps(handle)
     async def handle_request(self: Any, body: dict, request_id: str) -> Any:
         from fastapi import HTTPException
-        from fastapi.responses import JSONResponse
         from transformers.cli.serving.utils import CBWorkerDeadError
 
         try:
             if wrong := check(body.get(field)):
                 raise RequestError(wrong, field)
-            check_settings(body)
+            check_settings(body, _processor(self.model_manager))
             try:
-                return await handle(self, without_nothings(body), request_id)
+                response = await handle(self, without_nothings(body), request_id)
+                await wait_for_stream()
+                return response
             except (HTTPException, RequestError, ClientGoneError, CBWorkerDeadError):
                 raise
             except Exception as error:
@@ -165,12 +186,11 @@ def _checked(handler: Any, field: str, check: Check) -> Callable[..., Any]:
             error.__traceback__ = None  # the thread keeps the error until its next one, and so the cache
             return answer_to_nobody()
         except RequestError as error:
-            told = {
-                "message": str(error),
-                "type": "invalid_request_error",
-                "param": error.field or field,
-                "code": None,
-            }
-            return JSONResponse({"error": told}, status_code=400)
+            return answer_to(error, field)
 
     return handle_request
+
+
+def _processor(manager: Any) -> Any:
+    """The served model's processor or tokenizer, where it is loaded."""
+    return next((timed.processor for timed in manager.loaded_models.values()), None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kbit.format import QuantizationPolicy
+from kbit.format.counts import refuse_more_than_tensors
 from kbit.format.model_files import CONFIG_NAME, OWN_CODE, SINGLE_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED, SCALE
 from kbit.format.reference import blocks_of
@@ -132,12 +133,14 @@ def meta_model(source: Path) -> Any:
     """The model of a folder's config, without weights.
 
     Raises:
-        ValueError: transformers does not know this type of model, or refuses what the config says.
+        ValueError: transformers does not know this type of model, or refuses what the config says, or that is
+            a model of more layers than there are tensors.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kbit.integrations.transformers.names import class_in
 
+    refuse_more_than_tensors(source, read_config(source))
     try:
         # Unless told not to, it asks on a terminal whether to run a folder's own code.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
