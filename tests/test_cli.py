@@ -482,6 +482,7 @@ def test_eval_of_an_nvfp4_model(folders, text, tmp_path):
     [
         (["--plain"], "Add --bits"),
         (["--embedding-bits", 4], "Add --bits"),
+        (["--peers"], "Add --bits"),
         (["--bits", 4, "--reference", "somewhere"], "Drop --reference"),
     ],
 )

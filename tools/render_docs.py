@@ -20,6 +20,7 @@ from render_readme import (
     H100,
     MODEL_FILES,
     PEERS_FILE,
+    QUALITY_FILE,
     RESULTS,
     ROOT,
     WIDTHS_FILE,
@@ -45,7 +46,7 @@ H100_MODEL_FILES = [name.replace("h200-", H100) for name in MODEL_FILES]
 SANITIZER_FILES, FUZZ_FILES, MOE_FILE = "*-sanitizer.json", "*-fuzz.json", "h200-moe.json"
 ATTENTION_FILES = "*-attention.json"
 NVFP4_FILE, LEVERS_FILE = "h200-nvfp4.json", "h200-nvfp4-levers.json"
-HEAD_QUALITY_FILES = "quality-tiny-moe.json", "quality-tiny-moe-head.json"
+HEAD_QUALITY_FILES = QUALITY_FILE, "quality-tiny-moe-head.json"
 WORKLOAD_FILE, SERVE_FILE = "h200-workload.json", "h200-serve.json"
 QUANTIZE_FILE, DEQUANT_FILE = "h200-quantize.json", "h200-dequant.json"
 WIDTHS_TOKENS, WIDTHS_SHAPES = (1, 8, 64, 256), ("gateup", "l8b", "l70b")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kbit.bench.quality_peers import by_size
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,6 +26,7 @@ TWO_GPUS_FILE = "h200-parallel-qwen3-coder-next.json"
 LEAD_FILES = "h200-qwen3-30b-a3b*.json"  # of kbit bench model, of the model that README.md begins with
 LEAD_NAME = "Qwen3-30B-A3B"
 H100 = "h100-80gb-hbm3-"  # how names of its results begin
+QUALITY_FILE = "quality-tiny-moe.json"
 GENERATE_FILES = "h200-generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
@@ -403,21 +406,46 @@ def quantizers() -> str:
     return markdown(["million weights a second", "k=2", "k=3", "k=4", "k=5"], body)
 
 
+def _quality_cells(row: dict[str, Any]) -> list[str]:
+    """Squared error, perplexity and KL divergence of a row of `kbit eval`."""
+    nmse = "" if row.get("nmse") is None else f"{row['nmse']:.5f}"
+    divergence = "" if row["kl_divergence"] is None else f"{row['kl_divergence']:.4f}"
+    return [nmse, f"{row['perplexity']:.3f}", divergence]
+
+
 def quality() -> str:
     """What each width costs on a model that never was quantized."""
-    result = load("quality-tiny-moe.json")
-    body = []
-    for row in result["rows"]:
-        name = "unquantized" if row["bits"] is None else f"k={row['bits']}, {row['method']}"
-        nmse = "" if row.get("nmse") is None else f"{row['nmse']:.5f}"
-        divergence = "" if row["kl_divergence"] is None else f"{row['kl_divergence']:.4f}"
-        body.append([name, nmse, f"{row['perplexity']:.3f}", divergence])
-    tokens = result["rows"][0]["tokens"]
+    result = load(QUALITY_FILE)
+    rows = [row for row in result["rows"] if "peer" not in row]
+    body = [
+        ["unquantized" if row["bits"] is None else f"k={row['bits']}, {row['method']}", *_quality_cells(row)]
+        for row in rows
+    ]
     caption = (
-        f"A 41 M parameter mixture-of-experts model, attention and experts quantized, {tokens:,} held-out "
-        f"tokens in windows of {result['window']}."
+        f"A 41 M parameter mixture-of-experts model, attention and experts quantized, "
+        f"{rows[0]['tokens']:,} held-out tokens in windows of {result['window']}."
     )
     return caption + "\n\n" + markdown(["", "squared error", "perplexity", "KL divergence"], body)
+
+
+def quality_peers() -> str:
+    """The same of other libraries' formats, with kbit's of similar size between them."""
+    result = load(QUALITY_FILE)
+    rows = [row for row in result["rows"] if "peer" in row or row["method"] in ("search", "calibrated")]
+    body = [
+        [
+            f"{row['peer']} {row['method']}"
+            if "peer" in row
+            else f"**kbit k={row['bits']}, {row['method']}**",
+            f"{row['bits_per_weight']:.2f}",
+            *_quality_cells(row),
+        ]
+        for row in by_size(rows)
+    ]
+    versions = ", ".join(f"{package} {version}" for package, version in result["peers"].items())
+    caption = f"The same weights, text and windows as in the first table. {versions}."
+    headers = ["", "bits/weight", "squared error", "perplexity", "KL divergence"]
+    return caption + "\n\n" + markdown(headers, body)
 
 
 def demo() -> str:
@@ -456,6 +484,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         cpu_all,
         quantizers,
         quality,
+        quality_peers,
         demo,
     )
 }

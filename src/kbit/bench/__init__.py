@@ -16,7 +16,7 @@
     bench report       report
     tune               tune, tune_record, tune_sources
     profile            profile
-    eval               quality
+    eval               quality, quality_peers
 
 What they share: `gpu_timing`, the protocol on GPUs; `repeats` and their medians; `shapes` of layers;
 `correctness`, since results are compared before they are timed; the `machine`; `kernel_kinds`, which say what

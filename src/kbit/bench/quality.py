@@ -7,12 +7,20 @@ at one token, averages away; a few thousand tokens are enough to tell two quanti
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
+from kbit.nn.fused_experts import WEIGHTS
+from kbit.nn.tied import distinct_weights
+from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4
+from kbit.nvfp4.layers import NVFP4Experts
+from kbit.ops import dequantize
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,57 @@ def compare_each(
         )
         for name in models
     }
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules on the very same tensors: only what is put into it takes memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def quantized_weights(model: nn.Module) -> list[tuple[str, str]]:
+    """(module, weight) of all that is quantized in a model; of tied ones the first."""
+    return [(name, weight) for name, _, weight in distinct_weights(model)]
+
+
+def sizes_of(model: Any, base: Any) -> dict[str, Any]:
+    """Bits per quantized weight and, where there is an unquantized model, their relative squared error.
+
+    Raises:
+        ValueError: that one has other weights.
+    """
+    parts: list[tuple[str, Any, str]] = [*distinct_weights(model)]
+    if not parts:
+        return {}
+    count = sum(math.prod(module.shapes[weight]) for _, module, weight in parts)
+    nbytes = sum(module.quantized(weight).nbytes for _, module, weight in parts)
+    error = {} if base is None else {"nmse": _relative_error(parts, base)}
+    return {"bits_per_weight": round(8 * nbytes / count, 4), **error}
+
+
+def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The reference's own of a quantized weight; raises ValueError where it has none of that shape."""
+    weight = dict(zip(NVFP4Experts.WEIGHTS, WEIGHTS, strict=True)).get(weight, weight)
+    try:
+        found = getattr(base.get_submodule(name), weight).detach()
+    except AttributeError:
+        found = None
+    if found is None or tuple(found.shape) != shape:
+        what = "is not there" if found is None else f"is {tuple(found.shape)}"
+        raise ValueError(f"{name}.{weight} is {shape}, and {what} in the reference. Are they one model?")
+    return found
+
+
+def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
+    """Squared error of all quantized weights over their squared sum."""
+    error = total = 0.0
+    for name, module, weight in parts:
+        exact = _weight_of(base, name, weight, tuple(module.shapes[weight])).float()
+        q = module.quantized(weight)
+        decoded = (dequantize_nvfp4 if isinstance(q, NVFP4Tensor) else dequantize)(q).view_as(exact)
+        error += float((decoded - exact).square().sum())
+        total += float(exact.square().sum())
+    return error / total if total else 0.0
 
 
 def _sum(values: torch.Tensor) -> float:

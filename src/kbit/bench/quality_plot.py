@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ _METHODS = {
     "search": (COLORS[2], "o", "search (default)"),
     "calibrated": (COLORS[5], "D", "calibrated"),
 }
+_PEER_MARKERS = "x+^vs"
 
 
 def is_quality(result: Mapping[str, Any]) -> bool:
@@ -34,6 +36,15 @@ def lines(result: Mapping[str, Any], key: str) -> dict[str, list[tuple[float, fl
     return {method: sorted(points) for method, points in found.items()}
 
 
+def peers(result: Mapping[str, Any], key: str) -> dict[str, list[tuple[float, float]]]:
+    """{other library: [(stored bits per weight, value)]}, fewest bits first."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        if row.get("peer") and row.get(key) is not None:
+            found.setdefault(row["peer"], []).append((row["bits_per_weight"], row[key]))
+    return {peer: sorted(points) for peer, points in found.items()}
+
+
 def write(result: Mapping[str, Any], folder: Path) -> Path:
     """Write quality.png: perplexity and KL divergence against stored bits per weight.
 
@@ -48,6 +59,9 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
         for method, points in lines(result, key).items():
             color, marker, name = _METHODS.get(method, (BASELINE_COLOR, "^", method))
             axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=name)
+        for (peer, points), marker in zip(peers(result, key).items(), itertools.cycle(_PEER_MARKERS)):
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, "k", marker=marker, linestyle="none", markerfacecolor="none", label=peer)
         if key == "perplexity" and exact:
             axes.axhline(exact[0], color=BASELINE_COLOR, linewidth=1, label="unquantized")
         if logarithmic:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from kbit.bench.text_table import text_table
+from kbit.bench.text_table import in_sections, text_table
 from kbit.cli.consoles import Console, warn
 from kbit.cli.hub import folder_of, model_name
 from kbit.cli.model_folder import DTYPE_HELP, check_model_folder, known_dtype, load_model
@@ -29,6 +29,7 @@ from kbit.integrations.devices import find_device
 if TYPE_CHECKING:
     import torch
 
+    from kbit.bench.quality_peers import Format
     from kbit.format import QuantizationPolicy
 
 console = Console()
@@ -53,6 +54,9 @@ def evaluate(
     calibrate: Annotated[
         Path | None, typer.Option(help="With --bits: quantize by what this other text feeds layers, too.")
     ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="With --bits: store the same weights as other libraries do, too.")
+    ] = False,
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 text to score; by default one that ships with kbit.")
     ] = None,
@@ -67,9 +71,10 @@ def evaluate(
     """Perplexity and KL divergence on a text. Teacher forced."""
     from kbit.bench import gpu_timing
 
-    if bits is None and (plain or calibrate or embedding_bits is not None):
+    if bits is None and (plain or calibrate or peers or embedding_bits is not None):
         raise ValueError(
-            "--plain, --calibrate and --embedding-bits say how to quantize in memory. Add --bits, such as 4."
+            "--plain, --calibrate, --embedding-bits and --peers say how to quantize in memory. Add --bits, "
+            "such as 4."
         )
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
@@ -79,12 +84,8 @@ def evaluate(
     methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
     policies = [] if bits is None else _policies(widths(bits), methods, embedding_bits)
     passage, samples = read_text(text), None
-    other = None if calibrate is None else read_text(calibrate, "--calibrate")
-    if other == passage:
-        warn(
-            f"{calibrate} is what models are scored on, too: that flatters codes that were made by it.",
-            console,
-        )
+    other = None if calibrate is None else _text_to_calibrate_by(calibrate, passage)
+    formats = _peers() if peers else []
     folder, reference = folder_of(folder), reference and folder_of(reference)
     ids = encode_windows(folder, passage, window, max_tokens)
     if bits is None:
@@ -92,15 +93,34 @@ def evaluate(
     else:
         if calibrate is not None and other is not None:
             samples = calibration_samples(folder, other, calibrate, window)
-        rows = _in_memory(folder, policies, ids, samples, load)
+        rows = _in_memory(folder, policies, formats, ids, samples, load)
     settings = {"dtype": dtype, "device": device, "window": ids.shape[1], "embedding_bits": embedding_bits}
     settings["calibration_tokens"] = None if samples is None else samples.numel()
+    settings["peers"] = {form.package: form.version for form in formats}
     # Before it is printed, to a reader that may be gone.
     about = {"machine": gpu_timing.describe(device), "model": model_name(folder)}
     write_json(json_file, about | settings | {"rows": rows})
     show(_table(rows, ids.shape[1]))
     if broken := [row["model"] for row in rows if math.isnan(row["perplexity"])]:
         warn(f"{broken[0]} computes NaN: weights hold NaN or Inf, or --dtype is too narrow for it.", console)
+
+
+def _text_to_calibrate_by(file: Path, scored: str) -> str:
+    """The text of --calibrate; warns if it is the one that is scored. Raises what `read_text` does."""
+    other = read_text(file, "--calibrate")
+    if other == scored:
+        warn(f"{file} is what models are scored on, too: that flatters codes that were made by it.", console)
+    return other
+
+
+def _peers() -> list[Format]:
+    """Formats of other libraries; what cannot be imported is named on stderr."""
+    from kbit.bench import quality_peers
+
+    found, absent = quality_peers.formats()
+    for reason in absent:
+        warn(reason)
+    return found
 
 
 def _policies(
@@ -123,6 +143,8 @@ def _saved(
     folder: Path, reference: Path | None, ids: torch.Tensor, load: Callable[[Path], Any]
 ) -> list[dict[str, Any]]:
     """Rows for a model as it is on disk, and for its reference where one is given."""
+    from kbit.bench.quality import sizes_of
+
     models: dict[str, Any] = {}
     base = None
     if reference is not None:
@@ -133,19 +155,23 @@ def _saved(
     if len(sizes) > 1:
         raise ValueError(f"{reference} and {folder} have vocabularies of {sizes}. Are they one model?")
     check_ids(folder, ids, models[model_name(folder)])
-    rows = {name: {"bits": None, "method": "saved"} | _sizes(model, base) for name, model in models.items()}
+    rows = {name: {"bits": None, "method": "saved"} | sizes_of(model, base) for name, model in models.items()}
     return _score(models, rows, ids, base)
 
 
 def _in_memory(
     folder: Path,
     policies: list[tuple[str, QuantizationPolicy]],
+    peers: list[Format],
     ids: torch.Tensor,
     samples: torch.Tensor | None,
     load: Callable[[Path], Any],
 ) -> list[dict[str, Any]]:
-    """Rows for the unquantized model, and for each method and policy, "calibrated" being by the samples."""
+    """Rows for the unquantized model, for each method and policy, "calibrated" being by the samples, and for
+    each format of others, in which the same weights are stored.
+    """
     from kbit import quantize_model
+    from kbit.bench.quality import quantized_weights, sharing_copy, sizes_of
 
     base = _load_unquantized(folder, "Give the unquantized model, or drop --bits.", load)
     check_ids(folder, ids, base)
@@ -156,9 +182,29 @@ def _in_memory(
         calibration = None if method != "calibrated" or samples is None else samples.to(base.device).split(1)
         name = f"{own} k={policy.bits} {method}"
         with console.status(name):
-            model = models[name] = quantize_model(_sharing_copy(base), policy, calibration=calibration)
-        rows[name] = {"bits": policy.bits, "method": method} | _sizes(model, base)
-    return _score(models, rows, ids, base)
+            model = models[name] = quantize_model(sharing_copy(base), policy, calibration=calibration)
+        rows[name] = {"bits": policy.bits, "method": method} | sizes_of(model, base)
+    scored, places = _score(models, rows, ids, base), quantized_weights(model)
+    models.clear()  # whose memory the others need
+    return scored + _peer_rows(own, base, places, ids, peers if places else [])
+
+
+def _peer_rows(
+    own: str, base: Any, places: list[tuple[str, str]], ids: torch.Tensor, peers: list[Format]
+) -> list[dict[str, Any]]:
+    """A row for each format of others; one that refuses a weight is named on stderr."""
+    from kbit.bench import quality_peers
+
+    rows = []
+    for form in peers:
+        try:
+            with _progress(len(ids), form.name) as done:
+                row = quality_peers.score(base, places, ids, form, done)
+        except ValueError as refusal:
+            warn(str(refusal))
+        else:
+            rows.append({"model": f"{own} {form.name}"} | row)
+    return rows
 
 
 def _load_unquantized(folder: Path, remedy: str, load: Callable[[Path], Any]) -> Any:
@@ -173,21 +219,14 @@ def _load_unquantized(folder: Path, remedy: str, load: Callable[[Path], Any]) ->
     return load(folder)
 
 
-def _sharing_copy(model: Any) -> Any:
-    """A copy of a model's modules on the very same tensors: quantizing it costs only the codes' memory."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
 def _score(
     models: dict[str, Any], rows: dict[str, dict[str, Any]], ids: torch.Tensor, base: Any
 ) -> list[dict[str, Any]]:
     """The rows with perplexity and divergence; the unquantized model has no divergence."""
     from kbit.bench.quality import compare_each
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("scoring", total=len(ids))
-        results = compare_each(models, ids, base, lambda done: progress.update(task, completed=done))
+    with _progress(len(ids), "scoring") as done:
+        results = compare_each(models, ids, base, done)
     for name, result in results.items():
         rows[name] |= vars(result)
         if models[name] is base:
@@ -195,56 +234,28 @@ def _score(
     return [{"model": name, **row} for name, row in rows.items()]
 
 
-def _sizes(model: Any, base: Any) -> dict[str, Any]:
-    """Bits per quantized weight and, where there is an unquantized model, their relative squared error."""
-    from kbit.nn.tied import distinct_weights
-
-    parts: list[tuple[str, Any, str]] = [*distinct_weights(model)]
-    if not parts:
-        return {}
-    weights = sum(math.prod(module.shapes[weight]) for _, module, weight in parts)
-    nbytes = sum(module.quantized(weight).nbytes for _, module, weight in parts)
-    error = {} if base is None else {"nmse": _relative_error(parts, base)}
-    return {"bits_per_weight": round(8 * nbytes / weights, 4), **error}
-
-
-def _weight_of(base: Any, name: str, weight: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The reference's own of a quantized weight; raises ValueError where it has none of that shape."""
-    from kbit.nn.fused_experts import WEIGHTS
-    from kbit.nvfp4.layers import NVFP4Experts
-
-    weight = dict(zip(NVFP4Experts.WEIGHTS, WEIGHTS, strict=True)).get(weight, weight)
-    try:
-        found = getattr(base.get_submodule(name), weight).detach()
-    except AttributeError:
-        found = None
-    if found is None or tuple(found.shape) != shape:
-        what = "is not there" if found is None else f"is {tuple(found.shape)}"
-        raise ValueError(f"{name}.{weight} is {shape}, and {what} in the reference. Are they one model?")
-    return found
-
-
-def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
-    """Squared error of all quantized weights over their squared sum."""
-    from kbit.nvfp4 import NVFP4Tensor, dequantize_nvfp4
-    from kbit.ops import dequantize
-
-    error = total = 0.0
-    for name, module, weight in parts:
-        exact = _weight_of(base, name, weight, tuple(module.shapes[weight])).float()
-        q = module.quantized(weight)
-        decoded = (dequantize_nvfp4 if isinstance(q, NVFP4Tensor) else dequantize)(q).view_as(exact)
-        error += float((decoded - exact).square().sum())
-        total += float(exact.square().sum())
-    return error / total if total else 0.0
+@contextlib.contextmanager
+def _progress(windows: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, and what to call with the number of windows done."""
+    bars = Console(stderr=True)
+    # Elsewhere each would leave an empty line behind.
+    with Progress(console=bars, transient=True, disable=not bars.is_terminal) as progress:
+        task = progress.add_task(what, total=windows)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def _table(rows: list[dict[str, Any]], window: int) -> Table:
+    """With others' formats, by size, and a line between whole numbers of bits; else as they were made."""
     title = f"{counted(rows[0]['tokens'], 'token')} in windows of {window}"
     headers = ("model", "bits/weight", "squared error", "perplexity", "KL divergence")
     table = text_table(title, headers, left=("model",))
     formats = {"bits_per_weight": ".2f", "nmse": ".5f", "perplexity": ".3f", "kl_divergence": ".4f"}
-    for row in rows:
+    ordered: Iterable[Mapping[str, Any]] = rows
+    if any("peer" in row for row in rows):
+        from kbit.bench.quality_peers import by_size
+
+        ordered = in_sections(table, by_size(rows), lambda row: int(row.get("bits_per_weight", 0)))
+    for row in ordered:
         values = [(row.get(key), spec) for key, spec in formats.items()]
         table.add_row(
             escape(row["model"]), *("" if value is None else format(value, spec) for value, spec in values)

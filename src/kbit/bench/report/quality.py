@@ -34,10 +34,14 @@ def _chart(rows: Sequence[Mapping[str, Any]], key: str, label: str, log: bool) -
     measured = [row for row in rows if row.get("bits_per_weight") and row.get(key)]
     if not measured:
         return ""
-    series = []
-    for index, method in enumerate(dict.fromkeys(row["method"] for row in measured)):
-        points = sorted((row["bits_per_weight"], row[key]) for row in measured if row["method"] == method)
-        series.append(Series(method, points, _STYLES[index % len(_STYLES)], index))
+    points: dict[tuple[str, bool], list[tuple[float, float]]] = {}  # by method, or by other library
+    for row in measured:
+        name = row.get("peer", row["method"]), "peer" in row
+        points.setdefault(name, []).append((row["bits_per_weight"], row[key]))
+    series = [
+        Series(name, sorted(found), "base" if peer else _STYLES[index % len(_STYLES)], index, line=not peer)
+        for index, ((name, peer), found) in enumerate(points.items())
+    ]
     exact = [row[key] for row in rows if row["method"] == "unquantized" and row.get(key)]
     levels = [(exact[0], "unquantized")] if exact else []
     title = f"Bits per weight against {label.split(',')[0]}"
@@ -85,7 +89,7 @@ SECTIONS = (
         "Perplexity, and KL divergence from the unquantized model, which sees damage that perplexity "
         "averages away. Lower is better in both, and further left is smaller.",
         ("quality",),
-        "kbit eval MODEL --bits 2,3,4,5 --plain --calibrate other.txt --text heldout.txt "
+        "kbit eval MODEL --bits 2,3,4,5 --plain --calibrate other.txt --peers --text heldout.txt "
         "--json {folder}/quality.json",
         _quality,
     ),
