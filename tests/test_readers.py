@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import transformers
 from torch import nn
 
 import kbit
+import warm_processes
 from docs_blocks import ROOT
 from kbit.nn import QuantizedModule, quantize_model
 from kbit.nn.support import _READERS, left_alone
@@ -211,17 +213,31 @@ def test_models_with_such_layers_can_be_called(kind, settings, given, layers):
     assert all(part.isfinite().all() for part in model(**given).to_tuple() if isinstance(part, torch.Tensor))
 
 
-@pytest.mark.skipif(not find_spec("transformers.fusion_mapping"), reason="transformers has no fusions")
-@torch.no_grad()
-def test_fused_patch_embeddings_stay(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
-    config = transformers.Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision)
-    transformers.Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path)
-    fused = {"fusion_config": {"patch_embeddings": True}}
-    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path, **fused)
-    first = model.model.visual.patch_embed.linear_proj
-    quantize_model(model, kbit.KbitConfig(bits=4))
-    assert model.model.visual.patch_embed.linear_proj is first
-    patches, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
+# In a process of its own: transformers fuses in all models from then on.
+FUSED = """
+import sys
+import torch, transformers
+import kbit
+
+rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+config = transformers.Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
+kind = transformers.Qwen2VLForConditionalGeneration
+kind(config).save_pretrained(sys.argv[1])
+model = kind.from_pretrained(sys.argv[1], fusion_config={"patch_embeddings": True})
+first = model.model.visual.patch_embed.linear_proj
+kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+assert model.model.visual.patch_embed.linear_proj is first
+patches, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
+with torch.no_grad():
     assert model.model.visual(patches, grid_thw=grid).last_hidden_state.isfinite().all()
+"""
+
+
+@pytest.mark.skipif(not find_spec("transformers.fusion_mapping"), reason="transformers has no fusions")
+def test_fused_patch_embeddings_stay(tmp_path):
+    script = tmp_path / "fused.py"
+    script.write_text(FUSED)
+    done = subprocess.run(warm_processes.command(script, tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -61,6 +61,11 @@ def test_codes_without_their_config(folder, serve):
     assert str(found.value) == str(told.value)
 
 
+def test_others_of_the_process_load_as_before(folder, serve):
+    stated(folder, attention_bias=True)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.attention_bias
+
+
 def test_biases_that_no_file_holds(folder, serve):
     stated(folder, attention_bias=True)
     with pytest.raises(ValueError, match="has no weights for 8 parameters of the model, such as ") as found:
