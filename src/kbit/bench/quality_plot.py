@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,20 @@ def is_quality(result: Mapping[str, Any]) -> bool:
 
 def lines(result: Mapping[str, Any], key: str) -> dict[str, list[tuple[float, float]]]:
     """{method: [(stored bits per weight, value)]} of the quantized rows, fewest bits first."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in result["rows"]:
-        if row.get("bits") and row.get(key) is not None:
-            found.setdefault(row["method"], []).append((row["bits_per_weight"], row[key]))
-    return {method: sorted(points) for method, points in found.items()}
+    return _points((row for row in result["rows"] if row.get("bits")), "method", key)
 
 
 def peers(result: Mapping[str, Any], key: str) -> dict[str, list[tuple[float, float]]]:
     """{other library: [(stored bits per weight, value)]}, fewest bits first."""
+    return _points((row for row in result["rows"] if row.get("peer")), "peer", key)
+
+
+def _points(rows: Iterable[Mapping[str, Any]], group: str, key: str) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in result["rows"]:
-        if row.get("peer") and row.get(key) is not None:
-            found.setdefault(row["peer"], []).append((row["bits_per_weight"], row[key]))
-    return {peer: sorted(points) for peer, points in found.items()}
+    for row in rows:
+        if row.get(key) is not None:
+            found.setdefault(row[group], []).append((row["bits_per_weight"], row[key]))
+    return {name: sorted(points) for name, points in found.items()}
 
 
 def write(result: Mapping[str, Any], folder: Path) -> Path:

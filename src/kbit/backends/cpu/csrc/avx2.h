@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "byte_tables.h"
 #include "scales.h"
 
 namespace kbit {
@@ -42,20 +43,11 @@ inline __m128i load16(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
 
-// Look-up tables of 16 levels in each 128-bit lane, one for every byte of their float32 values from `first`
-// on: two of them for 32 levels (5 bits), or for the low and the high two bits of a nibble (2 bits).
+// See byte_tables.h; the same 16 levels in each 128-bit lane.
 template <int BITS, int TABLES>
-inline void fill_tables(const float* levels, int first, __m256i (&tables)[TABLES][4]) {
-    for (int t = 0; t < TABLES; ++t) {
-        for (int byte = first; byte < 4; ++byte) {
-            alignas(16) uint8_t column[16];
-            for (int i = 0; i < 16; ++i) {
-                const int level = BITS == 2 ? (t == 0 ? i & 3 : i >> 2) : 16 * t + i;
-                column[i] = uint8_t(bits_of(levels[level]) >> (8 * byte));
-            }
-            tables[t][byte] = _mm256_broadcastsi128_si256(load16(column));
-        }
-    }
+inline void fill_lanes(const float* levels, int first, __m256i (&tables)[TABLES][4]) {
+    fill_tables<BITS>(levels, first, tables,
+                      [](const uint8_t* column) { return _mm256_broadcastsi128_si256(load16(column)); });
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ struct PairDecoder {
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
-    explicit PairDecoder(const float* levels) { fill_tables<BITS>(levels, kFirstByte, tables); }
+    explicit PairDecoder(const float* levels) { fill_lanes<BITS>(levels, kFirstByte, tables); }
 
     static __m256i planes(const uint8_t* p) {
         if (BITS == 3) {  // the second load starts early so that it ends with the pair

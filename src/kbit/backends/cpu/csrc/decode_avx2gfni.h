@@ -34,7 +34,7 @@ struct ByteDecoder {
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
-    explicit ByteDecoder(const float* levels) { fill_tables<BITS>(levels, kFirstByte, tables); }
+    explicit ByteDecoder(const float* levels) { fill_lanes<BITS>(levels, kFirstByte, tables); }
 
     // Lane q: row i of a matrix is its byte 7 - i. SKIP: where the block's planes begin.
     template <int SKIP>

@@ -12,6 +12,7 @@
 
 #include <arm_neon.h>
 
+#include "byte_tables.h"
 #include "lanes4.h"
 
 namespace kbit {
@@ -41,18 +42,8 @@ struct NeonDecoder {
     static constexpr int kTables = BITS == 2 || BITS == 5 ? 2 : 1;
     static constexpr int kFirstByte = WIDE ? 0 : 2;
 
-    // Of 16 levels; two for 32 levels, or, k = 2, for the low and the high two bits of a nibble.
     explicit NeonDecoder(const float* levels) {
-        for (int t = 0; t < kTables; ++t) {
-            for (int byte = kFirstByte; byte < 4; ++byte) {
-                uint8_t column[16];
-                for (int i = 0; i < 16; ++i) {
-                    const int level = BITS == 2 ? (t == 0 ? i & 3 : i >> 2) : 16 * t + i;
-                    column[i] = uint8_t(bits_of(levels[level]) >> (8 * byte));
-                }
-                tables[t][byte] = vld1q_u8(column);
-            }
-        }
+        fill_tables<BITS>(levels, kFirstByte, tables, [](const uint8_t* column) { return vld1q_u8(column); });
     }
 
     // Byte j of the planes in 32-bit lane j. SKIP: where they begin in the 16 bytes at p; those of a plane
