@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kbit.backends.reference.products import in_whole_steps
 from kbit.format import nvfp4_layout
 from kbit.format.autocast import without_autocast
 from kbit.format.words import at
@@ -109,7 +110,7 @@ def linear_nvfp4(
     kernels = kernels_for(x, w=w.codes, bias=bias)
     if grad_checks.wants_grad(x, bias) or grad_checks.in_transform():
         with without_autocast(x.device):
-            return F.linear(x, dequantize_nvfp4(w, x.dtype), bias)
+            return F.linear(*in_whole_steps(x, dequantize_nvfp4(w, x.dtype)), bias)
     if w.layout != "tiled":
         return kernels.linear(x, *w.nv(), float(w.global_scale), bias)
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kbit.backends.cuda import operands, rows
-from kbit.backends.reference.products import GPU_CHUNK_WEIGHTS
+from kbit.backends.reference.products import GPU_CHUNK_WEIGHTS, whole_steps
 from kbit.format.codebook import bits_of
 
 
@@ -63,7 +63,8 @@ def _multiply(
     """out = x @ W^T + bias, W decoded by `decode(first row, rows to write)`.
 
     Where 16-bit rows, of operands or the result, are not aligned to 16 bytes, cuBLAS may add up parts of K in
-    16 bits, and takes longer. So columns of zeros and rows of nothing in particular make them so.
+    16 bits, and takes longer. So columns of zeros and rows of nothing in particular make them so. Zeros also
+    make K whole steps, of which it leaves out none.
     """
     n, k = out.shape[-1], x.shape[-1]
     short = x.dtype != torch.float32
@@ -71,7 +72,8 @@ def _multiply(
     y = out if wide == n else x.new_empty((x.shape[0], wide))
     if bias is not None:
         bias = F.pad(bias, (0, wide - n))
-    x = operands.aligned_rows(x) if short else x
+    if short:
+        x = operands.aligned_rows(F.pad(x, (0, whole_steps(k) - k)))
     long = x.shape[-1]
     chunk = operands.padded(max(1, GPU_CHUNK_WEIGHTS // long - operands.PIECE + 1))
     w = x.new_zeros((min(wide, chunk), long)) if long > k else x.new_empty((min(wide, chunk), k))

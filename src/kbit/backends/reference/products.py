@@ -16,7 +16,25 @@ _CHUNK_WEIGHTS = 8 * 2**20
 # result of `grad_input`.
 GPU_CHUNK_WEIGHTS = 128 * 2**20
 
+# Where cuBLAS splits K of a 16-bit product, it may leave out columns behind the last whole step of 64: that of
+# CUDA 13.0 on Hopper, with few rows or columns, for K of 11528 and some 20 others up to 24000. Other versions
+# do for other K, and other GPUs may have longer steps.
+_STEP, _LONGEST_WHOLE = 128, 4096
+
 Decode = Callable[[int, torch.Tensor], None]
+
+
+def whole_steps(in_features: int) -> int:
+    """Columns that 16-bit operands of cuBLAS need, the last of them zeros, so that it leaves out none."""
+    return in_features + (-in_features % _STEP if in_features > _LONGEST_WHOLE else 0)
+
+
+def in_whole_steps(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands [..., K] of a product on any device, padded where cuBLAS might leave out columns."""
+    missing = whole_steps(operands[0].shape[-1]) - operands[0].shape[-1]
+    if not missing or not operands[0].is_cuda or operands[0].dtype == torch.float32:
+        return operands
+    return tuple(F.pad(each, (0, missing)) for each in operands)
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -24,7 +42,7 @@ def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
     with without_autocast(x.device):
         if x.is_cuda:
             # cuBLAS accumulates in float32 and rounds once.
-            return F.linear(x, w, bias)
+            return F.linear(*in_whole_steps(x, w), bias)
         y = F.linear(x.float(), w.float(), None if bias is None else bias.float())
         return y.to(x.dtype)
 
@@ -55,7 +73,8 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> No
     """total += grad @ w, with `total` float32: a product in grad's dtype would round every chunk."""
     with without_autocast(grad.device):
         if grad.is_cuda and grad.dtype != torch.float32:
-            total += torch.mm(grad, w, out_dtype=torch.float32)
+            grad, columns = in_whole_steps(grad, w.t())
+            total += torch.mm(grad, columns.t(), out_dtype=torch.float32)
         else:
             total.addmm_(grad.float(), w.float())
 

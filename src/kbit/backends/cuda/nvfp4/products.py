@@ -18,6 +18,7 @@ from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.operands import PIECE
 from kbit.backends.cuda.weights import aligned
 from kbit.backends.dtype_codes import DTYPES
+from kbit.backends.reference.products import in_whole_steps
 from kbit.format import nvfp4_layout
 
 ACCUMULATIONS = {"exact": 0, "seq16": 1, "tc": 2}
@@ -259,6 +260,7 @@ def _cublas(
     """
     a = dequantize(a_codes, a_scales, 1.0, None, torch.bfloat16)
     w = dequantize(w_codes, w_scales, 1.0, None, torch.bfloat16)
+    a, w = in_whole_steps(a, w)
     if out_dtype == torch.bfloat16 and row_scale is None and w.shape[0] % PIECE == 0:
         return a.new_empty((a.shape[0], w.shape[0])).addmm_(a, w.t(), beta=0.0, alpha=w_scale)
     total = torch.mm(a, w.t(), out_dtype=torch.float32).mul_(w_scale)

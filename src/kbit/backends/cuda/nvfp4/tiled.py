@@ -10,15 +10,14 @@ tokens itself.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, operands, preference, stream, stream_config, wgmma
 from kbit.backends.cuda.nvfp4 import exact, products
 from kbit.backends.cuda.nvfp4.constants import CODEBOOK, constant
 from kbit.backends.cuda.nvfp4.rows import dequantize
 from kbit.backends.cuda.weights import aligned, ready
+from kbit.backends.reference.products import matmul
 from kbit.format import nvfp4_layout
-from kbit.format.autocast import without_autocast
 
 
 def refusal(m: int, dtype: torch.dtype, arch: str) -> str | None:
@@ -80,8 +79,7 @@ def linear(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    with without_autocast(x.device):
-        return F.linear(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
+    return matmul(x, dequantize(codes, scales, w_scale, None, x.dtype)[:, : x.shape[-1]], bias)
 
 
 def linear_tiled(
