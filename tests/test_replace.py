@@ -1,5 +1,7 @@
 """quantize_model: what it leaves alone and says about it, and what a replaced layer keeps."""
 
+import copy
+
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -140,6 +142,42 @@ def test_hooks_on_calls_stay_and_can_be_removed(quantize):
         handle.remove()
     model(x)
     assert len(seen) == 3
+
+
+@IN_PLACE
+def test_what_hooks_read_of_a_layer_stays(quantize):
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].gain = 2.0
+    model[0].register_forward_hook(lambda module, given, result: result * module.gain)
+    quantize(model)
+    assert type(model[0]) is not nn.Linear
+    single, x = copy.deepcopy(model), torch.randn(2, 64)
+    single[0].gain = 1.0
+    torch.testing.assert_close(model(x), 2 * single(x))
+
+
+def test_what_hooks_read_comes_back_with_plain_layers():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(64, 64))
+    usual = [{*vars(layer), "_is_hf_initialized"} for layer in model]
+    for layer in model:
+        layer.gain = 2.0
+    quantize_model(model, kbit.QuantizationPolicy(bits=4, overrides={"1": 4}))
+    assert [type(layer) for layer in model] == [KbitLinear, KbitEmbedding]
+    kbit.dequantize_model(model)
+    assert [layer.gain for layer in model] == [2.0, 2.0]
+    assert [set(vars(layer)) - {"gain"} for layer in model] == usual
+
+
+@pytest.mark.parametrize(
+    "register", ["register_state_dict_post_hook", "register_load_state_dict_post_hook"], ids=str
+)
+def test_a_layer_with_hooks_on_its_state_dict_stays(register):
+    """They are for a weight that a quantized one has not."""
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(64, 64))
+    getattr(model[0], register)(lambda *_: None)
+    with pytest.warns(UserWarning, match="0.weight: it has hooks on its state dict"):
+        kbit.quantize_model(model, kbit.KbitConfig(bits=4))
+    assert [type(layer) for layer in model] == [nn.Linear, kbit.nn.KbitLinear]
 
 
 def test_a_layer_whose_weight_a_hook_computes_stays():

@@ -238,7 +238,7 @@ class QuantizationPolicy:
 def _in_numbers(codebook: Any) -> Any:
     """A codebook, or one for each width, without tensors and arrays, since policies are compared."""
     if isinstance(codebook, Mapping):
-        return {width: _in_numbers(levels) for width, levels in codebook.items()}
+        return {_integer(width): _in_numbers(levels) for width, levels in codebook.items()}
     return codebook.tolist() if hasattr(codebook, "tolist") else codebook
 
 

@@ -23,7 +23,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
     Args:
         num_embeddings, embedding_dim, padding_idx: as in nn.Embedding.
         bits: code width, 2 to 5.
-        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        codebook: "nf", "bof", or 2^bits ascending levels with largest magnitude 1.
         absmax_format: block scale format.
         device: where the table lives.
         dtype: dtype of the rows returned; follows .half(), .bfloat16() and .to(dtype).

@@ -42,7 +42,7 @@ class KbitExperts(QuantizedModule):
         absmax_format: block scale format, "e4m4", "float16" or "float32".
         device: where the weights live.
         name: the module's name in its model, for error messages.
-        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        codebook: "nf", "bof", or 2^bits ascending levels with largest magnitude 1.
     """
 
     # transformers' expert parallelism sets this; an id equal to num_experts then means "not mine".

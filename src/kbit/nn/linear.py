@@ -26,7 +26,7 @@ class KbitLinear(QuantizedModule, nn.Linear):
     Args:
         in_features, out_features, bias: as in nn.Linear.
         bits: code width, 2 to 5.
-        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        codebook: "nf", "bof", or 2^bits ascending levels with largest magnitude 1.
         absmax_format: block scale format, "e4m4", "float16" or "float32".
         device: where the weight lives.
         dtype: dtype of the bias; the weight has none of its own and computes in x's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -66,6 +67,14 @@ _HOOKS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+_OWN = "_kbit_own"  # of a module: names of what was on the layer that it replaced, beside what layers have
+# They read or write a `weight`, which a quantized module has no tensor for.
+_HOOKS_OF_STATES = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def unsupported(module: nn.Module) -> str | None:
@@ -76,6 +85,8 @@ def unsupported(module: nn.Module) -> str | None:
     """
     if has_own_forward(module):
         return "its forward is not that of its class"
+    if any(vars(module).get(hooks) for hooks in _HOOKS_OF_STATES):
+        return "it has hooks on its state dict"
     if isinstance(module, nn.Linear | nn.Embedding) and type(module) in (nn.Linear, nn.Embedding):
         if "weight" not in module._parameters:
             return "a hook computes its weight at every call"
@@ -156,9 +167,26 @@ def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give the module that replaces another its hooks on calls; handles of the old one's remove them."""
+    """Give the module that replaces another its hooks on calls; handles of the old one's remove them.
+
+    And what somebody has put on a layer, which hooks may read.
+    """
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))
+    own = vars(old).get(_OWN, ())
+    if type(old) in (nn.Linear, nn.Embedding):
+        usual = {"forward", *_usual_attributes(type(old))}  # accelerate's hook has a place of its own
+        own = tuple(name for name in vars(old) if name not in usual and not name.startswith("_"))
+    for name in own:
+        if not hasattr(new, name):
+            setattr(new, name, getattr(old, name))
+    if own and type(new) not in (nn.Linear, nn.Embedding):
+        setattr(new, _OWN, own)
+
+
+@functools.cache
+def _usual_attributes(kind: type[nn.Linear] | type[nn.Embedding]) -> frozenset[str]:
+    return frozenset(vars(kind(1, 1, device="meta")))
 
 
 def keep_device_hook(old: nn.Module, new: nn.Module) -> None:
