@@ -96,6 +96,28 @@ def test_a_model_of_nan_is_named(tmp_path: Path) -> None:
     assert "computes NaN: weights hold NaN or Inf" in run.output
 
 
+def test_a_perplexity_beyond_numbers_is_infinite(tmp_path: Path) -> None:
+    """As of a model with a damaged norm, which is what one would look for by this."""
+    folder, text = build_with_tokenizer("llama", tmp_path / "in"), tmp_path / "text.txt"
+    text.write_text(WORDS)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data.fill_(1e6)
+    model.save_pretrained(folder)
+    result = result_of(tmp_path, folder, "--text", text, "--bits", 4)
+    assert [row["perplexity"] for row in result["rows"]] == [None, None]
+
+
+def test_codebooks_are_compared(tmp_path: Path, given: list[object]) -> None:
+    levels = tmp_path / "mine.json"
+    levels.write_text(json.dumps({"3": [-1, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1]}))
+    options = ("--bits", 3, "--codebook", "nf", "--codebook", "bof", "--codebook", levels)
+    rows = result_of(tmp_path, *given[:5], *options)["rows"]
+    assert [row["method"] for row in rows[1:]] == ["search", "search, bof", "search, mine"]
+    assert rows[2]["nmse"] < rows[1]["nmse"]
+    run = CliRunner().invoke(app, ["eval", *map(str, given), "--codebook", "nf5"])
+    assert "unknown codebook 'nf5'" in str(run.exception)
+
+
 def test_tied_weights_count_once(tmp_path: Path, given: list[object]) -> None:
     source, options = build_with_tokenizer("llama", tmp_path / "tied"), ("--bits", 3, "--embedding-bits", 5)
     _, found = result_of(tmp_path, source, "--text", given[2], *options)["rows"]

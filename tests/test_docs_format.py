@@ -9,7 +9,7 @@ import torch
 
 import kbit
 from docs_blocks import ROOT, blocks_of
-from kbit.format import SUPPORTED_BITS, QuantizationPolicy, bitplanes
+from kbit.format import CODEBOOKS, SUPPORTED_BITS, QuantizationPolicy, bitplanes
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.layout import to_tiled
 from kbit.format.policy import FORMAT_VERSION
@@ -90,11 +90,13 @@ def test_tiles_are_as_the_page_says(bits):
     assert tile == expected
 
 
-def test_codebooks_are_those_of_the_library():
-    for bits in SUPPORTED_BITS:
-        row = re.search(rf"^\| {bits} \| (`.*`) \|$", TEXT, re.M)
-        levels = np.array([float.fromhex(level) for level in re.findall(r"`([^`]+)`", row[1])], np.float32)
-        assert np.concatenate([-levels[::-1], levels]).tolist() == kbit.normal_float(bits).tolist()
+@pytest.mark.parametrize("name", CODEBOOKS)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_codebooks_are_those_of_the_library(name, bits):
+    row = re.search(rf"^\| {name} \| {bits} \| (`.*`) \|$", TEXT, re.M)
+    read = [(float.fromhex if "x" in level else float)(level) for level in re.findall(r"`([^`]+)`", row[1])]
+    levels = np.array(read, np.float32)
+    assert np.concatenate([-levels[::-1], levels]).tolist() == CODEBOOKS[name](bits).tolist()
 
 
 def test_windows_are_those_of_the_library():

@@ -60,6 +60,14 @@ def test_normal_float_equals_its_golden_levels(bits):
     validate_codebook(kbit.normal_float(bits), bits)
 
 
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_block_optimal_float_is_legal_and_symmetric(bits):
+    levels = kbit.block_optimal_float(bits)
+    validate_codebook(levels, bits)
+    assert torch.equal(levels, -levels.flip(0))
+    assert torch.equal(get_codebook("bof", bits), levels)
+
+
 @pytest.mark.parametrize("name", sorted(CODEBOOKS))
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_midpoints_make_nearest_code_exact_with_ties_to_the_lower_index(name, bits):
@@ -169,7 +177,7 @@ def test_absmax_format_is_found_by_name_and_dtype():
         (torch.tensor([-1, 0, 1, 2]), TypeError, "float32"),
         (torch.empty(4, device="meta"), TypeError, "hold its 4 levels, got torch.strided on meta"),
         (torch.ones(4).to_sparse(), TypeError, "must be dense"),
-        ("fp4", ValueError, "unknown codebook 'fp4'; known: nf. Give another by its 4 levels"),
+        ("fp4", ValueError, "unknown codebook 'fp4'; known: bof, nf. Give another by its 4 levels"),
     ],
 )
 def test_bad_codebooks_are_refused(levels, error, message):

@@ -6,6 +6,7 @@ options of `kbit NAME`. `make readme` runs both; `--check` only says which pages
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import typing
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from render_readme import (
     GPU_BITS,
@@ -38,7 +40,7 @@ from render_readme import render as render_sections
 
 from kbit.bench import check, kernel_rows, profile_plot, shapes
 from kbit.cli import app
-from kbit.format import SUPPORTED_BITS, normal_float
+from kbit.format import CODEBOOKS, SUPPORTED_BITS
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILES = {name: f"{H100}{name}.json" for name in ("kernels", "widths", "moe")}
@@ -454,12 +456,15 @@ def provenance() -> str:
 
 
 def codebooks() -> str:
-    """The positive half of every normal-float codebook."""
-    body = [
-        [str(bits), ", ".join(f"`{level.hex()}`" for level in normal_float(bits)[2 ** (bits - 1) :].tolist())]
-        for bits in SUPPORTED_BITS
-    ]
-    return markdown(["bits", "positive levels as float32, ascending"], body)
+    """The positive half of every named codebook: its float32 numbers, in decimal where they are short."""
+    body = []
+    for name, bits in itertools.product(CODEBOOKS, SUPPORTED_BITS):
+        upper = CODEBOOKS[name](bits)[2 ** (bits - 1) :]
+        short = [f"{level:.4f}" for level in upper.tolist()]
+        exact = torch.equal(torch.tensor(list(map(float, short))), upper)
+        levels = short if exact else [level.hex() for level in upper.tolist()]
+        body.append([name, str(bits), ", ".join(f"`{level}`" for level in levels)])
+    return markdown(["name", "bits", "positive levels as float32, ascending"], body)
 
 
 # -- the command line --------------------------------------------------------------------------------------

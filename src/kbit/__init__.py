@@ -18,7 +18,7 @@ from kbit import (
 )
 from kbit._version import __version__
 from kbit.dispatch import explain
-from kbit.format import QuantizationPolicy, QuantizedTensor, normal_float
+from kbit.format import QuantizationPolicy, QuantizedTensor, block_optimal_float, normal_float
 from kbit.format.errors import KbitError, NonFiniteWeightError
 from kbit.integrations.transformers import autoregister
 from kbit.integrations.transformers.cuda_graphs import (
@@ -29,6 +29,7 @@ from kbit.integrations.transformers.cuda_graphs import (
 from kbit.integrations.transformers.prefix_caching import disable_prefix_caching, enable_prefix_caching
 from kbit.nn import compile_kernels, dequantize_model, quantize_model
 from kbit.ops import dequantize, embedding, grouped_linear, linear, quantize
+from kbit.quantizers.fitted import fit_codebook
 
 if TYPE_CHECKING:
     from kbit import nvfp4
@@ -44,6 +45,7 @@ __all__ = [
     "QuantizationPolicy",
     "QuantizedTensor",
     "__version__",
+    "block_optimal_float",
     "compile_kernels",
     "dequantize",
     "dequantize_model",
@@ -53,6 +55,7 @@ __all__ = [
     "enable_cuda_graphs",
     "enable_prefix_caching",
     "explain",
+    "fit_codebook",
     "grouped_linear",
     "linear",
     "nn",

@@ -114,7 +114,7 @@ def compare_each(
     count = ids.shape[0] * (ids.shape[1] - 1)
     return {
         name: Quality(
-            math.exp(loss[name] / count), None if reference is None else divergence[name] / count, count
+            _exp(loss[name] / count), None if reference is None else divergence[name] / count, count
         )
         for name in models
     }
@@ -173,6 +173,14 @@ def _relative_error(parts: list[tuple[str, Any, str]], base: Any) -> float:
 
 def _sum(values: torch.Tensor) -> float:
     return float(values.double().sum())
+
+
+def _exp(value: float) -> float:
+    """Infinity where e^value is beyond a float, as a broken model's perplexity may be."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _each(ids: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -51,6 +51,10 @@ def evaluate(
     embedding_bits: Annotated[
         int | None, typer.Option(help="With --bits: quantize embeddings and head too.")
     ] = None,
+    codebook: Annotated[
+        list[str] | None,
+        typer.Option(help="With --bits: levels of codes, as for `kbit quantize`; repeatable, to compare."),
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="With --bits: quantize by what this other text feeds layers, too.")
     ] = None,
@@ -71,10 +75,10 @@ def evaluate(
     """Perplexity and KL divergence on a text. Teacher forced."""
     from kbit.bench import gpu_timing
 
-    if bits is None and (plain or calibrate or peers or embedding_bits is not None):
+    if bits is None and (plain or calibrate or peers or codebook or embedding_bits is not None):
         raise ValueError(
-            "--plain, --calibrate, --embedding-bits and --peers say how to quantize in memory. Add --bits, "
-            "such as 4."
+            "--plain, --calibrate, --codebook, --embedding-bits and --peers say how to quantize in memory. "
+            "Add --bits, such as 4."
         )
     if bits is not None and reference is not None:
         raise ValueError("with --bits, FOLDER itself is the reference. Drop --reference, or --bits.")
@@ -82,7 +86,7 @@ def evaluate(
     find_device(device)
     load = functools.partial(load_model, dtype=known_dtype(dtype), device=device)
     methods = ["plain"] * plain + ["search"] + ["calibrated"] * (calibrate is not None)
-    policies = [] if bits is None else _policies(widths(bits), methods, embedding_bits)
+    policies = [] if bits is None else _policies(widths(bits), methods, codebook or ["nf"], embedding_bits)
     passage, samples = read_text(text), None
     other = None if calibrate is None else _text_to_calibrate_by(calibrate, passage)
     formats = _peers() if peers else []
@@ -124,18 +128,23 @@ def _peers() -> list[Format]:
 
 
 def _policies(
-    widths: list[int], methods: list[str], embedding_bits: int | None
+    widths: list[int], methods: list[str], codebooks: list[str], embedding_bits: int | None
 ) -> list[tuple[str, QuantizationPolicy]]:
-    """(method, policy) for each width and method, "calibrated" being by samples.
+    """(method, policy) for each width, method and codebook; a method names any but the default codebook.
 
     Raises:
-        ValueError: embeddings cannot have so many bits.
+        OSError, ValueError: embeddings cannot have so many bits, or a codebook is none.
     """
+    from kbit.cli.codebooks import parse_codebook
     from kbit.format import QuantizationPolicy
 
+    named = {"" if given == "nf" else f", {Path(given).stem}": parse_codebook(given) for given in codebooks}
     return [
-        (method, QuantizationPolicy(bits=width, search=method != "plain", embedding_bits=embedding_bits))
-        for width, method in itertools.product(widths, methods)
+        (
+            method + name,
+            QuantizationPolicy(width, levels, search=method != "plain", embedding_bits=embedding_bits),
+        )
+        for width, (name, levels), method in itertools.product(widths, named.items(), methods)
     ]
 
 
@@ -167,8 +176,8 @@ def _in_memory(
     samples: torch.Tensor | None,
     load: Callable[[Path], Any],
 ) -> list[dict[str, Any]]:
-    """Rows for the unquantized model, for each method and policy, "calibrated" being by the samples, and for
-    each format of others, in which the same weights are stored.
+    """Rows for the unquantized model, for each method and policy, "calibrated" ones being by the samples, and
+    for each format of others, in which the same weights are stored.
     """
     from kbit import quantize_model
     from kbit.bench.quality import quantized_weights, sharing_copy, sizes_of
@@ -179,7 +188,9 @@ def _in_memory(
     models = {own: base}
     rows: dict[str, dict[str, Any]] = {own: {"bits": None, "method": "unquantized"}}
     for method, policy in policies:
-        calibration = None if method != "calibrated" or samples is None else samples.to(base.device).split(1)
+        calibration = None
+        if samples is not None and method.startswith("calibrated"):
+            calibration = samples.to(base.device).split(1)
         name = f"{own} k={policy.bits} {method}"
         with console.status(name):
             model = models[name] = quantize_model(sharing_copy(base), policy, calibration=calibration)

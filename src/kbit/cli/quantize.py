@@ -67,7 +67,11 @@ def quantize(
         int | None, typer.Option(help="Quantize embeddings and output head too, to so many bits.")
     ] = None,
     codebook: Annotated[
-        str, typer.Option(help="Levels that codes stand for: nf (normal-float), or a JSON file of them.")
+        str,
+        typer.Option(
+            help="Levels that codes stand for: nf (normal-float), bof (block-wise optimal float), or a JSON "
+            "file of them."
+        ),
     ] = "nf",
     absmax: Annotated[
         str,

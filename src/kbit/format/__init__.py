@@ -1,6 +1,13 @@
 """The format, in pure PyTorch: codebooks, E4M4, bit-planes, `QuantizedTensor`, policy, checkpoint names."""
 
-from kbit.format.codebook import BLOCK_SIZE, CODEBOOKS, SUPPORTED_BITS, get_codebook, normal_float
+from kbit.format.codebook import (
+    BLOCK_SIZE,
+    CODEBOOKS,
+    SUPPORTED_BITS,
+    block_optimal_float,
+    get_codebook,
+    normal_float,
+)
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.scales import ABSMAX_FORMATS
 from kbit.format.tensor import QuantizedTensor
@@ -12,6 +19,7 @@ __all__ = [
     "SUPPORTED_BITS",
     "QuantizationPolicy",
     "QuantizedTensor",
+    "block_optimal_float",
     "get_codebook",
     "normal_float",
 ]

@@ -75,7 +75,41 @@ def normal_float(bits: int) -> torch.Tensor:
     return torch.tensor(_NORMAL_FLOAT[check_bits(bits)], dtype=torch.float32, device="cpu")
 
 
-CODEBOOKS: dict[str, Callable[[int], torch.Tensor]] = {"nf": normal_float}
+# Upper halves. Of 2^24 normal numbers by `kbit.quantizers.fit_codebook`, twice; the last digit is noise.
+_BLOCK_OPTIMAL = {
+    2: (0.2892, 1.0),
+    3: (0.1062, 0.3313, 0.6014, 1.0),
+    4: (0.0470, 0.1428, 0.2435, 0.3517, 0.4707, 0.6064, 0.7710, 1.0),
+    5: (
+        *(0.0211, 0.0640, 0.1080, 0.1532, 0.1992, 0.2463, 0.2950, 0.3458),
+        *(0.3993, 0.4561, 0.5170, 0.5834, 0.6567, 0.7382, 0.8293, 1.0),
+    ),
+}
+
+
+def block_optimal_float(bits: int) -> torch.Tensor:
+    """The codebook with the least squared error on normal weights, with block scales as search finds them.
+
+    Args:
+        bits: code width, 2 to 5.
+
+    Returns:
+        float32 [2^bits] on the CPU, ascending, symmetric around 0, largest magnitude 1.
+
+    Raises:
+        ValueError: `bits` is not in 2..5.
+
+    The method is that of Blumenberg et al., "BOF4" (2025): Lloyd's algorithm on normal numbers in blocks. The
+    levels are not theirs, because blocks, and how their scales are chosen and stored, are this format's.
+
+    >>> block_optimal_float(3)[4:]
+    tensor([0.1062, 0.3313, 0.6014, 1.0000])
+    """
+    upper = torch.tensor(_BLOCK_OPTIMAL[check_bits(bits)], dtype=torch.float32, device="cpu")
+    return torch.cat([-upper.flip(0), upper])
+
+
+CODEBOOKS: dict[str, Callable[[int], torch.Tensor]] = {"nf": normal_float, "bof": block_optimal_float}
 
 
 def validate_codebook(codebook: torch.Tensor, bits: int, where: str = "") -> None:
@@ -113,7 +147,7 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int, wher
     """Resolve a codebook given by name, as numbers or as a tensor.
 
     Args:
-        codebook: a name in `CODEBOOKS` ("nf"), 2^bits numbers, or a floating-point tensor of them.
+        codebook: a name in `CODEBOOKS` ("nf", "bof"), 2^bits numbers, or a floating-point tensor of them.
         bits: code width, 2 to 5.
         where: name of the layer, for messages.
 

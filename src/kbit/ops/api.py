@@ -30,7 +30,7 @@ def quantize(
     Args:
         w: [N, K] or [E, N, K], float32, float16 or bfloat16, finite; any N and K >= 1. Gradients end here.
         bits: code width, 2 to 5.
-        codebook: "nf", or 2^bits ascending levels with largest magnitude 1.
+        codebook: "nf", "bof", or 2^bits ascending levels with largest magnitude 1.
         scale: block scale format: "e4m4" (one byte), "float16" or "float32".
         search: pick each block's scale for the least squared error among its neighbours (default), or
             take the rounded absmax.

@@ -20,7 +20,8 @@ class KbitConfig(QuantizationPolicy, QuantizationConfigMixin):
         overrides: {regular expression: bits} for modules whose name it is found in; 0 leaves them out.
         modules_to_not_convert: names of modules that stay as they are, with all inside them.
         embedding_bits: width of embeddings and output head, which else stay as they are.
-        codebook: "nf" (normal-float, the default), 2^bits levels, or {bits: levels}.
+        codebook: "nf" (normal-float, the default), "bof" (block-wise optimal float), 2^bits levels, or
+            {bits: levels}.
         search: search block scales (default) or take each block's largest weight.
         absmax_format: of block scales, "e4m4" (a byte, the default), "float16" or "float32".
 
