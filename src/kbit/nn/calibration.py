@@ -38,6 +38,8 @@ Group = tuple[int, list[str]]  # bits, and the names that lead to one weight
 class Hessians:
     """Sums of x x^T over the activations x of a module's weights: float32 [K, K], or [E, K, K] of experts.
 
+    And how many activations there were, [] or [E].
+
     Args:
         module: a linear layer or fused experts.
         name: its name in its model, for messages.
@@ -49,6 +51,7 @@ class Hessians:
             name: torch.zeros(_shape_of_sums(weight), dtype=torch.float32, device=weight.device)
             for name, weight in _weights(module).items()
         }
+        self.counts = {name: torch.zeros(sums.shape[:-2]) for name, sums in self.sums.items()}
 
     def watch(self, module: nn.Module) -> Any:
         """Have a module's calls add to the sums; returns the hook's handle."""
@@ -59,6 +62,7 @@ class Hessians:
     def _add(self, name: str, x: torch.Tensor, expert: int | None = None) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
         self.sums[name][... if expert is None else expert] += rows.t() @ rows
+        self.counts[name][... if expert is None else expert] += len(rows)
 
     def _check(self, key: str, x: torch.Tensor) -> None:
         """Check x before it is multiplied here: the module, which would say more, is called later."""
@@ -230,12 +234,12 @@ def calibrated_layer(
     kind: Any = KbitLinear if isinstance(module, nn.Linear) else KbitExperts
     layer: QuantizedModule = kind.empty_like(module, bits, policy.absmax_format, name, device="meta")
     for key, weight in _weights(module).items():
-        sums = hessians.sums.pop(key)
+        sums, counts = hessians.sums.pop(key), hessians.counts[key]
         try:
             if weight.dim() == 2:
-                parts = parts_of(_matrices(weight, calibrated.spread(sums), bits, policy))
+                parts = parts_of(_matrices(weight, calibrated.spread(sums, counts), bits, policy))
             else:
-                parts = _experts(weight, sums, WEIGHTS[key] if apart else 1, bits, policy)
+                parts = _experts(weight, (sums, counts), WEIGHTS[key] if apart else 1, bits, policy)
         except NonFiniteWeightError:
             raise ValueError(
                 f"quantize_model: errors that are spread over the columns of {name}.{key} became NaN or Inf. "
@@ -245,14 +249,16 @@ def calibrated_layer(
     return layer
 
 
-def _experts(w: torch.Tensor, sums: torch.Tensor, count: int, bits: int, policy: QuantizationPolicy) -> Parts:
-    """Of [E, count * N, K]: `count` matrices above each other, each with a factor of its own."""
-    parts = w.chunk(count, dim=-2)
+def _experts(
+    w: torch.Tensor, seen: tuple[torch.Tensor, torch.Tensor], above: int, bits: int, policy: QuantizationPolicy
+) -> Parts:
+    """Of [E, above * N, K]: so many matrices above each other, each with a factor of its own."""
+    parts, (sums, counts) = w.chunk(above, dim=-2), seen
     stacks: list[list[QuantizedTensor]] = [[] for _ in parts]
     step = max(1, _EXPERT_BYTES // (8 * sums.shape[-1] ** 2))
     for first in range(0, len(w), step):
         experts = slice(first, first + step)
-        spread = calibrated.spread(sums[experts])
+        spread = calibrated.spread(sums[experts], counts[experts])
         for stack, part in zip(stacks, parts, strict=True):
             stack.append(_matrices(part[experts], spread, bits, policy))
     return fuse_rows([_joined(stack) for stack in stacks])

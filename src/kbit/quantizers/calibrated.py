@@ -22,13 +22,18 @@ from kbit.quantizers import absmax, scale_search
 # thousand tokens of other prose, the divergence was 0.0596 by that and is 0.0511; by 32 thousand of its own
 # kind 0.0388 and 0.0386. Columns by falling diagonal, block by block, changed neither.
 _DAMPING = 0.1
+# The same, times K, divided by the number of activations. What columns seem to share is chance as far as that is
+# small: with 512 tokens, and 2 bits, the divergence was 0.277 without this and 0.252 without calibration; with
+# this it is 0.243. From 32 thousand tokens on it changes nothing.
+_DAMPING_OF_FEW = 1.0
 
 
-def spread(hessian: torch.Tensor) -> torch.Tensor:
+def spread(hessian: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """How errors of columns spread: U of H^-1 = U^T U; the identity where there was no activation.
 
     Args:
         hessian: float32 [..., K, K], the sum of x x^T over activations x [K]; finite.
+        count: [...], of activations; the fewer, the less is spread.
 
     Returns:
         float32 [..., K', K'], upper triangular; K' is K rounded up to whole blocks.
@@ -37,7 +42,8 @@ def spread(hessian: torch.Tensor) -> torch.Tensor:
     h = F.pad(hessian.double(), (0, padding, 0, padding))
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.mean(-1, keepdim=True)
-    diagonal += torch.where(mean > 0, _DAMPING * mean, 1.0)
+    few = _DAMPING_OF_FEW * hessian.shape[-1] / count.to(diagonal).clamp(min=1)[..., None]
+    diagonal += torch.where(mean > 0, few.clamp(min=_DAMPING) * mean, 1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
     return torch.linalg.cholesky(inverse, upper=True).float()
 
