@@ -164,6 +164,19 @@ def test_biases_of_tokens_that_there_are_not_are_refused():
         serve_fitting._check_bias(settings, model)
 
 
+def test_tokens_that_there_are_not_are_refused():
+    model = SimpleNamespace(config=PretrainedConfig(vocab_size=72), generation_config=GenerationConfig())
+    model.generation_config.pad_token_id = 100  # its own, which nobody looks for
+    for given in ({}, {"pad_token_id": 100}, {"eos_token_id": [-1, 71]}, {"forced_eos_token_id": 0}):
+        serve_fitting._check_tokens(GenerationConfig(**given), model)
+    for given in ({"forced_eos_token_id": [5, 72]}, {"eos_token_id": 72}, {"pad_token_id": -2}):
+        with pytest.raises(
+            serve_fields.RequestError, match="names token (72|-2), and the model has 72"
+        ) as found:
+            serve_fitting._check_tokens(GenerationConfig(**given), model)
+        assert found.value.field == "generation_config"
+
+
 @pytest.mark.parametrize("given", [{(5,): 1, (6, 7): -3}, [[[5], 1], [[6, 7], -3]]], ids=["object", "list"])
 def test_biases_become_floats(given):
     made = GenerationConfig(sequence_bias=given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 
 from kbit.bench import random_models
 from kbit.bench import serve as bench
+from kbit.cli import serve_bodies
 from serve_processes import BATCHED, own_process
 from tiny_models import ARCHITECTURES, write_config
 
@@ -172,10 +174,10 @@ def test_arguments_of_the_chat_template(served):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prefill_chunk_size": 0},
-        {"cache_implementation": "offloaded"},
-        {"cache_implementation": "bogus"},
-        {"num_beams": 0},
+        {"pad_token_id": "x"},
+        {"bad_words_ids": 5},
+        {"exponential_decay_length_penalty": 1},
+        {"num_beams": 2, "length_penalty": "x"},
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -187,6 +189,79 @@ def test_settings_that_generate_does_not_survive(settings, stream, one_by_one):
     assert field == "generation_config"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"assistant_early_exit": -1},
+        {"assistant_early_exit": 0},
+        {"num_beams": 100_000},
+        {"forced_eos_token_id": [10**9]},
+        {"use_cache": False},
+    ],
+)
+def test_later_requests_are_answered_as_before(settings, stream, served):
+    """The first two had left the model without layers, the third takes all memory, the fourth a GPU's use."""
+    given = {"prompt": "1 2 3", "max_tokens": 3}
+    before = asked(served, "/v1/completions", **given)
+    message, field = refused(
+        served, "/v1/completions", **given, stream=stream, generation_config=json.dumps(settings)
+    )
+    assert next(iter(settings)) in message
+    assert field == "generation_config"
+    after = asked(served, "/v1/completions", **given)
+    assert [status for status, _ in (before, after)] == [200, 200]
+    first, second = (json.loads(answer)["choices"] for _, answer in (before, after))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 16, "length_penalty": 0.5, "early_stopping": True},
+        {"do_sample": True, "min_p": 0.1, "typical_p": 0.9, "top_k": 5, "watermarking_config": {"bias": 2.0}},
+        {"bad_words_ids": [[5], [6, 7]], "suppress_tokens": [8], "no_repeat_ngram_size": 2, "min_length": 4},
+        {"guidance_scale": 1.5, "max_time": 60.0, "use_cache": True, "repetition_penalty": 1.1},
+        {"prompt_lookup_num_tokens": 64, "max_matching_ngram_size": 16, "eos_token_id": [-1, 5]},
+    ],
+)
+def test_settings_of_all_kinds(settings, served):
+    settings = {"max_new_tokens": 3} | settings
+    tokens, _ = completed(served, "1 2 3", generation_config=settings)
+    assert 1 <= tokens <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"suppress_tokens": [*range(1000)], "temperature": 0.5},
+        {"sequence_bias": [[[5], math.inf]]},
+        {"repetition_penalty": 1e-45},
+    ],
+    ids=[*("suppressed", "infinite", "tiny")],
+)
+def test_where_no_token_can_be_drawn(settings, stream, folder, one_by_one):
+    """On a GPU, drawing one would end the server."""
+    if "suppress_tokens" in settings:
+        words = json.loads((folder / "config.json").read_text())["vocab_size"]
+        settings = settings | {"suppress_tokens": [*range(words)]}
+    settings = json.dumps({"do_sample": True, "max_new_tokens": 3} | settings)
+    message, field = refused(
+        one_by_one, "/v1/completions", prompt="1 2 3", stream=stream, generation_config=settings
+    )
+    assert "no token can be drawn by these settings" in message
+    assert field == "generation_config"
+    assert completed(one_by_one, "1 2", max_tokens=3) == (3, "length")
+
+
+def test_a_body_larger_than_any_prompt(one_by_one):
+    status, answer = asked(one_by_one, "/v1/completions", prompt="1 " * (serve_bodies.MOST_BYTES // 2))
+    assert status == 413, answer
+    assert json.loads(answer)["error"]["message"].startswith("a request may have at most 33,554,432 bytes")
+    assert completed(one_by_one, "1 2", max_tokens=3) == (3, "length")
+
+
 def test_a_field_that_is_echoed(one_by_one):
     message, field = refused(one_by_one, RESPONSES, **SAID[RESPONSES], parallel_tool_calls="x")
     assert (message, field) == ("parallel_tool_calls must be true or false.", "parallel_tool_calls")
@@ -196,8 +271,8 @@ def test_a_field_that_is_echoed(one_by_one):
 def test_streams_that_cannot_be_computed_do_not_begin(path, one_by_one):
     """Chats and responses would begin with chunks that need no model."""
     given = SAID.get(path, {"prompt": "1 2"})
-    unknown = {"max_new_tokens": 3, "cache_implementation": "quantized", "cache_config": {"backend": 'x"y'}}
-    message, field = refused(one_by_one, path, **given, stream=True, generation_config=json.dumps(unknown))
+    wrong = json.dumps({"max_new_tokens": 3, "bad_words_ids": 'x"y'})
+    message, field = refused(one_by_one, path, **given, stream=True, generation_config=wrong)
     assert message.startswith("the request's settings are of no use: ")
     assert field == "generation_config"
 
@@ -223,11 +298,12 @@ def test_answers_that_are_given_back_without_tool_calls(nothing, served):
 
 
 @pytest.mark.parametrize("options", [[], BATCHED], ids=["one by one", "batched"])
-def test_a_models_own_settings_that_a_stream_cannot_have(options, folder, tmp_path):
+def test_a_models_own_settings_that_an_answer_cannot_have(options, folder, tmp_path):
     own = shutil.copytree(folder, tmp_path / "own")
     file = own / "generation_config.json"
-    bias = {"num_beams": 2, "num_return_sequences": 2, "sequence_bias": [[[5], -30.0]]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | bias))
+    wished = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}
+    wished["sequence_bias"] = [[[5], -30.0]]
+    file.write_text(json.dumps(json.loads(file.read_text()) | wished))
     with server(own, options) as served:
         for stream in (False, True):
             status, answer = asked(served, CHAT, **SAID[CHAT], stream=stream)

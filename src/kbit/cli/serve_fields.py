@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kbit.cli.generate import HALF_A_PAIR, LEAST_TEMPERATURE
+from kbit.cli.serve_settings import wrong_settings
 from kbit.cli.serve_template import wrong_template_kwargs
 
 _MOST = 1e6
@@ -139,25 +140,18 @@ def check_settings(body: Mapping[str, Any], processor: Any = None) -> None:
 
 
 def _check_generation_config(text: Any) -> None:
-    """Raises RequestError where settings in a string are none, or out of range."""
+    """Raises RequestError where settings in a string are none, out of range, or not a request's to set."""
     try:
         settings = json.loads(text)
     except (TypeError, ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        wrong = "generation_config must be a string that holds a JSON object of settings."
-        raise RequestError(wrong, "generation_config")
+        told = "generation_config must be a string that holds a JSON object of settings."
+        raise RequestError(told, "generation_config")
     check_numbers(settings)
-    _check_ends(settings)
-    _check_stops(settings.get("stop_strings"), "generation_config")
-
-
-def _check_ends(settings: Mapping[str, Any]) -> None:
-    """Raises RequestError where the tokens that end an answer are none."""
-    ends = settings.get("eos_token_id")
-    if ends is not None and not all(type(one) is int for one in (ends if isinstance(ends, list) else [ends])):
-        wrong = f"eos_token_id must be a whole number or a list of them, got {ends!r:.40}."
+    if wrong := wrong_settings(settings):
         raise RequestError(wrong, "generation_config")
+    _check_stops(settings.get("stop_strings"), "generation_config")
 
 
 def _check_stops(stop: Any, field: str) -> None:

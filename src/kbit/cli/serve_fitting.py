@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from kbit.cli.serve_fields import RequestError, tokens_of
+from kbit.cli.serve_sampling import with_something_to_draw
 from kbit.cli.texts import known_positions, too_long, wrong_ids
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
 _SHARED = ("do_sample", "temperature", "top_p", "top_k", "use_cache")
+_OF_TOKENS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "pad_token_id", "bos_token_id")
 _TOKENS_OF_GENERATE = 20  # of an answer, where nobody says how long it may get
 
 
@@ -113,6 +115,22 @@ def _check_bias(settings: Any, model: Any) -> None:
         raise RequestError(f"logit_bias names token {wrong}, and the model has {most}.", "logit_bias")
 
 
+def _check_tokens(settings: Any, model: Any) -> None:
+    """Raises RequestError for single tokens of a request that the model does not have.
+
+    On a GPU, looking for their logits would end this process's use of it. -1 is the last one to PyTorch, and
+    none at all to those who want an answer without an end. The model's own settings are left as they are.
+    """
+    most = getattr(model.config.get_text_config(), "vocab_size", None)
+    for name in _OF_TOKENS:
+        given = getattr(settings, name, None)
+        if most is None or given == getattr(model.generation_config, name, None):
+            continue
+        tokens = given if isinstance(given, list) else [given]
+        if wrong := next((one for one in tokens if isinstance(one, int) and not -1 <= one < most), None):
+            raise RequestError(f"{name} names token {wrong}, and the model has {most}.", "generation_config")
+
+
 def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
     """A manager's method to generate, for requests that fit its cache."""
 
@@ -132,8 +150,11 @@ def _fitted(generate: Callable[..., Any]) -> Callable[..., Any]:
         fit(tokens, gen_config, _room(self), known_positions(model), model.generation_config)
         _check_ids(ids, model)
         _check_bias(gen_config, model)
+        _check_tokens(gen_config, model)
         if hasattr(self, "_cb"):  # the client's may be that of another request under way
             request_id = str(uuid.uuid4())
+        else:
+            inputs = with_something_to_draw(inputs, gen_config, model.generation_config)
         return generate(self, model, processor, inputs, gen_config, request_id, *args, **kw)
 
     return fitted

@@ -105,7 +105,8 @@ def _stoppable(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
         gone = _gone.get()
         if gone is None:
             return await generate(self, model, processor, inputs, *args, **named)
-        checked = {**inputs, "logits_processor": LogitsProcessorList([_raising(gone)])}
+        processors = [*inputs.get("logits_processor", ()), _raising(gone)]
+        checked = {**inputs, "logits_processor": LogitsProcessorList(processors)}
         token = _stops.set(gone)
         try:
             return await generate(self, model, processor, checked, *args, **named)

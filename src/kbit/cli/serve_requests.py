@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kbit.cli.serve_bodies import refuse_large_bodies
 from kbit.cli.serve_fields import (
     RequestError,
     check_settings,
@@ -56,6 +57,7 @@ def refuse_malformed() -> None:
     fit_requests()
     note_streams()
     refuse_other_models()
+    refuse_large_bodies()
 
 
 def _of_no_use(said: str, field: str | None) -> RequestError:
@@ -99,6 +101,7 @@ def _make_one(settings: Any, given: Mapping[str, Any], streamed: Any) -> None:
             answer = "a streamed answer" if name == "num_beams" else "an answer"
             raise ValueError(f"{name} of {answer} is 1, got {asked!r:.40}")
         setattr(settings, name, 1 if asked is None else asked)
+    settings.return_dict_in_generate = False  # the server wants the tokens alone
 
 
 def _read(reader: Callable[..., Any], field: str) -> Callable[..., Any]:

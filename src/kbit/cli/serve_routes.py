@@ -54,10 +54,10 @@ def _telling(build: Callable[..., Any]) -> Callable[..., Any]:
     return telling
 
 
-def answer_to(error: RequestError, field: str | None = None) -> Any:
+def answer_to(error: RequestError, field: str | None = None, status: int = 400) -> Any:
     """The response to a request that is refused; `field` is the one that is at fault where none is named."""
     from fastapi.responses import JSONResponse
 
     named = error.field or field
     told = {"message": str(error), "type": "invalid_request_error", "param": named, "code": None}
-    return JSONResponse({"error": told}, status_code=400)
+    return JSONResponse({"error": told}, status_code=status)
