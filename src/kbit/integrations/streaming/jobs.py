@@ -54,7 +54,7 @@ class Job:
 
 
 def plan_jobs(source: Path, policy: QuantizationPolicy) -> tuple[dict[str, Any], list[Job]]:
-    """Decide what happens to every tensor of a checkpoint; reads headers only.
+    """Decide what happens to every tensor of a checkpoint; reads headers, and tied weights that it has twice.
 
     Raises:
         TypeError: the policy is none.

@@ -13,6 +13,8 @@ import torch
 
 from kbit.format.safetensors_header import TensorInfo
 
+_COMPARED = 16 * 2**20  # bytes at a time: tables have gigabytes, and most that differ do so at once
+
 
 def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int | None = None) -> torch.Tensor:
     """One tensor.
@@ -30,7 +32,7 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
     if expert is not None:
         start += expert * (info.nbytes // max(1, shape.pop(0)))
     # Pinned tensors come from torch's cache of them, so there is no allocation for most reads.
-    tensor = torch.empty(shape, dtype=info.dtype, pin_memory=device.type == "cuda")
+    tensor = torch.empty(shape, dtype=info.dtype, device="cpu", pin_memory=device.type == "cuda")
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     raw = memoryview(array)
     with info.file.open("rb", buffering=0) as file:
@@ -46,3 +48,24 @@ def read_tensor(name: str, info: TensorInfo, device: torch.device, expert: int |
                 raise ValueError(f"{info.file} is truncated: {name} ends after {done} of {len(raw)} bytes.")
             done += count
     return tensor.to(device)
+
+
+def are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo]) -> bool:
+    """Whether two tensors, (name, info), have the same dtype, shape and bits. Reads up to where they differ.
+
+    Raises:
+        ValueError: see `read_tensor`.
+    """
+    infos = [info for _, info in (one, other)]
+    if len({(info.dtype, info.shape) for info in infos}) > 1:
+        return False
+    size, cpu = infos[0].nbytes, torch.device("cpu")
+    for start in range(0, size, _COMPARED):
+        count = min(_COMPARED, size - start)
+        pieces = [
+            read_tensor(name, TensorInfo(info.file, torch.uint8, (count,), info.offset + start), cpu)
+            for name, info in (one, other)
+        ]
+        if not torch.equal(*pieces):
+            return False
+    return True

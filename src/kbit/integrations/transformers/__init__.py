@@ -8,12 +8,13 @@ transformers; asking it for `KbitConfig` does.
     in_memory                        what this quantizer and that of NVFP4 share
     config_parts                     configs that a config holds
     key_mapping                      what else tensors are called in the files of a load
+    sections                         loads of codes by a config that does not say kbit, or is damaged
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors
     drawn                            layers that the weights turn out to hold nothing of
     report, rehearsal                what stayed in 16 bits; what a load would miss, from the headers
     counting                         `num_parameters`
-    tied_modules                     which of them share a weight, by all their names
+    tied_modules, stored_ties        which of them share a weight, by all their names; what files hold twice
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     tying, drafts                    `tie_weights`; heads of drafts that have another tokenizer
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on

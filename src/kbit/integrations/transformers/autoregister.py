@@ -16,9 +16,11 @@ from kbit.integrations.transformers.counting import guard_counting
 from kbit.integrations.transformers.drafts import guard_drafts
 from kbit.integrations.transformers.key_mapping import guard_loading
 from kbit.integrations.transformers.resizing import guard_resizing
+from kbit.integrations.transformers.sections import guard_configs, guard_weights
 from kbit.integrations.transformers.tying import guard_tying
 
 _REGISTRY = "transformers.quantizers.auto"
+_CONFIGS = "transformers.configuration_utils"
 _MODELS = "transformers.modeling_utils"
 _DRAFTS = "transformers.generation.candidate_generator"
 _LORA_CONFIG = "peft.tuners.lora.config"
@@ -31,6 +33,7 @@ def install() -> None:
     """Register now, or as soon as those libraries are imported. Calling it again changes nothing."""
     inplace.install()
     when_imported(_REGISTRY, register, complete="register_quantizer")
+    when_imported(_CONFIGS, guard_configs, complete="PreTrainedConfig")
     when_imported(_MODELS, _guard_models, complete="PreTrainedModel")
     when_imported(_DRAFTS, guard_drafts, complete="_PruneReindexingLMHead")
     when_imported(_LORA_CONFIG, register_peft, complete="LoraConfig")
@@ -44,6 +47,7 @@ def _guard_models(module: ModuleType) -> None:
     guard_loading(module)
     guard_resizing(module)
     guard_tying(module)
+    guard_weights(module)
     inplace.guard_saving(module)
 
 

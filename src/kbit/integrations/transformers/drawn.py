@@ -10,6 +10,7 @@ from torch import nn
 from kbit.format.names import ABSMAX, PACKED, original_of
 from kbit.format.reference import blocks_of
 from kbit.integrations.transformers.plan import Plan
+from kbit.integrations.transformers.sections import refuse_codes
 from kbit.nn.support import names_of_modules
 
 
@@ -25,11 +26,12 @@ def undo_after_loading(model: Any, plan: Plan, replaced: Mapping[str, nn.Module]
         replaced: the modules that the layers stand for, by path.
 
     Raises:
-        ValueError: later, while the model is loaded: a weight has another shape than its layer.
+        ValueError: later, while the model is loaded: a weight has another shape than its layer, or is codes.
     """
 
     def marking(info: Any) -> None:
         del vars(model)["mark_tied_weights_as_initialized"]
+        refuse_codes(model, info.unexpected_keys)
         _refuse_other_shapes(model, replaced, info)
         _put_back(model, plan, replaced, info)
         model.mark_tied_weights_as_initialized(info)

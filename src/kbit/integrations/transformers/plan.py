@@ -21,6 +21,7 @@ from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.ties import contradictions, width_of
 from kbit.format.unmatched import unmatched
+from kbit.integrations.transformers import stored_ties
 from kbit.integrations.transformers.names import (
     Transforms,
     loading_transforms,
@@ -75,7 +76,8 @@ def build_plan(
     """Decide about every parameter of a model.
 
     Args:
-        model: a PreTrainedModel on the meta device, not yet changed.
+        model: a PreTrainedModel on the meta device, not yet changed. What its files show to be two weights
+            is taken out of its ties.
         policy: the decision rule. It is asked with the module's name in the checkpoint and that in the model;
             for a quantized checkpoint with the former alone, which its config speaks of.
         index: the checkpoint's tensors; None if unknown, then the model's are taken.
@@ -95,6 +97,8 @@ def build_plan(
     """
     transforms = loading_transforms(model)
     routes = _routes(model, index, pre_quantized, transforms)
+    if index is not None:
+        stored_ties.forget_broken(model, policy, index, routes)
     tied = {} if pre_quantized else _tied_by_routes(model, routes, index is not None)
     if not pre_quantized:
         _warn_about_names(model, policy, routes, tied, index is not None)
@@ -114,6 +118,9 @@ def build_plan(
         planned.sources.setdefault(pattern or name, []).append(name)
         if name + SCALE in stored:
             planned.scaled.add(name)
+    for source, (name, target, *_) in [*stored_ties.copies(model, plan, routes)]:
+        plan[target] = Planned(plan[source].bits, {name: [name]})
+        widths[target] = {plan[source].bits: name}
     _drop_unsupported(model, plan, transforms[1], plain if pre_quantized else None)
     together: dict[str, dict[int, str]] = {}
     for target in plan:
@@ -171,8 +178,8 @@ def _width(policy: QuantizationPolicy, route: Route, tied: Tied) -> int | None:
 def _tied_by_routes(model: Any, routes: Iterable[Route], of_files: bool) -> Tied:
     """The modules that share each routed parameter, the one whose name decides first.
 
-    That is the embedding; but where files hold tensors of several, each is its own, since transformers ties
-    them only if they turn out to be equal.
+    That is the embedding; but where files hold tensors of several, which are equal then, each is its own:
+    of two widths they are two weights.
     """
     own = {route.target: route.modules for route in routes}
     paths = {holder_of(target) for target in own} if of_files else set()

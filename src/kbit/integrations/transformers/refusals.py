@@ -138,7 +138,8 @@ def refuse_unlike(model: Any, stored: Mapping[str, int | None]) -> None:
     """Refuse what the checkpoint has by several names and the policy does not treat alike.
 
     Of tied weights only what cannot be held is refused: a quantized weight tied to one that is not. The other
-    way round the latter is left out, and of two widths transformers ties nothing and says so.
+    way round the former is quantized, too (`stored_ties`), and of two widths transformers ties nothing and
+    says so.
 
     Args:
         model: see `build_plan`.
