@@ -41,7 +41,9 @@ def decoded(parts: tuple[torch.Tensor, ...], codebook: torch.Tensor, columns: in
 def test_products_come_out_closer(bits: int, form: str, columns: int) -> None:
     w, (x, unseen) = torch.randn(24, columns), correlated(800, columns).split(400)
     codebook = kbit.normal_float(bits)
-    parts = calibrated.quantize(w, calibrated.spread(x.t() @ x, torch.tensor(len(x))), codebook, form, search=True)
+    parts = calibrated.quantize(
+        w, calibrated.spread(x.t() @ x, torch.tensor(len(x))), codebook, form, search=True
+    )
     plain = kbit.dequantize(kbit.quantize(w, bits, scale=form))
     error, before = (
         (unseen @ (v - w).t()).square().sum() for v in (decoded(parts, codebook, columns), plain)

@@ -250,7 +250,11 @@ def calibrated_layer(
 
 
 def _experts(
-    w: torch.Tensor, seen: tuple[torch.Tensor, torch.Tensor], above: int, bits: int, policy: QuantizationPolicy
+    w: torch.Tensor,
+    seen: tuple[torch.Tensor, torch.Tensor],
+    above: int,
+    bits: int,
+    policy: QuantizationPolicy,
 ) -> Parts:
     """Of [E, above * N, K]: so many matrices above each other, each with a factor of its own."""
     parts, (sums, counts) = w.chunk(above, dim=-2), seen

@@ -175,7 +175,7 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
         setattr(new, name, getattr(old, name))
     own = vars(old).get(_OWN, ())
     if type(old) in (nn.Linear, nn.Embedding):
-        usual = {"forward", *_usual_attributes(type(old))}  # accelerate's hook has a place of its own
+        usual = {"forward", *_usual_attributes(isinstance(old, nn.Linear))}  # `keep_device_hook` has that one
         own = tuple(name for name in vars(old) if name not in usual and not name.startswith("_"))
     for name in own:
         if not hasattr(new, name):
@@ -185,8 +185,9 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 @functools.cache
-def _usual_attributes(kind: type[nn.Linear] | type[nn.Embedding]) -> frozenset[str]:
-    return frozenset(vars(kind(1, 1, device="meta")))
+def _usual_attributes(is_linear: bool) -> frozenset[str]:
+    """What every linear layer, or every embedding, has."""
+    return frozenset(vars((nn.Linear if is_linear else nn.Embedding)(1, 1, device="meta")))
 
 
 def keep_device_hook(old: nn.Module, new: nn.Module) -> None:

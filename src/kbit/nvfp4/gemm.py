@@ -110,7 +110,8 @@ def linear_nvfp4(
     kernels = kernels_for(x, w=w.codes, bias=bias)
     if grad_checks.wants_grad(x, bias) or grad_checks.in_transform():
         with without_autocast(x.device):
-            return F.linear(*in_whole_steps(x, dequantize_nvfp4(w, x.dtype)), bias)
+            x, decoded = in_whole_steps(x, dequantize_nvfp4(w, x.dtype))
+            return F.linear(x, decoded, bias)
     if w.layout != "tiled":
         return kernels.linear(x, *w.nv(), float(w.global_scale), bias)
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -16,9 +16,9 @@ _CHUNK_WEIGHTS = 8 * 2**20
 # result of `grad_input`.
 GPU_CHUNK_WEIGHTS = 128 * 2**20
 
-# Where cuBLAS splits K of a 16-bit product, it may leave out columns behind the last whole step of 64: that of
-# CUDA 13.0 on Hopper, with few rows or columns, for K of 11528 and some 20 others up to 24000. Other versions
-# do for other K, and other GPUs may have longer steps.
+# Where cuBLAS splits K of a 16-bit product, it may leave out columns behind the last whole step of 64: that
+# of CUDA 13.0 on Hopper, with few rows or columns, for K of 11528 and some 20 others up to 24000. Other
+# versions do for other K, and other GPUs may have longer steps.
 _STEP, _LONGEST_WHOLE = 128, 4096
 
 Decode = Callable[[int, torch.Tensor], None]
@@ -42,7 +42,8 @@ def matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch
     with without_autocast(x.device):
         if x.is_cuda:
             # cuBLAS accumulates in float32 and rounds once.
-            return F.linear(*in_whole_steps(x, w), bias)
+            x, w = in_whole_steps(x, w)
+            return F.linear(x, w, bias)
         y = F.linear(x.float(), w.float(), None if bias is None else bias.float())
         return y.to(x.dtype)
 
