@@ -127,6 +127,8 @@ def kbit_ways(problem: Problem, device: torch.device) -> Ways:
     if not problem.one_hot or bias is not None:
         want = sums.within(eps + of_sums).rounded(problem.dtype)
         tight = sums.within(of_sums).rounded(problem.dtype)
+    if bool((q.scale != 1).any()):
+        want, tight = (_below_normal(each, x) for each in (want, tight))
     if problem.gated:
         want = tight = want.silu_and_mul(problem.dtype)
     activation = "silu_and_mul" if problem.gated else None
@@ -138,6 +140,13 @@ def kbit_ways(problem: Problem, device: torch.device) -> Ways:
     for kernel in KERNELS[problem.experts > 0] if device.type == "cuda" else ("dispatch",):
         with environment({"KBIT_KERNEL": "" if kernel == "dispatch" else kernel}):
             yield kernel, run, (tight if kernel in BY_WEIGHTS else want,)
+
+
+def _below_normal(want: Want, x: torch.Tensor) -> Want:
+    """With room for weights below normal numbers, which are rounded before or after their matrix's factor."""
+    info = torch.finfo(x.dtype)
+    rounded = x.double().abs().sum(-1, keepdim=True) * info.smallest_normal * info.eps
+    return Want(want.y, want.bound + rounded)
 
 
 def nvfp4_ways(problem: Problem, device: torch.device) -> Ways:
