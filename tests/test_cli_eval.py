@@ -114,6 +114,12 @@ def test_codebooks_are_compared(tmp_path: Path, given: list[object]) -> None:
     rows = result_of(tmp_path, *given[:5], *options)["rows"]
     assert [row["method"] for row in rows[1:]] == ["search", "search, bof", "search, mine"]
     assert rows[2]["nmse"] < rows[1]["nmse"]
+    (tmp_path / "more").mkdir()
+    other = tmp_path / "more" / "mine.json"
+    other.write_text(levels.read_text().replace("0.6", "0.61"))
+    options = ("--bits", 3, "--codebook", levels, "--codebook", other)
+    rows = result_of(tmp_path, *given[:5], *options)["rows"]
+    assert [row["method"] for row in rows[1:]] == [f"search, {levels}", f"search, {other}"]
     run = CliRunner().invoke(app, ["eval", *map(str, given), "--codebook", "nf5"])
     assert "unknown codebook 'nf5'" in str(run.exception)
 

@@ -160,12 +160,14 @@ def test_what_hooks_read_comes_back_with_plain_layers():
     model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(64, 64))
     usual = [{*vars(layer), "_is_hf_initialized"} for layer in model]
     for layer in model:
-        layer.gain = 2.0
+        layer.gain, layer.bits = 2.0, 16
     quantize_model(model, kbit.QuantizationPolicy(bits=4, overrides={"1": 4}))
-    assert [type(layer) for layer in model] == [KbitLinear, KbitEmbedding]
+    assert [(type(layer), layer.bits) for layer in model] == [(KbitLinear, 4), (KbitEmbedding, 4)]
+    model[1].gain = 3.0
+    kbit.dequantize_model(copy.deepcopy(model))
     kbit.dequantize_model(model)
-    assert [layer.gain for layer in model] == [2.0, 2.0]
-    assert [set(vars(layer)) - {"gain"} for layer in model] == usual
+    assert [(layer.gain, layer.bits) for layer in model] == [(2.0, 16), (3.0, 16)]
+    assert [set(vars(layer)) - {"gain", "bits"} for layer in model] == usual
 
 
 @pytest.mark.parametrize(

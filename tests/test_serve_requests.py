@@ -237,9 +237,11 @@ def test_settings_of_all_kinds(settings, served):
     [
         {"suppress_tokens": [*range(1000)], "temperature": 0.5},
         {"sequence_bias": [[[5], math.inf]]},
-        {"repetition_penalty": 1e-45},
+        {"sequence_bias": [[[5], 3e38]], "temperature": 0.5},
+        {"repetition_penalty": 1e-38, "temperature": 0.01},
+        {"watermarking_config": {"bias": 1e39}},
     ],
-    ids=[*("suppressed", "infinite", "tiny")],
+    ids=[*("suppressed", "infinite", "large", "tiny", "marked")],
 )
 def test_where_no_token_can_be_drawn(settings, stream, folder, one_by_one):
     """On a GPU, drawing one would end the server."""

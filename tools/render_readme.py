@@ -416,7 +416,7 @@ def _quality_cells(row: dict[str, Any]) -> list[str]:
 def quality() -> str:
     """What each width costs on a model that never was quantized."""
     result = load(QUALITY_FILE)
-    rows = [row for row in result["rows"] if "peer" not in row]
+    rows = [row for row in result["rows"] if "peer" not in row and ", " not in row["method"]]
     body = [
         ["unquantized" if row["bits"] is None else f"k={row['bits']}, {row['method']}", *_quality_cells(row)]
         for row in rows
@@ -428,10 +428,26 @@ def quality() -> str:
     return caption + "\n\n" + markdown(["", "squared error", "perplexity", "KL divergence"], body)
 
 
+def quality_codebooks() -> str:
+    """The same of the default codebook and others."""
+    rows = [
+        row
+        for row in load(QUALITY_FILE)["rows"]
+        if "peer" not in row and row["bits"] and not row["method"].startswith("plain")
+    ]
+    body = []
+    for row in sorted(rows, key=lambda row: (row["bits"], row["method"].partition(",")[0] != "search")):
+        method, _, codebook = row["method"].partition(", ")
+        body.append([f"k={row['bits']}, {method}, {codebook or 'nf'}", *_quality_cells(row)])
+    return markdown(["", "squared error", "perplexity", "KL divergence"], body)
+
+
 def quality_peers() -> str:
     """The same of other libraries' formats, with kbit's of similar size between them."""
     result = load(QUALITY_FILE)
-    rows = [row for row in result["rows"] if "peer" in row or row["method"] in ("search", "calibrated")]
+    rows = [
+        row for row in result["rows"] if "peer" in row or row["method"].startswith(("search", "calibrated"))
+    ]
     body = [
         [
             f"{row['peer']} {row['method']}"
@@ -484,6 +500,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         cpu_all,
         quantizers,
         quality,
+        quality_codebooks,
         quality_peers,
         demo,
     )

@@ -57,8 +57,11 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     exact = [row["perplexity"] for row in result["rows"] if row.get("method") == "unquantized"]
     for axes, (key, (label, logarithmic)) in zip(panels, _PANELS.items(), strict=True):
         for method, points in lines(result, key).items():
-            color, marker, name = _METHODS.get(method, (BASELINE_COLOR, "^", method))
-            axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=name)
+            how, _, codebook = method.partition(", ")
+            color, marker, name = _METHODS.get(how, (BASELINE_COLOR, "^", how))
+            line = "--" if codebook else "-"
+            name = method if codebook else name
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle=line, label=name)
         for (peer, points), marker in zip(peers(result, key).items(), itertools.cycle(_PEER_MARKERS)):
             x, y = zip(*points, strict=True)
             axes.plot(x, y, "k", marker=marker, linestyle="none", markerfacecolor="none", label=peer)

@@ -138,7 +138,12 @@ def _policies(
     from kbit.cli.codebooks import parse_codebook
     from kbit.format import QuantizationPolicy
 
-    named = {"" if given == "nf" else f", {Path(given).stem}": parse_codebook(given) for given in codebooks}
+    stems = [Path(given).stem for given in codebooks]
+    names = [stem if stems.count(stem) == 1 else given for given, stem in zip(codebooks, stems, strict=True)]
+    named = {
+        "" if given == "nf" else f", {name}": parse_codebook(given)
+        for given, name in zip(codebooks, names, strict=True)
+    }
     return [
         (
             method + name,

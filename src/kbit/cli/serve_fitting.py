@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kbit.cli.serve_fields import RequestError, tokens_of
-from kbit.cli.serve_sampling import with_something_to_draw
+from kbit.cli.serve_sampling import look_before_drawing, with_something_to_draw
 from kbit.cli.texts import known_positions, too_long, wrong_ids
 
 # Settings that batched requests share: the first one's, see docs/serving.md.
@@ -32,6 +32,7 @@ def fit_requests() -> None:
         for method in ("generate_streaming", "generate_non_streaming"):
             setattr(manager, method, _fitted(getattr(manager, method)))
     CBGenerateManager.init_cb = _shared(CBGenerateManager.init_cb)
+    look_before_drawing()
 
 
 def fit(

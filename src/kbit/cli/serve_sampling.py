@@ -6,9 +6,18 @@ request's settings can lead there: all tokens suppressed, or factors and biases 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from kbit.cli.serve_fields import RequestError
+
+
+def look_before_drawing() -> None:
+    """Have `generate` look at logits last of all, if it got the processor that does."""
+    from transformers import GenerationMixin
+
+    GenerationMixin._get_logits_processor = _with_ours_last(GenerationMixin._get_logits_processor)
 
 
 def with_something_to_draw(inputs: dict[str, Any], settings: Any, own: Any) -> dict[str, Any]:
@@ -24,10 +33,23 @@ def with_something_to_draw(inputs: dict[str, Any], settings: Any, own: Any) -> d
     draws = settings.do_sample if settings.do_sample is not None else own.do_sample
     if not draws:
         return inputs
-    processors = [*inputs.get("logits_processor", ()), _refusing()]
+    processors = [*inputs.get("logits_processor", ()), _refusing()()]
     return {**inputs, "logits_processor": LogitsProcessorList(processors)}
 
 
+def _with_ours_last(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Behind temperature, watermarks and the like, which transformers puts after what a caller gives."""
+
+    @functools.wraps(make)
+    def with_ours_last(*args: Any, **named: Any) -> Any:
+        processors = make(*args, **named)
+        processors.sort(key=lambda one: isinstance(one, _refusing()))
+        return processors
+
+    return with_ours_last
+
+
+@functools.cache
 def _refusing() -> Any:
     """A logits processor that changes nothing, and raises RequestError for what nothing can be drawn from."""
     from transformers import LogitsProcessor
@@ -43,4 +65,4 @@ def _refusing() -> Any:
                 )
             return scores
 
-    return Refusing()
+    return Refusing

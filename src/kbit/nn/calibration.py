@@ -51,7 +51,9 @@ class Hessians:
             name: torch.zeros(_shape_of_sums(weight), dtype=torch.float32, device=weight.device)
             for name, weight in _weights(module).items()
         }
-        self.counts = {name: torch.zeros(sums.shape[:-2]) for name, sums in self.sums.items()}
+        self.counts = {
+            name: torch.zeros(sums.shape[:-2], dtype=torch.float64) for name, sums in self.sums.items()
+        }
 
     def watch(self, module: nn.Module) -> Any:
         """Have a module's calls add to the sums; returns the hook's handle."""

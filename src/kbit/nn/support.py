@@ -67,7 +67,9 @@ _HOOKS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
-_OWN = "_kbit_own"  # of a module: names of what was on the layer that it replaced, beside what layers have
+# Of a module: {name: value} of what was on the layer that it replaced, beside what layers have; ... for a value
+# that it took over under the same name.
+_OWN = "_kbit_own"
 # They read or write a `weight`, which a quantized module has no tensor for.
 _HOOKS_OF_STATES = (
     "_state_dict_hooks",
@@ -173,15 +175,21 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
     """
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))
-    own = vars(old).get(_OWN, ())
     if type(old) in (nn.Linear, nn.Embedding):
         usual = {"forward", *_usual_attributes(isinstance(old, nn.Linear))}  # `keep_device_hook` has that one
-        own = tuple(name for name in vars(old) if name not in usual and not name.startswith("_"))
-    for name in own:
-        if not hasattr(new, name):
-            setattr(new, name, getattr(old, name))
-    if own and type(new) not in (nn.Linear, nn.Embedding):
-        setattr(new, _OWN, own)
+        own = {name: value for name, value in vars(old).items() if name not in usual and name[0] != "_"}
+    else:
+        own = {name: vars(old).get(name) if value is ... else value for name, value in _own(old).items()}
+    if type(new) in (nn.Linear, nn.Embedding):
+        vars(new).update(own)
+    elif own:
+        free = {name: value for name, value in own.items() if not hasattr(new, name)}
+        vars(new).update(free, **{_OWN: own | dict.fromkeys(free, ...)})
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = vars(module).get(_OWN, {})
+    return found
 
 
 @functools.cache

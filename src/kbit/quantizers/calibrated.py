@@ -24,7 +24,7 @@ from kbit.quantizers import absmax, scale_search
 _DAMPING = 0.1
 # The same, times K, divided by the number of activations: as far as that is small, what columns seem to share
 # is chance. With 512 tokens, and 2 bits, the divergence was 0.277 without this and 0.252 without calibration;
-# with this it is 0.243. From 32 thousand tokens on it changes nothing.
+# with this it is 0.243. With 32 thousand it changed nothing, for K of 192 and 512.
 _DAMPING_OF_FEW = 1.0
 
 

@@ -6,6 +6,7 @@ absmax scales this gives the block-wise optimal floats of Blumenberg et al. (202
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,6 +23,7 @@ _MOST_STEPS = 200
 _ENOUGH = 1e-5  # a step that lowers the error by less, relative to it, is the last
 # How far levels move, of the way to their optimum: that of all levels together lies beyond.
 _STRIDE = 1.7
+_LEAST_STEP = 1e-4  # from a level to the next, relative to the largest
 
 
 def fit_codebook(
@@ -34,7 +36,7 @@ def fit_codebook(
 ) -> torch.Tensor:
     """The levels with which `kbit.quantize` has the least squared error on weights like these.
 
-    Half a million weights are used, in blocks spread evenly over all; each tensor counts by its number of
+    Half a million weights are used, in blocks drawn from all; each tensor counts by its number of
     weights, whatever their magnitude. The same weights give the same levels.
 
     Args:
@@ -54,27 +56,27 @@ def fit_codebook(
     """
     default, fmt = normal_float(bits), absmax_format(scale)
     blocks = _sample([weights] if isinstance(weights, torch.Tensor) else list(weights))
-    levels, error = _medians(blocks, default.to(blocks.device), symmetric), torch.inf
+    levels = _medians(blocks, default.to(blocks.device), symmetric)
+    found, error = levels, torch.inf
     with without_autocast(blocks.device):
         for _ in range(_MOST_STEPS):
             best, new_error = _step(blocks, levels, fmt, search, symmetric)
             if not new_error < error * (1 - _ENOUGH):
                 break
-            further = levels + _STRIDE * (best - levels)
-            error, levels = new_error, further if bool((further.diff() > 0).all()) else best
-            levels = levels / levels.abs().max()
-    return levels.float()
+            found, error = levels, new_error
+            levels = _apart(levels + _STRIDE * (best - levels), symmetric)
+    return found.float()
 
 
 def _sample(weights: list[torch.Tensor]) -> torch.Tensor:
-    """float32 [n, 1, 32]: whole blocks, evenly spaced; each tensor's have a mean square of 1."""
+    """float32 [n, 1, 32]: whole blocks, drawn at random; each tensor's have a mean square of 1."""
     for weight in weights:
         if not weight.is_floating_point() or weight.is_meta:
             got = "a tensor on meta, which holds nothing" if weight.is_meta else str(weight.dtype)
             raise TypeError(
                 f"fit_codebook: weights must be of a float dtype, got {got}. Pass unquantized ones."
             )
-    rows = [weight.detach().reshape(-1, weight.shape[-1] if weight.dim() else 1) for weight in weights]
+    rows = [w.detach().reshape(-1, w.shape[-1]) for w in weights if w.numel() and w.dim()]
     whole = [w[:, : w.shape[1] // BLOCK_SIZE * BLOCK_SIZE].unflatten(1, (-1, BLOCK_SIZE)) for w in rows]
     count = sum(w.shape[0] * w.shape[1] for w in whole)
     if not count:
@@ -82,13 +84,32 @@ def _sample(weights: list[torch.Tensor]) -> torch.Tensor:
         raise ValueError(
             f"fit_codebook: weights need a block of {BLOCK_SIZE} in a row, got shapes: {shapes}."
         )
-    stride, parts = max(1, count * BLOCK_SIZE // _SAMPLE), []
-    for blocks in (w.flatten(0, 1)[::stride].float() for w in whole):
+    share, parts = min(1.0, _SAMPLE / BLOCK_SIZE / count), []
+    made = torch.Generator().manual_seed(0)
+    for blocks in (_drawn(w, share, made).float() for w in whole if w.shape[1]):
         if bad := int((~blocks.isfinite()).sum()):
             raise NonFiniteWeightError(bad, "a sample of the weights")
         size = blocks.double().square().mean().sqrt().float()
         parts.append(torch.where(size > 0, blocks / size, blocks).to(whole[0].device))
     return torch.cat(parts)[:, None]
+
+
+def _drawn(blocks: torch.Tensor, share: float, made: torch.Generator) -> torch.Tensor:
+    """A share of blocks [N, n, 32], as [., 32]; all if it is 1."""
+    rows, columns, _ = blocks.shape
+    if share == 1:
+        return blocks.flatten(0, 1)
+    at = torch.randint(rows * columns, (math.ceil(rows * columns * share),), generator=made, device="cpu")
+    at = at.to(blocks.device)
+    return blocks[at // columns, at % columns]
+
+
+def _apart(levels: torch.Tensor, symmetric: bool) -> torch.Tensor:
+    """Levels in order and no two alike, as where many weights are 0; the largest magnitude is 1."""
+    steps = levels.diff().clamp(min=_LEAST_STEP * float(levels.abs().max()))
+    levels = torch.cat([levels[:1], levels[0] + steps.cumsum(0)])
+    levels = (levels - levels.flip(0)) / 2 if symmetric else levels
+    return levels / levels.abs().max()
 
 
 def _medians(blocks: torch.Tensor, default: torch.Tensor, symmetric: bool) -> torch.Tensor:

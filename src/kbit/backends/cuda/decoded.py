@@ -73,7 +73,8 @@ def _multiply(
     if bias is not None:
         bias = F.pad(bias, (0, wide - n))
     if short:
-        x = operands.aligned_rows(F.pad(x, (0, whole_steps(k) - k)))
+        missing = whole_steps(k) - k
+        x = operands.aligned_rows(F.pad(x, (0, missing)) if missing else x)
     long = x.shape[-1]
     chunk = operands.padded(max(1, GPU_CHUNK_WEIGHTS // long - operands.PIECE + 1))
     w = x.new_zeros((min(wide, chunk), long)) if long > k else x.new_empty((min(wide, chunk), k))
