@@ -67,8 +67,8 @@ _HOOKS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
-# Of a module: {name: value} of what was on the layer that it replaced, beside what layers have; ... for a value
-# that it took over under the same name.
+# Of a module: {name: value} of what was on the layer that it replaced, beside what layers have; ... for a
+# value that it took over under the same name.
 _OWN = "_kbit_own"
 # They read or write a `weight`, which a quantized module has no tensor for.
 _HOOKS_OF_STATES = (
