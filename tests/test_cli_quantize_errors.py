@@ -438,7 +438,7 @@ def test_tensors_that_the_model_does_not_use(tmp_path, architecture, change, unu
         (["--override", "(=4"], "regular expression"),
         (["--override", "down_proj=6"], "must be one of (2, 3, 4, 5)"),
         (["--override", ".=0"], "unquantized"),
-        (["--codebook", "uniform"], "unknown codebook 'uniform'; known: nf. Or name a JSON file"),
+        (["--codebook", "uniform"], "unknown codebook 'uniform'; known: nf, bof. Or name a JSON file"),
         (["--codebook", "no/such.json"], "No such file"),
         (["--absmax", "int8"], "unknown absmax"),
     ],

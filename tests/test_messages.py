@@ -223,7 +223,7 @@ REFUSED = {
     "codebook": (
         lambda g: kbit.quantize(g.x, codebook="nf4", where="foo"),
         ValueError,
-        r"unknown codebook 'nf4'; known: nf \(foo\)\. Give",
+        r"unknown codebook 'nf4'; known: bof, nf \(foo\)\. Give",
     ),
     "levels": (
         lambda g: kbit.quantize(g.x, 2, codebook=[0.0, 0.0, 0.5, 1.0], where="foo"),
