@@ -29,12 +29,12 @@ def error(w: torch.Tensor, bits: int, codebook: str | torch.Tensor, **how: objec
     return float((decoded - w).square().sum() / w.square().sum())
 
 
-@pytest.mark.parametrize(("bits", "off"), [(2, 0.01), (3, 0.01), (4, 0.03), (5, 0.08)])
-def test_the_named_codebook_is_what_fits_normal_weights(bits: int, off: float) -> None:
-    """A fit to few weights is near it, less so where levels matter little, and no better for others."""
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_the_named_codebook_is_what_fits_normal_weights(bits: int) -> None:
+    """A fit to a few of them is no better for others, and hardly worse."""
     mine, named, others = kbit.fit_codebook(normal(), bits), kbit.block_optimal_float(bits), normal(seed=1)
-    assert (mine - named).abs().max() < off
     assert error(others, bits, named) < error(others, bits, mine) * 1.0005
+    assert error(others, bits, mine) < error(others, bits, named) * 1.02
 
 
 @pytest.mark.parametrize(("bits", "gain"), [(2, 0.9995), (3, 0.995), (4, 0.96), (5, 0.955)])
