@@ -15,9 +15,8 @@ from kbit.quantizers import fitted
 
 @pytest.fixture(autouse=True)
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for two digits, in a second."""
+    """Enough for two digits of errors."""
     monkeypatch.setattr(fitted, "_SAMPLE", 2**15)
-    monkeypatch.setattr(fitted, "_ENOUGH", 1e-4)
 
 
 def normal(rows: int = 256, columns: int = 256, seed: int = 0) -> torch.Tensor:
@@ -34,7 +33,7 @@ def test_the_named_codebook_is_what_fits_normal_weights(bits: int) -> None:
     """A fit to a few of them is no better for others, and hardly worse."""
     mine, named, others = kbit.fit_codebook(normal(), bits), kbit.block_optimal_float(bits), normal(seed=1)
     assert error(others, bits, named) < error(others, bits, mine) * 1.0005
-    assert error(others, bits, mine) < error(others, bits, named) * 1.02
+    assert error(others, bits, mine) < error(others, bits, named) * 1.04
 
 
 @pytest.mark.parametrize(("bits", "gain"), [(2, 0.9995), (3, 0.995), (4, 0.96), (5, 0.955)])

@@ -56,16 +56,28 @@ def fit_codebook(
     """
     default, fmt = normal_float(bits), absmax_format(scale)
     blocks = _sample([weights] if isinstance(weights, torch.Tensor) else list(weights))
-    levels = _medians(blocks, default.to(blocks.device), symmetric)
-    found, error = levels, torch.inf
+    default = default.to(blocks.device)
+    starts = default.double(), _medians(blocks, default, symmetric)
     with without_autocast(blocks.device):
-        for _ in range(_MOST_STEPS):
-            best, new_error = _step(blocks, levels, fmt, search, symmetric)
-            if not new_error < error * (1 - _ENOUGH):
-                break
-            found, error = levels, new_error
-            levels = _apart(levels + _STRIDE * (best - levels), symmetric)
-    return found.float()
+        ends = [_refined(blocks, levels, fmt, search, symmetric) for levels in starts]
+    return min(ends, key=lambda end: end[1])[0].float()
+
+
+def _refined(
+    blocks: torch.Tensor, levels: torch.Tensor, fmt: AbsmaxFormat, search: bool, symmetric: bool
+) -> tuple[torch.Tensor, float]:
+    """Levels that no step from these makes better, float64, and their error."""
+    found, goal, error, stride = levels, levels, math.inf, _STRIDE
+    for _ in range(_MOST_STEPS):
+        best, new_error = _step(blocks, levels, fmt, search, symmetric)
+        if new_error < error * (1 - _ENOUGH):
+            found, goal, error, stride = levels, best, new_error, _STRIDE
+        elif stride == 1:
+            break
+        else:
+            stride = 1.0  # it may have led too far
+        levels = _apart(found + stride * (goal - found), symmetric)
+    return found, error
 
 
 def _sample(weights: list[torch.Tensor]) -> torch.Tensor:
