@@ -6,14 +6,11 @@ that was 5 GB and a minute, only to say that the model has fewer positions.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from kbit.cli.serve_app import Message, Receive, when_built
 from kbit.cli.serve_fields import RequestError
 from kbit.cli.serve_routes import answer_to
-
-Message = MutableMapping[str, Any]
 
 MOST_BYTES = 2**25  # a million tokens of English are 5 MB; the rest is for images
 _STATUS = 413  # "content too large"
@@ -21,19 +18,7 @@ _STATUS = 413  # "content too large"
 
 def refuse_large_bodies() -> None:
     """Have requests of more than MOST_BYTES answered with status 413 and an error object."""
-    from transformers.cli.serving import server
-
-    server.build_server = _limited(server.build_server)
-
-
-def _limited(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def limited(*args: Any, **named: Any) -> Any:
-        app = build(*args, **named)
-        app.add_middleware(Limit)
-        return app
-
-    return limited
+    when_built(lambda app: app.add_middleware(Limit))
 
 
 class Limit:
@@ -45,7 +30,7 @@ class Limit:
     def __init__(self, app: Any) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Any) -> None:
         """See the ASGI specification."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)

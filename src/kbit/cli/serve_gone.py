@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
+from kbit.cli.serve_app import Message, Receive, when_built
 
 
 class Gone(threading.Event):
@@ -79,22 +78,11 @@ class Watch:
 
 def stop_for_clients_that_have_gone() -> None:
     """Have transformers' server, one request at a time, stop computing what nobody waits for."""
-    from transformers.cli.serving import server
     from transformers.cli.serving.utils import GenerateManager
 
     GenerateManager.generate_non_streaming = _stoppable(GenerateManager.generate_non_streaming)
     GenerateManager.async_submit = _checked_first(GenerateManager.async_submit)
-    server.build_server = _watched(server.build_server)
-
-
-def _watched(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def watched(*args: Any, **named: Any) -> Any:
-        app = build(*args, **named)
-        app.add_middleware(Watch)  # the outermost
-        return app
-
-    return watched
+    when_built(lambda app: app.add_middleware(Watch))  # the outermost
 
 
 def _stoppable(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -6,18 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kbit.cli.serve_app import when_built
 from kbit.cli.serve_fields import RequestError
 
 
 def refuse_other_models() -> None:
     """Have /load_model and /v1/audio/transcriptions answer with status 400 to what they cannot be given."""
-    from transformers.cli.serving import server
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.transcription import TranscriptionHandler
 
     TranscriptionHandler.handle_request = _no_transcription
     ModelManager.load_model_streaming = _of_the_served(ModelManager.load_model_streaming)
-    server.build_server = _telling(server.build_server)
+    when_built(_tell)
 
 
 async def _no_transcription(*_: Any) -> Any:
@@ -40,18 +40,11 @@ def _of_the_served(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _telling(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def telling(*args: Any, **named: Any) -> Any:
-        app = build(*args, **named)
+def _tell(app: Any) -> None:
+    async def tell(_: Any, error: Any) -> Any:
+        return answer_to(error)
 
-        async def tell(_: Any, error: Any) -> Any:
-            return answer_to(error)
-
-        app.add_exception_handler(RequestError, tell)
-        return app
-
-    return telling
+    app.add_exception_handler(RequestError, tell)
 
 
 def answer_to(error: RequestError, field: str | None = None, status: int = 400) -> Any:
