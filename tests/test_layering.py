@@ -164,9 +164,9 @@ def test_import_kbit_imports_nothing_slow_but_torch() -> None:
     assert result.stdout.strip() == "", "`import kbit` must stay light; import what is slow where it is used."
 
 
-# The import of any module begins with that of `kbit`, so one process does that and forks for each other one.
-# It also takes in what most of them need, which halves the time; but not transformers' quantizers, because
-# kbit has some of its own modules imported right after those.
+# The import of any module begins with that of its packages, so one process imports a package and forks for each
+# module in it. The first also takes in what most of them need, which halves the time; but not transformers'
+# quantizers, because kbit has some of its own modules imported right after those.
 FIRST_IMPORTS = """
 import gc, importlib, os, sys, traceback
 import kbit
@@ -174,20 +174,33 @@ import torch.distributed.tensor, transformers.utils
 
 assert "transformers.quantizers" not in sys.modules
 gc.disable()
-gc.freeze()
-for name in sys.argv[1:]:
-    if name in sys.modules:
-        continue
-    child = os.fork()
-    if child == 0:
+
+
+def import_first(name):
+    if name not in sys.modules:
+        gc.freeze()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return
         try:
             importlib.import_module(name)
         except BaseException:
             traceback.print_exc()
+            print(name, flush=True)
             os._exit(1)
+        import_all_in(name)
         os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        print(name, flush=True)
+    import_all_in(name)
+
+
+def import_all_in(package):
+    for name in sys.argv[1:]:
+        if name.rpartition(".")[0] == package:
+            import_first(name)
+
+
+import_all_in("kbit")
 """
 
 
