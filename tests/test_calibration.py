@@ -42,7 +42,7 @@ def test_products_come_out_closer(bits: int, form: str, columns: int) -> None:
     w, (x, unseen) = torch.randn(24, columns), correlated(800, columns).split(400)
     codebook = kbit.normal_float(bits)
     parts = calibrated.quantize(
-        w, calibrated.spread(x.t() @ x, torch.tensor(len(x))), codebook, form, search=True
+        w, calibrated.spread_of(x.t() @ x, torch.tensor(len(x))), codebook, form, search=True
     )
     plain = kbit.dequantize(kbit.quantize(w, bits, scale=form))
     error, before = (
@@ -61,7 +61,7 @@ def test_few_activations_do_no_harm(bits: int, few: int) -> None:
     before = after = 0.0
     for _ in range(8):
         seen, unseen = correlated(few + 2000, 128).split([few, 2000])
-        spread = calibrated.spread(seen.t() @ seen, torch.tensor(few))
+        spread = calibrated.spread_of(seen.t() @ seen, torch.tensor(few))
         parts = calibrated.quantize(w, spread, codebook, "e4m4", search=True)
         before += float((unseen @ (kbit.dequantize(kbit.quantize(w, bits)) - w).t()).square().sum())
         after += float((unseen @ (decoded(parts, codebook, 128) - w).t()).square().sum())
@@ -71,7 +71,7 @@ def test_few_activations_do_no_harm(bits: int, few: int) -> None:
 @pytest.mark.parametrize("search", [False, True])
 def test_without_activations_it_is_the_default_quantizer(search: bool) -> None:
     w, codebook = torch.randn(3, 8, 70), kbit.normal_float(4)
-    spread = calibrated.spread(torch.zeros(3, 70, 70), torch.zeros(3))
+    spread = calibrated.spread_of(torch.zeros(3, 70, 70), torch.zeros(3))
     packed, absmax, scale = calibrated.quantize(w, spread, codebook, "e4m4", search)
     q = kbit.quantize(w, 4, search=search)
     assert torch.equal(packed, q.packed)
@@ -82,9 +82,9 @@ def test_without_activations_it_is_the_default_quantizer(search: bool) -> None:
 def test_a_stack_is_its_matrices() -> None:
     w, x, codebook = torch.randn(3, 8, 64), torch.randn(3, 100, 64), kbit.normal_float(3)
     hessians, counts = x.transpose(1, 2) @ x, torch.tensor([100.0, 10.0, 1000.0])
-    stack = calibrated.quantize(w, calibrated.spread(hessians, counts), codebook, "e4m4", True)
+    stack = calibrated.quantize(w, calibrated.spread_of(hessians, counts), codebook, "e4m4", True)
     for i in range(3):
-        one = calibrated.quantize(w[i], calibrated.spread(hessians[i], counts[i]), codebook, "e4m4", True)
+        one = calibrated.quantize(w[i], calibrated.spread_of(hessians[i], counts[i]), codebook, "e4m4", True)
         torch.testing.assert_close(
             decoded(tuple(part[i] for part in stack), codebook, 64), decoded(one, codebook, 64)
         )
@@ -104,7 +104,7 @@ def test_block_scales_by_a_kernel_are_the_same(bits: int, form: str, search: boo
     x, codebook = correlated(200, 100), kbit.normal_float(bits)
     w = torch.randn(4, 24, 100) * torch.tensor([1.0, 1e-7, 1e5, 1.0])[:, None, None]
     w[3, :, 32:64] *= 1e-7
-    spread = calibrated.spread((x.t() @ x).expand(4, -1, -1), torch.full((4,), 200.0))
+    spread = calibrated.spread_of((x.t() @ x).expand(4, -1, -1), torch.full((4,), 200.0))
     for given in ((w, spread), (w[:3], spread[:3]), (w[0], spread[0])):
         ran.clear()
         found = calibrated.quantize(*given, codebook, form, search, alone)
@@ -116,7 +116,7 @@ def test_block_scales_by_a_kernel_are_the_same(bits: int, form: str, search: boo
 @pytest.mark.parametrize("size", [1e-30, 1e20, 1e30])
 def test_block_scales_of_weights_of_any_size(size: float) -> None:
     w, codebook = torch.randn(8, 32) * size, kbit.normal_float(4)
-    given = w, calibrated.spread(torch.eye(32), torch.tensor(32)), codebook, "e4m4", True
+    given = w, calibrated.spread_of(torch.eye(32), torch.tensor(32)), codebook, "e4m4", True
     by_kernel = calibrated.quantize(
         *given, lambda block: torch.ops.kbit.quantize(block, codebook, 4, *given[3:])
     )
@@ -126,7 +126,7 @@ def test_block_scales_of_weights_of_any_size(size: float) -> None:
 
 
 def test_what_becomes_nan_on_the_way_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(calibrated, "spread", lambda sums, counts: torch.full((64, 64), torch.nan))
+    monkeypatch.setattr(calibrated, "spread_of", lambda sums, counts: torch.full((64, 64), torch.nan))
     model = nn.Sequential(nn.Linear(64, 8))
     with pytest.raises(
         ValueError, match=r"the columns of 0.weight became NaN or Inf. Its weights are finite"
@@ -172,6 +172,19 @@ def test_layers_in_front_are_quantized_already(monkeypatch) -> None:
     assert states == [[False, False, False], [True, False, False], [True, True, False]]
     assert all(layer.training for layer in model)
     assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_autocast_changes_nothing_but_the_models_own_products() -> None:
+    """The first layer's activations are the same; in float16 their sums of squares would overflow."""
+    x = 6 * torch.randn(4096, 64)
+    model = nn.Sequential(nn.Linear(64, 64))
+    policy = kbit.QuantizationPolicy(bits=3)
+    expected = kbit.quantize_model(copy.deepcopy(model), policy, calibration=[x])
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            got = kbit.quantize_model(copy.deepcopy(model), policy, calibration=[x])
+        for name, part in expected.state_dict().items():
+            assert torch.equal(got.state_dict()[name], part), name
 
 
 def test_samples_may_be_arguments() -> None:

@@ -55,13 +55,13 @@ def test_plain_is_what_nothing_listens_to():
 
 def counting(monkeypatch, device):
     """The calls that go past the dispatcher from now on."""
-    calls, way = [], direct._ways[device]
+    calls, way = [], direct.ways[device]
 
     def multiply(*arguments):
         calls.append(1)
         return way.multiply(*arguments)
 
-    monkeypatch.setitem(direct._ways, device, way._replace(multiply=multiply))
+    monkeypatch.setitem(direct.ways, device, way._replace(multiply=multiply))
     return calls
 
 
@@ -158,6 +158,8 @@ def test_what_the_op_has_to_do_more_for_goes_to_it_on_a_cpu(monkeypatch):
         for wrong in (x[:, :64], x.long(), x.double(), x.to_sparse(), x.to_mkldnn(), NESTED):
             with pytest.raises((TypeError, ValueError)):
                 layer(wrong)
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="float64"):
+            layer(x.double())  # which autocast leaves as they are
         layer.bias = torch.nn.Parameter(layer.bias[:7])
         with pytest.raises(ValueError, match="bias"):
             layer(x)
@@ -260,7 +262,7 @@ def test_what_the_op_has_to_do_more_for_goes_to_it(monkeypatch):
 def test_tiles_have_the_shape_of_their_weight(bits):
     q = kbit.quantize(torch.randn(40, 100), bits)
     q.tile()
-    parts, holds = (q.tiled, q.codebook, q.scale), direct._ways["cuda"].holds
+    parts, holds = (q.tiled, q.codebook, q.scale), direct.ways["cuda"].holds
     assert holds(parts, 40, 100)
     assert not holds(parts, 49, 100)
     assert not holds(parts, 40, 129)

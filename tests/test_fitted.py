@@ -100,6 +100,43 @@ def test_what_cannot_be_fitted() -> None:
         kbit.fit_codebook(torch.randn(4, 64), 6)
 
 
+QUANTIZED = kbit.quantize(torch.randn(32, 64))
+CODES = kbit.nvfp4.quantize_nvfp4(torch.randn(32, 64))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.randn(4, 64).numpy(), r"got ndarray\. Make one of it: torch\.as_tensor"),
+        ([torch.randn(4, 64).numpy()], r"got ndarray\. Make one of it: torch\.as_tensor"),
+        ([[1.0]], r"got list\. Make one"),
+        (None, r"got NoneType\. Make one"),
+        (QUANTIZED, r"got QuantizedTensor\. It is quantized already: kbit\.dequantize decodes"),
+        ([torch.randn(4, 64), QUANTIZED], r"got QuantizedTensor\. It is quantized already: kbit\.dequantize"),
+        ([CODES], r"got NVFP4Tensor\. It is quantized already: kbit\.nvfp4\.dequantize_nvfp4 decodes"),
+        (torch.eye(64).to_sparse(), r"dense, got torch\.sparse_coo\. Use \.to_dense"),
+        (torch.nested.nested_tensor([torch.ones(4, 64)]), r"dense, got a nested tensor\. Use \.to_padded"),
+    ],
+)
+def test_weights_that_are_no_dense_tensors(weights: object, message: str) -> None:
+    """In the words of `kbit.quantize`, which says the same of its weight."""
+    with pytest.raises(TypeError, match=f"fit_codebook: weights must be .*{message}"):
+        kbit.fit_codebook(weights, 4)
+
+
+def test_options_are_those_of_quantize() -> None:
+    """A format's name, not the dtype that it has; True or False, not what has a truth."""
+    w = torch.randn(4, 64)
+    for function in (kbit.fit_codebook, kbit.quantize):
+        name = function.__name__
+        with pytest.raises(ValueError, match=rf"format 'torch\.float16' \({name}\); known: e4m4, float"):
+            function(w, 4, scale=torch.float16)
+        with pytest.raises(TypeError, match=f"{name}: search must be True or False, got 'no'"):
+            function(w, 4, search="no")
+    with pytest.raises(TypeError, match="symmetric must be True or False, got 1"):
+        kbit.fit_codebook(w, 4, symmetric=1)
+
+
 def test_a_checkpoint_names_it(tmp_path) -> None:
     policy = kbit.KbitConfig(bits=4, overrides={"down": 5}, codebook="bof")
     assert policy.to_dict()["codebook"] == "bof"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kbit.nvfp4 import (
+    dequantize_nvfp4,
     exact,
     linear_nvfp4,
     quantize_nvfp4,
@@ -84,6 +85,16 @@ def test_compiled_folds_have_the_same_bits() -> None:
     for call, args in ((rmsnorm, (x, weight, 1e-6, x)), (silu_mul, (gate_up.bfloat16(),))):
         expected, found = call(*args), torch.compile(call)(*args)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_the_default_device_may_be_another() -> None:
+    x, weight = torch.randn(2, 64), torch.ones(64)
+    folds = (lambda: silu_mul_quantize_nvfp4(x), lambda: rmsnorm_quantize_nvfp4(x, weight, 1e-6).quantized)
+    for fold in folds:
+        expected = fold()
+        with torch.device("meta"):
+            got = fold()
+        assert torch.equal(dequantize_nvfp4(got), dequantize_nvfp4(expected))
 
 
 def test_no_rows() -> None:

@@ -90,6 +90,14 @@ def test_every_way_gives_the_same_bytes(weight: NVFP4Tensor, tokens: int, kind: 
     assert torch.equal(moe_gemm_nvfp4(x, weight, ids, "gather"), y["off", "exact"][routing.inverse])
 
 
+@pytest.mark.parametrize("way", DEDUP)
+def test_the_default_device_may_be_another(weight: NVFP4Tensor, way: str) -> None:
+    x, ids = torch.randn(3, COLUMNS, generator=generator(0)), routing_ids("uniform", 3)
+    expected = moe_gemm_nvfp4(x, weight, ids, way)
+    with torch.device("meta"):
+        assert torch.equal(moe_gemm_nvfp4(x, weight, ids, way), expected)
+
+
 def test_each_pair_is_the_product_with_its_expert(weight: NVFP4Tensor) -> None:
     x = torch.randn(9, COLUMNS, generator=generator(3)).half()
     ids = routing_ids("not mine", 9)

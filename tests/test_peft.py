@@ -330,6 +330,17 @@ def test_merging_requantizes():
     assert error < 0.25
 
 
+@pytest.mark.parametrize("requantize", [True, False])
+def test_merging_ignores_autocast(requantize):
+    results = []
+    for autocast in (False, True):
+        model = adapted(quantized("llama"), target_modules=["q_proj"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(merge(model, requantize).state_dict())
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name
+
+
 def test_merging_to_16_bits_saves_and_reloads(tmp_path):
     build("llama", torch.float32).save_pretrained(tmp_path / "source")
     base = AutoModelForCausalLM.from_pretrained(

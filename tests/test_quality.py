@@ -47,6 +47,15 @@ def test_scores_of_a_model_known_in_closed_form():
     assert compare(model, torch.tensor([[0, 2]])).kl_divergence is None
 
 
+def test_tokens_that_the_reference_excludes_count_nothing():
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.25, 0.5, 0.25])
+    ids = torch.tensor([[0, 1, 1]])
+    result = compare(Bigram(q.log().expand(3, 3)), ids, Bigram(p.log().expand(3, 3)))
+    assert result.kl_divergence == pytest.approx(0.5 * math.log(2))
+    # What the reference does not exclude must not be excluded.
+    assert compare(Bigram(p.log().expand(3, 3)), ids, Bigram(q.log().expand(3, 3))).kl_divergence == math.inf
+
+
 def test_a_model_does_not_diverge_from_itself():
     model = Bigram(torch.randn(5, 5))
     ids = torch.randint(5, (3, 8))

@@ -145,6 +145,16 @@ def test_autocast_changes_nothing(form):
         assert torch.equal(q.absmax, expected.absmax)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_codebook_may_change_afterwards(dtype):
+    levels = torch.tensor([-1.0, -0.25, 0.25, 1.0], dtype=dtype)
+    q = kbit.quantize(torch.randn(4, 64), 2, codebook=levels)
+    layer = kbit.nn.KbitLinear.from_linear(torch.nn.Linear(64, 4), 2, codebook=levels)
+    levels.mul_(2)
+    for codebook in (q.codebook, layer.codebook):
+        assert codebook.tolist() == [-1.0, -0.25, 0.25, 1.0]
+
+
 def test_a_stack_on_the_meta_device():
     q = kbit.quantize(torch.randn(4, 64, device="meta"), scale="float16")
     assert kbit.QuantizedTensor.stack([q, q]).shape == (2, 4, 64)

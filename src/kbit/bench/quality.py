@@ -108,7 +108,8 @@ def compare_each(
             loss[name] -= _sum(scores.gather(-1, window[:, 1:, None].to(scores.device)))
             if expected is not None:
                 exact = expected.to(scores.device)
-                divergence[name] += _sum((exact.exp() * (exact - scores)).sum(-1))
+                terms = torch.where(exact > -torch.inf, exact.exp() * (exact - scores), 0)
+                divergence[name] += _sum(terms.sum(-1))
         if progress is not None:
             progress(index + 1)
     count = ids.shape[0] * (ids.shape[1] - 1)

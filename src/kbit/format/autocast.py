@@ -21,5 +21,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """`x` as a linear layer under torch.autocast would take it; kbit's ops compute in the dtype they get."""
-    dtype = autocast_dtype(x.device) if x.is_floating_point() else None
+    taken = x.is_floating_point() and x.dtype != torch.float64  # as torch's own layers
+    dtype = autocast_dtype(x.device) if taken else None
     return x if dtype is None else x.to(dtype)

@@ -174,7 +174,7 @@ def get_codebook(codebook: str | Sequence[float] | torch.Tensor, bits: int, wher
         )
     levels = codebook.detach() if isinstance(codebook, torch.Tensor) else _from_numbers(codebook, where)
     if levels.is_floating_point():
-        levels = levels.float()
+        levels = levels.to(torch.float32, copy=True)  # the caller may go on changing theirs
     validate_codebook(levels, bits, where)
     return levels
 

@@ -25,6 +25,7 @@ from kbit.backends.cuda.ahead import Product
 from kbit.backends.cuda.compiler import KernelSpec, compile_many, cubin_folder, folder_problem
 from kbit.format.names import ABSMAX
 from kbit.format.symmetry import is_symmetric
+from kbit.nn.attention_layers import LATENT_LAYERS, LAYERS
 from kbit.nn.delta_families import layout_of
 from kbit.nn.experts import KbitExperts
 from kbit.nn.merged import Merged, MergedMLP, are_joined
@@ -32,7 +33,7 @@ from kbit.nn.parts import QuantizedModule
 from kbit.nn.router import FusedRouter, SharedGate
 from kbit.nn.shared_expert import MergedExperts
 from kbit.nn.tiling import TileableModule
-from kbit.ops import attention_schemas, checks, forms, latent_schemas
+from kbit.ops import checks, forms
 
 
 @runtime_checkable
@@ -151,16 +152,12 @@ def _of_attention(model: nn.Module, device: driver.DeviceLimits) -> list[KernelS
     if layouts := {layout for module in model.modules() if (layout := layout_of(module)) is not None}:
         ratios = {ratio for _, ratio in layouts}
         found += [*gated_delta.specs(device.arch, layouts), *delta_rule.specs(device.shared_bytes, ratios)]
-    if any(module._modules.keys() >= latent_schemas.LAYERS for module in model.modules()):
+    if any(module._modules.keys() >= LATENT_LAYERS for module in model.modules()):
         found += [*latent.specs(device.shared_bytes), *latent_prompts.specs()]
-    layers = (module for module in model.modules() if module._modules.keys() >= attention_schemas.LAYERS)
+    layers = (module for module in model.modules() if module._modules.keys() >= LAYERS)
     columns = {vars(layer).get("head_dim", 0): None for layer in layers}
     found += attention.specs(device.arch, device.shared_bytes, columns)
     return found
-
-
-def _classes(model: nn.Module) -> set[type]:
-    return {kind for module in model.modules() for kind in type(module).__mro__}
 
 
 def _gpus(model: nn.Module) -> list[torch.device]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from kbit.format.autocast import without_autocast
 from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.policy import QuantizationPolicy
@@ -52,7 +53,8 @@ class Hessians:
             for name, weight in _weights(module).items()
         }
         self.counts = {
-            name: torch.zeros(sums.shape[:-2], dtype=torch.float64) for name, sums in self.sums.items()
+            name: torch.zeros(sums.shape[:-2], dtype=torch.float64, device="cpu")
+            for name, sums in self.sums.items()
         }
 
     def watch(self, module: nn.Module) -> Any:
@@ -63,7 +65,8 @@ class Hessians:
 
     def _add(self, name: str, x: torch.Tensor, expert: int | None = None) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
-        self.sums[name][... if expert is None else expert] += rows.t() @ rows
+        with without_autocast(rows.device):
+            self.sums[name][... if expert is None else expert] += rows.t() @ rows
         self.counts[name][... if expert is None else expert] += len(rows)
 
     def _check(self, key: str, x: torch.Tensor) -> None:
@@ -239,7 +242,7 @@ def calibrated_layer(
         sums, counts = hessians.sums.pop(key), hessians.counts[key]
         try:
             if weight.dim() == 2:
-                parts = parts_of(_matrices(weight, calibrated.spread(sums, counts), bits, policy))
+                parts = parts_of(_matrices(weight, calibrated.spread_of(sums, counts), bits, policy))
             else:
                 parts = _experts(weight, (sums, counts), WEIGHTS[key] if apart else 1, bits, policy)
         except NonFiniteWeightError:
@@ -264,7 +267,7 @@ def _experts(
     step = max(1, _EXPERT_BYTES // (8 * sums.shape[-1] ** 2))
     for first in range(0, len(w), step):
         experts = slice(first, first + step)
-        spread = calibrated.spread(sums[experts], counts[experts])
+        spread = calibrated.spread_of(sums[experts], counts[experts])
         for stack, part in zip(stacks, parts, strict=True):
             stack.append(_matrices(part[experts], spread, bits, policy))
     return fuse_rows([_joined(stack) for stack in stacks])
@@ -279,7 +282,8 @@ def _matrices(
     def alone(block: torch.Tensor) -> Any:
         return torch.ops.kbit.quantize(block, codebook, bits, form, search)
 
-    parts = calibrated.quantize(w, spread, codebook, form, search, alone)
+    with without_autocast(w.device):
+        parts = calibrated.quantize(w, spread, codebook, form, search, alone)
     return QuantizedTensor(*parts[:2], codebook, parts[2], bits, tuple(w.shape))
 
 

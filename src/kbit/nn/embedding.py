@@ -170,7 +170,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         if dtype not in checks.FLOAT_DTYPES:
             raise TypeError(
                 f"embedding: the layer must be float32, float16 or bfloat16, was cast to {dtype}"
-                f"{at(self.layer_name)}. Cast the model back, such as by model.float()."
+                f"{at(self.layer_name)}. Cast the model back, such as by model.to(torch.float32)."
             )
         checks.embedding_ids(input, self.weight_packed.device, self.layer_name)
         parts = (self.weight_packed, self.weight_absmax, self.codebook, self.weight_scale)

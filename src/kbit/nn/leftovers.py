@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from kbit.format.names import all_names, module_of
 from kbit.format.policy import ROUTERS, QuantizationPolicy
+from kbit.format.ties import shared_with
 from kbit.format.words import counted
 from kbit.nn.embedding import KbitEmbedding
 from kbit.nn.parts import QuantizedModule
@@ -38,7 +39,7 @@ def against_policy(
             reason = unsupported(model.get_submodule(holder)) or alone.get(holder)
             reason = reason or policy.why_not(*all_names(holder, names or {}))
             if reason is not None:
-                return reason if holder == name else f"it shares its weight with {holder}: {reason}"
+                return reason if holder == name else shared_with(holder, reason)
         return "the checkpoint has it unquantized, or in another layout"
 
     for name, module in model.named_modules():

@@ -22,7 +22,7 @@ from kbit.format.versions import version_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.rotary import fused_rotary, modules_of
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import has_own_forward, is_apart, is_silu
 from kbit.nn.tiling import make_neighbours
 from kbit.ops import checks, direct, grad_checks
@@ -200,7 +200,7 @@ def _has_one_input(module: nn.Module) -> bool:
     return names[:1] == ["hidden_states"] and not any(name.endswith("_states") for name in names[1:])
 
 
-@torch.no_grad()
+@trial
 def _is_silu_mlp(module: nn.Module) -> bool:
     """Whether a module's class computes down(silu(gate(x)) * up(x)); tried on layers of a few features."""
     names = list(inspect.signature(type(module).forward).parameters)
@@ -219,12 +219,8 @@ def _is_silu_mlp(module: nn.Module) -> bool:
     x = torch.randn(4, 8, generator=generator, device="cpu", dtype=torch.float32)
     x = torch.cat([x, 100 * x])  # some classes clamp what is large
     gate, up, down = (layers[name] for name in _MLP)
-    try:
-        y = type(module).forward(made, x)
-        return torch.allclose(y, down(nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-6)
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(module)
-        return False
+    y = type(module).forward(made, x)
+    return torch.allclose(y, down(nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-6)
 
 
 @functools.cache

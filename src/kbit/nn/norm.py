@@ -15,7 +15,7 @@ from torch import nn
 
 from kbit.format.versions import version_of
 from kbit.nn.mixins import MixedIn, attributes, mix_in, stand_in
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import checks, direct, grad_checks
 
@@ -189,7 +189,7 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-@torch.no_grad()
+@trial
 def _kind(norm: nn.Module) -> type[FusedNorm] | None:
     """Where a norm's class rounds, tried on numbers so small that eps counts; None if it is no RMS norm."""
     generator, own, columns = torch.Generator().manual_seed(0), type(norm), _columns(norm)
@@ -199,17 +199,13 @@ def _kind(norm: nn.Module) -> type[FusedNorm] | None:
     x *= torch.logspace(-1, 2, len(x), device="cpu", dtype=torch.float32)[:, None] * max(eps, 1e-6) ** 0.5
     made = stand_in(norm)
     found: list[type[FusedNorm]] = [_RoundFirst, _RoundOnce, _PlusOne]
-    try:
-        for dtype in _PROBED:
-            made._parameters = {"weight": nn.Parameter(weight.to(dtype), False)}
-            want, given = own.forward(made, x.to(dtype)), (x.to(dtype), made.weight, eps)
-            for kind in list(found):
-                have = torch.ops.kbit.rms_norm(*given, kind.plus_one, kind.round_first)
-                if want.dtype != dtype or not _same(want, have):
-                    found.remove(kind)
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(norm)
-        return None
+    for dtype in _PROBED:
+        made._parameters = {"weight": nn.Parameter(weight.to(dtype), False)}
+        want, given = own.forward(made, x.to(dtype)), (x.to(dtype), made.weight, eps)
+        for kind in list(found):
+            have = torch.ops.kbit.rms_norm(*given, kind.plus_one, kind.round_first)
+            if want.dtype != dtype or not _same(want, have):
+                found.remove(kind)
     return found[0] if found else None
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.norm import FusedNorm
 from kbit.nn.shared_expert import router_of
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import has_own_forward, is_apart
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
@@ -108,7 +108,7 @@ _KINDS: dict[str, type[FusedResiduals]] = {"self_attn": _Attention, "linear_attn
 
 def fuse_residuals(model: nn.Module) -> None:
     """Have the sums of decoder layers made by the norms behind them, in place, where this gives the same."""
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, bool | None] = {}
     for parent in model.modules():
         for layers in (child for child in parent.children() if isinstance(child, nn.ModuleList)):
             fused = [layer if _fuse(layer, tried) else None for layer in layers]
@@ -119,7 +119,7 @@ def fuse_residuals(model: nn.Module) -> None:
                     vars(layer)[_FOLLOWING] = (norm,)
 
 
-def _fuse(layer: nn.Module, tried: dict[Any, bool]) -> bool:
+def _fuse(layer: nn.Module, tried: dict[Any, bool | None]) -> bool:
     """Whether a layer is such a layer, which it then is mixed with."""
     if isinstance(layer, MixedIn) or has_own_forward(layer):
         return isinstance(layer, FusedResiduals)
@@ -130,7 +130,7 @@ def _fuse(layer: nn.Module, tried: dict[Any, bool]) -> bool:
             continue
         key = (type(layer), kind, attributes(layer))
         if key not in tried:
-            tried[key] = _computes(kind, mixer, layer)
+            tried[key] = _computes(layer, kind, mixer)
         if tried[key]:
             mix_in(layer, kind)
             return True
@@ -157,7 +157,8 @@ def _parts(mixer: str) -> dict[str, _Part]:
     return {name: _Part(function) for name, function in functions.items()}
 
 
-def _computes(kind: type[FusedResiduals], mixer: str, layer: nn.Module) -> bool:
+@trial
+def _computes(layer: nn.Module, kind: type[FusedResiduals], mixer: str) -> bool:
     """Whether a layer's class, with its attributes, calls its parts and adds up as a kind does."""
     parameters = inspect.signature(type(layer).forward).parameters.values()
     named = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][2:]
@@ -165,17 +166,12 @@ def _computes(kind: type[FusedResiduals], mixer: str, layer: nn.Module) -> bool:
     given = {each.name: object() for each in named}
     more = {"something": object()} if any(each.kind is each.VAR_KEYWORD for each in parameters) else {}
     tries = itertools.product((needed, given, given | more), (False, True))
-    try:
-        with torch.random.fork_rng(devices=[]):  # dropout would draw from others' numbers
-            return all(_agree(kind, mixer, layer, one, training) for one, training in tries)
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(layer)
-        return False
+    with torch.random.fork_rng(devices=[]):  # dropout would draw from others' numbers
+        return all(_agree(layer, kind, mixer, one, training) for one, training in tries)
 
 
-@torch.no_grad()
 def _agree(
-    kind: type[FusedResiduals], mixer: str, layer: nn.Module, given: dict[str, Any], training: bool
+    layer: nn.Module, kind: type[FusedResiduals], mixer: str, given: dict[str, Any], training: bool
 ) -> bool:
     """Whether both do the same with what a model hands its layers; in training, too, for dropout's sake."""
     own, made = type(layer), stand_in(layer)

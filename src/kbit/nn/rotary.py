@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kbit.nn.standing_in import standing_in, tried_in_vain
+from kbit.nn.standing_in import standing_in, trial
 from kbit.ops import checks, grad_checks
 
 # What families call their functions; in the second neighbouring columns are pairs.
@@ -122,7 +122,7 @@ def _belong(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torc
     return alike and len(cos) in (1, batch) and cos.shape[1] == tokens and cos.shape[2] <= columns
 
 
-@torch.no_grad()
+@trial
 def _is_rotary(own: Callable[..., Any], turned: int, interleaved: bool = False) -> bool:
     """Whether a function gives what `kbit::rotary` gives, of heads whose first columns are turned."""
     generator = torch.Generator().manual_seed(0)
@@ -132,9 +132,5 @@ def _is_rotary(own: Callable[..., Any], turned: int, interleaved: bool = False) 
 
     query, key = (normal(2, heads, _TRIED_TOKENS, _TRIED_COLUMNS) for heads in (4, 2))
     given = (query, key, normal(2, _TRIED_TOKENS, turned), normal(2, _TRIED_TOKENS, turned))
-    try:
-        made = own(*given)
-        return all(map(torch.equal, made, torch.ops.kbit.rotary(*given, interleaved))) and len(made) == 2
-    except Exception:  # a function that wants something else stays as it is
-        tried_in_vain(own)
-        return False
+    made = own(*given)
+    return all(map(torch.equal, made, torch.ops.kbit.rotary(*given, interleaved))) and len(made) == 2

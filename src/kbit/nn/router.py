@@ -16,7 +16,7 @@ from torch import nn
 from kbit.format.versions import version_of
 from kbit.nn.experts import KbitExperts
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import has_own_forward, is_apart
 from kbit.ops import direct, forms, grad_checks
 
@@ -125,6 +125,19 @@ class FusedRouter(MixedIn):
         """What `forward` gives; of a router also with a shared expert, as `kbit.ops.moe_schemas` has it."""
         raise NotImplementedError
 
+    def _choices(
+        self,
+        logits: torch.Tensor,
+        scores: str,
+        divided: bool,
+        shared: str,
+        bias: torch.Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Choices:
+        """Logits and what `kbit::moe_route` chooses by them."""
+        ids, weights = torch.ops.kbit.moe_route(logits, self.top_k, scores, divided, bias, factor, shared)
+        return logits, weights, ids
+
 
 class _Softmax(FusedRouter):
     """The largest of a softmax, divided by their sum if the router says so."""
@@ -132,10 +145,7 @@ class _Softmax(FusedRouter):
     norm_topk_prob: bool
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
-        logits = self.logits(x, last)
-        how = (self.top_k, "softmax", self.norm_topk_prob)
-        ids, weights = torch.ops.kbit.moe_route(logits, *how, None, 1.0, shared)
-        return logits, weights, ids
+        return self._choices(self.logits(x, last), "softmax", self.norm_topk_prob, shared)
 
 
 class _DividedSoftmax(_Softmax):
@@ -149,9 +159,7 @@ class _Float32Softmax(FusedRouter):
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
         logits = self.logits(x, last)
-        how = (self.top_k, "softmax", True)
-        ids, weights = torch.ops.kbit.moe_route(logits.float(), *how, None, 1.0, shared)
-        return logits, weights, ids
+        return logits, *self._choices(logits.float(), "softmax", True, shared)[1:]
 
 
 class _Sigmoid(FusedRouter):
@@ -164,11 +172,8 @@ class _Sigmoid(FusedRouter):
     e_score_correction_bias: torch.Tensor
 
     def route(self, x: torch.Tensor, last: torch.Tensor | None = None, shared: str = "") -> Choices:
-        logits = self.logits(x, last)
-        how = (self.top_k, "sigmoid", self.norm_topk_prob)
         bias, factor = self.e_score_correction_bias.float(), float(self.routed_scaling_factor)
-        ids, weights = torch.ops.kbit.moe_route(logits, *how, bias, factor, shared)
-        return logits, weights, ids
+        return self._choices(self.logits(x, last), "sigmoid", self.norm_topk_prob, shared, bias, factor)
 
 
 class SharedGate(FusedRouter):
@@ -197,7 +202,7 @@ _KINDS: dict[str, type[FusedRouter]] = {
 
 def fuse_routers(model: nn.Module) -> None:
     """Have routers beside `KbitExperts` run by our kernels, in place, where these give what they give."""
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, bool | None] = {}
     for router in _beside_experts(model):
         if has_own_forward(router):
             continue
@@ -208,7 +213,7 @@ def fuse_routers(model: nn.Module) -> None:
             continue
         key = (type(router), attributes(router), _shapes(router))
         if key not in tried:
-            tried[key] = _computes(kind, router)
+            tried[key] = _computes(router, kind)
         if tried[key]:
             mix_in(router, kind)
 
@@ -225,20 +230,16 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _computes(kind: type[FusedRouter], router: nn.Module) -> bool:
+@trial
+def _computes(router: nn.Module, kind: type[FusedRouter]) -> bool:
     """Whether a router's class, with its attributes, does what a kind does.
 
     A release of transformers may change a class, and attributes may limit the choice to groups of experts.
     """
-    try:
-        return all(_agree(kind, router, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # a class of that name that wants something else stays as it is
-        tried_in_vain(router)
-        return False
+    return all(_agree(router, kind, dtype) for dtype in (torch.float32, torch.bfloat16))
 
 
-@torch.no_grad()
-def _agree(kind: type[FusedRouter], router: nn.Module, dtype: torch.dtype) -> bool:
+def _agree(router: nn.Module, kind: type[FusedRouter], dtype: torch.dtype) -> bool:
     """Whether both give the same in a dtype, on random weights and tokens."""
     own, generator = type(router), torch.Generator().manual_seed(0)
 

@@ -21,7 +21,7 @@ from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedMLP, takes
 from kbit.nn.mixins import Joining, MixedIn, mix_in, stand_in
 from kbit.nn.router import FusedRouter, SharedGate
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import has_own_forward, is_apart, is_silu
 from kbit.nn.tiling import make_neighbours
 
@@ -214,7 +214,7 @@ class _Gate(nn.Module):
         return x.sum(-1, keepdim=True)
 
 
-@torch.no_grad()
+@trial
 def _adds(block: nn.Module, parts: _Parts) -> bool:
     """Whether a block's class adds a shared expert to the routed ones; tried on parts that are known."""
     known = {parts.router: _Router(), parts.experts: _Experts(), parts.mlp: _Shared()}
@@ -231,11 +231,7 @@ def _adds(block: nn.Module, parts: _Parts) -> bool:
         made = stand_in(block)
         made.training = training
         made._modules = {name: known[part] for name, part in block._modules.items() if part is not None}
-        try:
-            y = type(block).forward(made, x)
-        except Exception:  # a class that wants something else stays as it is
-            tried_in_vain(block)
-            return False
+        y = type(block).forward(made, x)
         if not isinstance(y, torch.Tensor) or y.shape != x.shape or not torch.allclose(y, expected):
             return False
     return True

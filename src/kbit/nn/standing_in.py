@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 # (id of the owner, name) -> the owner's own, and by how many threads or contexts it is replaced now.
@@ -55,11 +58,23 @@ def is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def tried_in_vain(what: Any) -> None:
-    """Say why something stays as it is, to who asks by logging's level DEBUG; where an exception is handled.
+def trial(
+    check: Callable[Concatenate[Any, Given], Found],
+) -> Callable[Concatenate[Any, Given], Found | None]:
+    """Decorates what tries a module or a function, its first argument: whether a kernel computes the same.
 
-    Args:
-        what: a module or a function, of which it was tried whether a kernel computes the same.
+    It runs without gradients. Where it raises, as for a class that wants to be called otherwise, it gives
+    None, and says why to who asks by logging's level DEBUG.
     """
-    name = getattr(what, "__qualname__", type(what).__qualname__)
-    _log.debug("%s could not be tried, and stays as it is", name, exc_info=True)
+
+    @functools.wraps(check)
+    def try_it(what: Any, *given: Given.args, **named: Given.kwargs) -> Found | None:
+        try:
+            with torch.no_grad():
+                return check(what, *given, **named)
+        except Exception:
+            name = getattr(what, "__qualname__", type(what).__qualname__)
+            _log.debug("%s could not be tried, and stays as it is", name, exc_info=True)
+            return None
+
+    return try_it

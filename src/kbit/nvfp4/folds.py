@@ -146,7 +146,7 @@ def silu_mul_quantize_nvfp4(
 def _tensor(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: float, shape: tuple[int, ...]
 ) -> NVFP4Tensor:
-    return NVFP4Tensor(codes, scales, torch.tensor(global_scale, dtype=torch.float32), shape)
+    return NVFP4Tensor(codes, scales, torch.tensor(global_scale, dtype=torch.float32, device="cpu"), shape)
 
 
 def _operand(tensor: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,8 @@ def quantize_for_experts(
         kernels = kernels_for(x, routing=routing.inverse)
         rows = x.detach().contiguous()
         parts = kernels.quantize_scatter(rows, routing.inverse, search, ties == "even", factor)
-        t = NVFP4Tensor(*parts, torch.tensor(factor, dtype=torch.float32), (count, columns))
+        stored = torch.tensor(factor, dtype=torch.float32, device="cpu")
+        t = NVFP4Tensor(*parts, stored, (count, columns))
         return ExpertInput(t, None, tokens, count)
     t = quantize_nvfp4(x, search, ties, row_scale, global_scale)
     if dedup == "indirect":

@@ -7,7 +7,7 @@ import torch
 from kbit.format import reference
 from kbit.format.autocast import without_autocast
 from kbit.format.scales import absmax_format
-from kbit.quantizers import absmax, scale_search
+from kbit.quantizers.scale_search import quantize_blocks
 
 # Rows are processed in chunks so that float32 temporaries stay near this many weights.
 _CHUNK_WEIGHTS = 4 * 2**20
@@ -41,10 +41,9 @@ def _quantize_matrix(
     w: torch.Tensor, codebook: torch.Tensor, absmax_format_name: str, search: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt = absmax_format(absmax_format_name)
-    method = scale_search if search else absmax
     chunks = w.split(max(1, _CHUNK_WEIGHTS // max(1, w.shape[-1])))
     largest = torch.cat([reference.split_blocks(chunk).abs().amax(-1) for chunk in chunks])
     factor = fmt.tensor_factor(largest)
-    how = (codebook, fmt, factor, w.shape[-1])
-    pairs = [method.quantize_blocks(reference.split_blocks(chunk), *how) for chunk in chunks]
+    how = (codebook, fmt, factor, w.shape[-1], search)
+    pairs = [quantize_blocks(reference.split_blocks(chunk), *how) for chunk in chunks]
     return torch.cat([p for p, _ in pairs]), torch.cat([s for _, s in pairs]), factor

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kbit.format import bitplanes, reference
 from kbit.format.codebook import BLOCK_SIZE, bits_of, midpoints
 from kbit.format.scales import absmax_format
-from kbit.quantizers import absmax, scale_search
+from kbit.quantizers.scale_search import quantize_blocks
 
 # Of the mean of H's diagonal, added to it: with few activations H has no inverse. The usual 0.01 follows
 # samples too closely that are few or of another kind: of a 41 M parameter model at 3 bits, calibrated by 18
@@ -28,7 +28,7 @@ _DAMPING = 0.1
 _DAMPING_OF_FEW = 1.0
 
 
-def spread(hessian: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def spread_of(hessian: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """How errors of columns spread: U of H^-1 = U^T U; the identity where there was no activation.
 
     Args:
@@ -64,7 +64,7 @@ def quantize(
 
     Args:
         w: [..., N, K], float32, float16 or bfloat16, finite.
-        spread: float32 [..., K', K'] on w's device, see `spread`.
+        spread: float32 [..., K', K'] on w's device, see `spread_of`.
         codebook: float32 [2^bits] on w's device.
         absmax_format_name: a name in `kbit.format.scales.ABSMAX_FORMATS`.
         search: search block scales, or take the rounded absmax.
@@ -87,8 +87,8 @@ def quantize(
         divided = block / factor[..., None, None]
         chosen = None if alone is None else _chosen(divided[..., :left], alone)
         if chosen is None:
-            method, one = scale_search if search else absmax, torch.ones_like(factor)
-            _, chosen = method.quantize_blocks(divided.unsqueeze(-2), codebook, fmt, one, left)
+            one = torch.ones_like(factor)
+            _, chosen = quantize_blocks(divided.unsqueeze(-2), codebook, fmt, one, left, search)
         stored.append(chosen)
         scale = (fmt.decode(chosen) * factor[..., None, None]).squeeze(-1)
         codes, errors = _columns(block, scale, spread[..., start:end, start:end], codebook, thresholds)

@@ -13,10 +13,11 @@ import torch
 
 from kbit.format import bitplanes
 from kbit.format.autocast import without_autocast
-from kbit.format.codebook import BLOCK_SIZE, normal_float
+from kbit.format.codebook import BLOCK_SIZE, bits_of, normal_float
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.scales import AbsmaxFormat, absmax_format
-from kbit.quantizers import absmax, scale_search
+from kbit.format.tensor import QuantizedTensor
+from kbit.quantizers.scale_search import quantize_blocks
 
 _SAMPLE = 2**19  # weights
 _MOST_STEPS = 200
@@ -51,11 +52,17 @@ def fit_codebook(
 
     Raises:
         NonFiniteWeightError: weights that were looked at are NaN or Inf.
-        TypeError: weights are not of a float dtype.
+        TypeError: weights are not dense tensors of a float dtype, or a flag is not True or False.
         ValueError: bits or scale are unknown, or no row has a whole block of 32 weights.
     """
-    default, fmt = normal_float(bits), absmax_format(scale)
-    blocks = _sample([weights] if isinstance(weights, torch.Tensor) else list(weights))
+    for name, value in (("symmetric", symmetric), ("search", search)):
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"fit_codebook: {name} must be True or False, got {repr(value)[:80]}. Pass options by name."
+            )
+    default, fmt = normal_float(bits), absmax_format(str(scale), "fit_codebook")  # a name, not the dtype
+    several = isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor)
+    blocks = _sample([_checked(weight) for weight in (weights if several else [weights])])
     default = default.to(blocks.device)
     starts = default.double(), _medians(blocks, default, symmetric)
     with without_autocast(blocks.device):
@@ -80,14 +87,30 @@ def _refined(
     return found, error
 
 
+def _checked(weight: object) -> torch.Tensor:
+    """A weight that can be fitted to; TypeError, in the words of `kbit.quantize`, for what is none."""
+    if not isinstance(weight, torch.Tensor):
+        known = getattr(type(weight), "functions", None)  # a weight of another format has them
+        decode = known.get("dequantize") if isinstance(known, dict) else None
+        decode = "kbit.dequantize" if isinstance(weight, QuantizedTensor) else decode
+        remedy = (
+            f"It is quantized already: {decode} decodes it" if decode else "Make one of it: torch.as_tensor"
+        )
+        raise TypeError(f"fit_codebook: weights must be tensors, got {type(weight).__name__}. {remedy}.")
+    if weight.is_nested:
+        raise TypeError(
+            "fit_codebook: weights must be dense, got a nested tensor. Use .to_padded_tensor(0.0)."
+        )
+    if weight.layout is not torch.strided:
+        raise TypeError(f"fit_codebook: weights must be dense, got {weight.layout}. Use .to_dense().")
+    if not weight.is_floating_point() or weight.is_meta:
+        got = "a tensor on meta, which holds nothing" if weight.is_meta else str(weight.dtype)
+        raise TypeError(f"fit_codebook: weights must be of a float dtype, got {got}. Pass unquantized ones.")
+    return weight
+
+
 def _sample(weights: list[torch.Tensor]) -> torch.Tensor:
     """float32 [n, 1, 32]: whole blocks, drawn at random; each tensor's have a mean square of 1."""
-    for weight in weights:
-        if not weight.is_floating_point() or weight.is_meta:
-            got = "a tensor on meta, which holds nothing" if weight.is_meta else str(weight.dtype)
-            raise TypeError(
-                f"fit_codebook: weights must be of a float dtype, got {got}. Pass unquantized ones."
-            )
     rows = [w.detach().reshape(-1, w.shape[-1]) for w in weights if w.numel() and w.dim()]
     whole = [w[:, : w.shape[1] // BLOCK_SIZE * BLOCK_SIZE].unflatten(1, (-1, BLOCK_SIZE)) for w in rows]
     count = sum(w.shape[0] * w.shape[1] for w in whole)
@@ -119,7 +142,11 @@ def _drawn(blocks: torch.Tensor, share: float, made: torch.Generator) -> torch.T
 def _apart(levels: torch.Tensor, symmetric: bool) -> torch.Tensor:
     """Levels in order and no two alike, as where many weights are 0; the largest magnitude is 1."""
     steps = levels.diff().clamp(min=_LEAST_STEP * float(levels.abs().max()))
-    levels = torch.cat([levels[:1], levels[0] + steps.cumsum(0)])
+    return _scaled(torch.cat([levels[:1], levels[0] + steps.cumsum(0)]), symmetric)
+
+
+def _scaled(levels: torch.Tensor, symmetric: bool) -> torch.Tensor:
+    """Levels whose largest magnitude is 1, mirrored around 0 if asked for."""
     levels = (levels - levels.flip(0)) / 2 if symmetric else levels
     return levels / levels.abs().max()
 
@@ -135,9 +162,8 @@ def _medians(blocks: torch.Tensor, default: torch.Tensor, symmetric: bool) -> to
         values = torch.cat([values, -values])
     count = len(default)
     middles = (torch.arange(count, dtype=torch.float32, device=values.device) + 0.5) / count
-    levels = values.sort().values[(middles * len(values)).long()].double()
-    levels = (levels - levels.flip(0)) / 2 if symmetric else levels
-    return levels / levels.abs().max() if bool((levels.diff() > 0).all()) else default.double()
+    levels = _scaled(values.sort().values[(middles * len(values)).long()].double(), symmetric)
+    return levels if bool((levels.diff() > 0).all()) else default.double()
 
 
 def _step(
@@ -145,9 +171,8 @@ def _step(
 ) -> tuple[torch.Tensor, float]:
     """Where levels would be best for the codes and scales that they give, float64; and the error so far."""
     codebook, factor = levels.float(), fmt.tensor_factor(blocks.abs().amax(-1))
-    method = scale_search if search else absmax
-    packed, stored = method.quantize_blocks(blocks, codebook, fmt, factor, BLOCK_SIZE)
-    codes = bitplanes.unpack(packed, len(codebook).bit_length() - 1)[:, None]
+    packed, stored = quantize_blocks(blocks, codebook, fmt, factor, BLOCK_SIZE, search)
+    codes = bitplanes.unpack(packed, bits_of(codebook))[:, None]
     scales = (fmt.decode(stored) * factor).double()[..., None].expand_as(blocks)
     products, squares = scales * blocks, scales.square()
     error = float((blocks - codebook[codes.int()] * scales).square().sum())

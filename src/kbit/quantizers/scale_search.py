@@ -1,8 +1,10 @@
-"""The default quantizer: try the scales around the rounded absmax, keep the one with least squared error.
+"""How a block's scale is chosen: its largest magnitude, rounded to the scale format, or a better one nearby.
 
-A block's largest weight is an outlier of its own block. With few levels a smaller scale, which clips it,
-serves the other 31 better. With many, the outermost levels are far apart (0.78 and 1.0 at 5 bits) and a
-larger scale, which leaves the last one unused, puts the dense levels where the weights are.
+The plain quantizer takes the rounded absmax. The default one also tries the scales around it and keeps the
+one with least squared error. A block's largest weight is an outlier of its own block. With few levels a
+smaller scale, which clips it, serves the other 31 better. With many, the outermost levels are far apart (0.78
+and 1.0 at 5 bits) and a larger scale, which leaves the last one unused, puts the dense levels where the
+weights are.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import torch
 from kbit.format import bitplanes, reference
 from kbit.format.codebook import bits_of
 from kbit.format.scales import AbsmaxFormat
-from kbit.quantizers.absmax import encode_absmax
 
 # First and last offset tried per width, in E4M4 codes (1/16 of an octave) from the rounded absmax. On the
 # projections of a small MoE language model the squared error is this fraction of plain absmax's, in
@@ -36,18 +37,36 @@ def _candidate(
 
 
 def quantize_blocks(
-    blocks: torch.Tensor, codebook: torch.Tensor, fmt: AbsmaxFormat, factor: torch.Tensor, in_features: int
+    blocks: torch.Tensor,
+    codebook: torch.Tensor,
+    fmt: AbsmaxFormat,
+    factor: torch.Tensor,
+    in_features: int,
+    search: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize with the best scale of a small window; never worse in squared error than plain absmax.
+    """Quantize with the rounded absmax as scale, or with the best scale of a small window around it.
 
-    Candidates are tried in ascending order after the plain one and win only if strictly better.
+    Candidates are tried in ascending order after the plain one and win only if strictly better, so that
+    search is never worse in squared error.
 
-    Args, returns: as `kbit.quantizers.absmax.quantize_blocks`.
+    Args:
+        blocks: float32 [..., N, blocks, 32].
+        codebook: float32 [2^bits].
+        fmt: how scales are stored.
+        factor: float32 [...], one power of two per matrix.
+        in_features: K, behind which the last block is padding.
+        search: try the window, too.
+
+    Returns:
+        packed int32 [..., N, blocks * bits] and absmax [..., N, blocks] in `fmt.dtype`.
     """
-    bits = bits_of(codebook)
-    plain, scale = encode_absmax(blocks, fmt, factor)
-    best = plain
+    bits, per_row = bits_of(codebook), factor[..., None, None]
+    plain = fmt.encode(blocks.abs().amax(-1) / per_row)
+    scale = fmt.decode(plain) * per_row
     codes = reference.codes_for_scale(blocks, scale, codebook)
+    if not search:
+        return bitplanes.pack(codes.flatten(-2), bits), plain
+    best = plain
     error = reference.block_error(blocks, codes, scale, codebook, in_features)
     first, last = WINDOWS[bits]
     for offset in range(first, last + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from kbit.format.autocast import without_autocast
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
 from kbit.integrations.peft.layers import LoraEmbedding, LoraKbitExperts, LoraLinear, LoraOnCodes
@@ -55,6 +57,16 @@ def merge(model: Any, requantize: bool = True) -> Any:
     """
     type_checks.flag("merge", "requantize", requantize)
     base = _base_of(model)
+    with ExitStack() as without:  # which would add adapters up in 16 bits
+        for kind in {parameter.device.type for parameter in base.parameters()}:
+            without.enter_context(without_autocast(torch.device(kind)))
+        plain = _merge(model, base, requantize)
+    if is_of_transformers(plain):
+        forget_if_plain(plain)
+    return plain
+
+
+def _merge(model: Any, base: Any, requantize: bool) -> Any:
     adapted = [(name, layer) for name, layer in base.named_modules() if isinstance(layer, LoraLayer)]
     for name, layer in adapted:  # before anything changes
         _check(name, layer, requantize)
@@ -69,10 +81,7 @@ def merge(model: Any, requantize: bool = True) -> Any:
             base.set_submodule(name, _linear(layer, None if requantize else _dtype_of(base, layer)))
             if not requantize:
                 _leave_out(base, name)
-    plain = model.merge_and_unload()  # what is not of kbit, peft merges itself
-    if is_of_transformers(plain):
-        forget_if_plain(plain)
-    return plain
+    return model.merge_and_unload()  # what is not of kbit, peft merges itself
 
 
 def _base_of(model: Any) -> Any:

@@ -88,7 +88,7 @@ def _factors(path: Path, tensors: Mapping[str, GGUFTensor], name: str, lead: tup
     key = name.removesuffix(".weight") + ".scale"
     info = tensors.get(key)
     if info is None:
-        return torch.ones(lead, dtype=torch.float32)
+        return torch.ones(lead, dtype=torch.float32, device="cpu")
     where = f"{path}: tensor {key!r}"
     if info.kind != _F32_TYPE or math.prod(info.shape) != math.prod(lead):
         raise ValueError(
