@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from kbit.backends import cpu
-from kbit.backends.cuda import driver, grouped_preference, preference, tables
+from kbit.backends.cuda import grouped_preference, preference, tables
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.dispatch.backends import backend_for, backends
 from kbit.format.scales import absmax_format
-from kbit.format.symmetry import is_symmetric
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import counted, dtype_name
 from kbit.ops import checks, forms, type_checks
@@ -94,8 +93,7 @@ def _cpu_kernel(m: int, dtype: torch.dtype, experts: bool) -> str:
 def _cuda_lines(m: int, dtype: torch.dtype, q: QuantizedTensor, silu_and_mul: bool) -> list[str]:
     index = q.device.index or 0
     n, k = q.shape[-2:]
-    limits, symmetric = driver.device_limits(index), is_symmetric(q.codebook)
-    weight = WeightShape(n, k, q.bits, silu_and_mul, limits, symmetric)
+    weight = WeightShape.of(q.codebook, index, n, k, silu_and_mul)
     if len(q.shape) == 3:
         reasons = grouped_preference.reasons(m, dtype, q.shape[0], weight)
     else:

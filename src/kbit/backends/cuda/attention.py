@@ -166,13 +166,13 @@ def attention_step(
     (batch, heads, columns), (_, key_heads, room, _) = query.shape, keys.shape
     index, turned = query.device.index, cos.shape[1]
     device = driver.device_limits(index)
-    rows = [operands.pieces(tensor) for tensor in (query, key, value, query if gate is None else gate, cos)]
-    others = [operands.pieces(one) for one in (sin, query_norm, key_norm, keys, values) if one is not None]
+    gating = query if gate is None else gate
+    strides = operands.all_pieces(query, key, value, gating, cos, sin, query_norm, key_norm, keys, values)
     config = config_for(columns, device.arch, device.shared_bytes)
     plain = query.dtype in operands.DTYPES and not turned % _TURNED and room > 0
     plain = plain and max(batch, heads) <= driver.MAX_GRID_Y and cos.stride() == sin.stride()
-    whole = None not in (*rows, *others) and (mask is None or mask.stride(1) == 1)
-    if config is None or not (plain and whole):
+    plain = plain and (mask is None or mask.stride(1) == 1)
+    if config is None or strides is None or not plain:
         tensors = query, key, value, gate, query_norm, key_norm, cos, sin, mask, keys, values, length
         reference.attention_step(*tensors, scaling, eps, plus_one, round_first, out)
         return
@@ -182,14 +182,11 @@ def attention_step(
     sizes = {"batch": batch, "heads": heads, "key_heads": key_heads, "room": room}
     groups, blocks = plan(**sizes, config=config, device=device, most=most)
     grid = (blocks, key_heads * groups, batch)
-    prepared = launcher.Prepared(index, kernel, grid, threads, smem, blocks)
     new = operands.addresses(query, key, value, gate, query_norm, key_norm, cos, sin, mask)
     cache = operands.addresses(keys, values, length, out)
-    *by_heads, by_angle = (strides or () for strides in rows)
-    by = [step for strides in by_heads for step in strides]
-    along = (
-        0 if len(cos) == 1 else by_angle[0],
-        0 if mask is None or len(mask) == 1 else mask.stride(0),
-    )
+    by = (step for of_heads in strides[:4] for step in of_heads)
+    by_mask = 0 if mask is None or len(mask) == 1 else mask.stride(0)
+    along = (*operands.by_sequence(cos, strides[4]), by_mask)
     counts = heads, key_heads, groups, room, turned // _TURNED
-    prepared.launch((*new, *cache, *by, *along, *counts, scaling, eps, plus_one, round_first))
+    args = (*new, *cache, *by, *along, *counts, scaling, eps, plus_one, round_first)
+    launcher.launch_on(index, kernel, grid, threads, args, smem=smem, pdl=True, cluster=blocks)

@@ -31,13 +31,13 @@ def cache_append(
         KbitError: the kernel cannot be compiled or loaded.
     """
     batch, heads, tokens, _ = key.shape
-    strides = [operands.pieces(tensor) for tensor in (key, value, keys, values)]
+    strides = operands.all_pieces(key, value, keys, values)
     wide = [tensor.shape[-1] * tensor.element_size() for tensor in (keys, values)]
     count = batch * heads * tokens * sum(wide) // 16
-    if None in strides or any(width % 16 for width in wide) or count > elementwise.MOST_THREADS:
+    if strides is None or any(width % 16 for width in wide) or count > elementwise.MOST_THREADS:
         reference.cache_append(keys, values, key, value, length)
         return
-    of_key, of_value, *_ = (stride or () for stride in strides)
+    of_key, of_value, *_ = strides
     index = key.device.index
     kernel = launcher.load(_SPEC, index, _FORMAT)
     places = operands.addresses(key, value, keys, values, length)

@@ -18,6 +18,7 @@ from kbit.backends.cuda.compiler import (
 )
 from kbit.format.errors import KbitError
 
+HOPPER = "90a"  # architecture of an H100 and an H200
 WARP = 32  # threads
 MAX_GRID_Y = 65535  # blocks along y, and along z
 RESERVED_SHARED_BYTES = 1024  # of a multiprocessor's shared memory, by each block for itself
@@ -122,6 +123,13 @@ def error_text(code: int) -> str:
     return f"{result.name} ({text.decode() if text else 'no description'})"
 
 
+def _attributes(device_index: int, *names: str) -> list[int]:
+    """A device's attributes, by their names in the driver behind CU_DEVICE_ATTRIBUTE_."""
+    cuda, device = api(), device_handle(device_index)
+    kinds = (getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names)
+    return [check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in kinds]
+
+
 @functools.cache
 def device_arch(device_index: int) -> str:
     """Architecture to compile for on a device, such as "90a".
@@ -130,16 +138,8 @@ def device_arch(device_index: int) -> str:
         DriverError: no driver, or no such device.
         UnsupportedArchError: older than sm_80.
     """
-    cuda = api()
-    device = device_handle(device_index)
-    kinds = cuda.CUdevice_attribute
-    wanted = (
-        kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-        kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-    )
-    return arch_of(
-        *(check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted)
-    )
+    names = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR"
+    return arch_of(*_attributes(device_index, *names))
 
 
 def archs_here() -> list[str]:
@@ -226,14 +226,6 @@ def device_limits(device_index: int) -> DeviceLimits:
         DriverError: no driver, or no such device.
         UnsupportedArchError: older than sm_80.
     """
-    cuda = api()
-    device = device_handle(device_index)
-    kinds = cuda.CUdevice_attribute
-    wanted = (
-        kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-        kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-    )
-    multiprocessors, shared_bytes = (
-        check(cuda.cuDeviceGetAttribute(kind, device), "cuDeviceGetAttribute") for kind in wanted
-    )
+    names = "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"
+    multiprocessors, shared_bytes = _attributes(device_index, *names)
     return DeviceLimits(multiprocessors, shared_bytes, device_arch(device_index))

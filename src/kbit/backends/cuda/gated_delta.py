@@ -117,10 +117,9 @@ def gated_delta_step(
     blocks = _blocks(ratio, arch)
     warps = _WARPS if blocks > 1 else ratio * _WARPS
     grid = (batch * k_heads * blocks, 1, 1)
-    prepared = launcher.Prepared(index, kernel, grid, warps * driver.WARP, cluster=blocks)
     places = operands.addresses(projected, gates, window, state, *weights, out)
     sizes = projected.stride(0), gates.stride(0), k_heads, bias.dtype == torch.float32, eps
-    prepared.launch((*places, *sizes))
+    launcher.launch_on(index, kernel, grid, warps * driver.WARP, (*places, *sizes), pdl=True, cluster=blocks)
 
 
 def _row_pieces(projected: torch.Tensor) -> int | None:

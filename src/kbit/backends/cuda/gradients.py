@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from kbit.backends.cuda import rows
+from kbit.backends.cuda import operands, rows
 from kbit.format.codebook import bits_of
 
 # Weights decoded at a time: all experts of a layer of Qwen3-30B-A3B (gate and up: 403 million).
 _CHUNK_WEIGHTS = 512 * 2**20
-_ALIGNED = 8  # numbers of 16 bits; rows of a grouped product start at multiples of 16 bytes
 
 
 def refusal(grad: torch.Tensor, out_features: int, in_features: int) -> str | None:
@@ -23,7 +22,7 @@ def refusal(grad: torch.Tensor, out_features: int, in_features: int) -> str | No
         return f"torch's grouped product takes bfloat16, got {grad.dtype}"
     if torch.cuda.get_device_capability(grad.device)[0] < 9:
         return "torch's grouped product takes GPUs from Hopper on"
-    if out_features % _ALIGNED or in_features % _ALIGNED:
+    if out_features % operands.PIECE or in_features % operands.PIECE:
         return f"rows of {out_features} and {in_features} numbers are not multiples of 16 bytes"
     return None
 

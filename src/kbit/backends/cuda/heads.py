@@ -56,24 +56,21 @@ def append_heads(
     """
     batch, tokens, heads, columns = query.shape
     pieces, half = columns // operands.PIECE, cos.shape[-1] // (2 * operands.PIECE)
-    strides = [operands.pieces(tensor) for tensor in (query, key, value, cos, sin)]
-    others = [
-        operands.pieces(tensor) for tensor in (query_norm, key_norm, keys, values) if tensor is not None
-    ]
+    strides = operands.all_pieces(query, key, value, cos, sin, query_norm, key_norm, keys, values)
     rows = batch * tokens * (heads + 2 * key.shape[2])
     whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
-    takes = query.dtype in operands.DTYPES and whole and pieces <= max(_LANES) and strides[3] == strides[4]
-    if not takes or None in (*strides, *others) or rows * max(_LANES) > elementwise.MOST_THREADS:
+    takes = query.dtype in operands.DTYPES and whole and pieces <= max(_LANES)
+    takes = takes and rows * max(_LANES) <= elementwise.MOST_THREADS
+    if not takes or strides is None or strides[3] != strides[4]:
         tensors = query, key, value, query_norm, key_norm, cos, sin, keys, values, length
         reference.append_heads(*tensors, eps, plus_one, round_first, out)
         return
     lanes = next(count for count in _LANES if pieces <= count)
-    *of_heads, by_angle, _ = (stride or () for stride in strides)
-    along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype, lanes), index, _FORMAT)
     places = operands.addresses(query, key, value, query_norm, key_norm, cos, sin, out, keys, values, length)
-    by = [step for strides in of_heads for step in strides]
+    by = (step for of_head in strides[:3] for step in of_head)
+    along = operands.by_sequence(cos, strides[3])
     sizes = (rows, tokens, heads, key.shape[2], keys.shape[2], pieces, half)
     elementwise.launch(
         index, kernel, rows * lanes, (*places, *by, *along, *sizes, eps, plus_one, round_first)

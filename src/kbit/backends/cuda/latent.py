@@ -128,13 +128,11 @@ def latent_attention_step(
         KbitError: a kernel cannot be compiled or loaded.
     """
     (batch, heads, columns), room, turned = absorbed.shape, latents.shape[1], keys.shape[2]
-    strides = [operands.pieces(tensor) for tensor in (query, absorbed, latent, cos, sin)]
-    whole = None not in (*strides, *(operands.pieces(tensor) for tensor in (norm, latents, keys)))
+    strides = operands.all_pieces(query, absorbed, latent, cos, sin, norm, latents, keys)
     how = scaling, eps, plus_one, round_first, interleaved
-    plain = (
-        query.dtype in operands.DTYPES and takes(columns, turned) and room > 0 and batch <= driver.MAX_GRID_Y
-    )
-    if not (whole and plain and strides[3] == strides[4] and (mask is None or mask.stride(1) == 1)):
+    plain = query.dtype in operands.DTYPES and takes(columns, turned) and room > 0
+    plain = plain and batch <= driver.MAX_GRID_Y and (mask is None or mask.stride(1) == 1)
+    if not plain or strides is None or strides[3] != strides[4]:
         tensors = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
         reference.latent_attention_step(*tensors, *how, out)
         return
@@ -145,19 +143,15 @@ def latent_attention_step(
     weights = query.new_empty((batch, splits, heads, 2), dtype=torch.float32)
     kernel = launcher.load(_spec(query.dtype, sizes, device.shared_bytes), index, _FORMAT)
     shared_bytes = sizes.layout(device.shared_bytes)["shared_bytes"]
-    grid = (splits, groups, batch)
-    prepared = launcher.Prepared(index, kernel, grid, _WARPS * driver.WARP, shared_bytes)
     given = operands.addresses(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length)
-    by_query, by_absorbed, by_latent, by_angle, _ = (stride or () for stride in strides)
-    along = (
-        by_latent[0],
-        0 if len(cos) == 1 else by_angle[0],
-        0 if mask is None or len(mask) == 1 else mask.stride(0),
-    )
+    by_query, by_absorbed, by_latent, by_angle, *_ = strides
+    by_mask = 0 if mask is None or len(mask) == 1 else mask.stride(0)
+    by = (*by_query, *by_absorbed, *by_latent, *operands.by_sequence(cos, by_angle), by_mask)
     places = operands.addresses(sums, weights)
-    prepared.launch((*given, *places, *by_query, *by_absorbed, *along, heads, room, *how))
+    args, grid = (*given, *places, *by, heads, room, *how), (splits, groups, batch)
+    launcher.launch_on(index, kernel, grid, _WARPS * driver.WARP, args, smem=shared_bytes, pdl=True)
     combine = launcher.load(_combine_spec(query.dtype, columns), index, _COMBINE_FORMAT)
     warps = min(_COMBINE_WARPS, -(-splits // _COMBINE_SPLITS))
     grid = (heads, batch, columns // _COMBINED)
-    prepared = launcher.Prepared(index, combine, grid, warps * driver.WARP)
-    prepared.launch((*places, *operands.addresses(length, out), heads, splits, room))
+    args = (*places, *operands.addresses(length, out), heads, splits, room)
+    launcher.launch_on(index, combine, grid, warps * driver.WARP, args, pdl=True)

@@ -51,16 +51,16 @@ def latent_heads(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    strides = [operands.pieces(tensor) for tensor in (query, expanded, key, cos, sin)]
+    strides = operands.all_pieces(query, expanded, key, cos, sin)
     (batch, tokens, heads, columns), of_key = query.shape, key.shape[2]
     own = columns - of_key
     count = batch * tokens * heads * columns // operands.PIECE
     fits = query.dtype in operands.DTYPES and takes(own, of_key) and count <= elementwise.MOST_THREADS
-    if not fits or None in strides or strides[3] != strides[4]:
+    if not fits or strides is None or strides[3] != strides[4]:
         reference.latent_heads(query, expanded, key, cos, sin, interleaved, keys, turned)
         return
-    by_query, by_expanded, by_key, by_angle, _ = (stride or () for stride in strides)
-    along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
+    by_query, by_expanded, by_key, by_angle, _ = strides
+    along = operands.by_sequence(cos, by_angle)
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
     places = operands.addresses(query, expanded, key, cos, sin, keys, turned)

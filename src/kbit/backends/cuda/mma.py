@@ -16,8 +16,6 @@ from kbit.backends.cuda.mma_config import WARP_TILES, WARPS, Config, configs, su
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.backends.cuda.wgmma_estimate import tiles_of_expert
 from kbit.format import layout
-from kbit.format.codebook import bits_of
-from kbit.format.symmetry import is_symmetric
 
 _FORMAT, _SUMS_FORMAT = "QQQQQQQQiiiiiiii", "QQQQiiiii"
 _SPLITS = (1, 2, 4)  # parts of K for blocks of their own
@@ -121,7 +119,7 @@ def linear(
     chosen: Plan | None = None,
 ) -> None:
     """Launch the kernel on a legal problem; arguments as in `products.linear_tiled`."""
-    weight = _weight(x, codebook, out_features, in_features, silu_and_mul)
+    weight = WeightShape.of(codebook, x.device.index, out_features, in_features, silu_and_mul)
     chosen = plan(x.shape[0], weight) if chosen is None else chosen
     config, (row_blocks, token_blocks, splits) = chosen
     sums = None
@@ -149,7 +147,8 @@ def grouped_linear(
     out: torch.Tensor,
 ) -> None:
     """Launch the kernel on a legal problem of experts; arguments as in `products.grouped_linear_tiled`."""
-    weight, experts = _weight(x, codebook, out_features, in_features, silu_and_mul), tiled.shape[0]
+    weight = WeightShape.of(codebook, x.device.index, out_features, in_features, silu_and_mul)
+    experts = tiled.shape[0]
     chosen = grouped_plan(x.shape[0], experts, weight)
     _launch(chosen, weight, x, (tiled, codebook, scale), None, out, None, offsets, experts)
 
@@ -173,13 +172,6 @@ def _launch(
     args = (*args, *sizes, int(_whole(out)), experts, _row_blocks(config, weight))
     threads, smem = WARPS * driver.WARP, config.shared_bytes(weight.bits)
     launcher.launch_on(index, kernel, chosen.grid, threads, args, smem=smem, pdl=True)
-
-
-def _weight(
-    x: torch.Tensor, codebook: torch.Tensor, out_features: int, in_features: int, gated: bool
-) -> WeightShape:
-    limits = driver.device_limits(x.device.index)
-    return WeightShape(out_features, in_features, bits_of(codebook), gated, limits, is_symmetric(codebook))
 
 
 def _whole(out: torch.Tensor) -> bool:

@@ -88,7 +88,7 @@ def configs(bits: int, symmetric: bool, shared_bytes: int, experts: bool = False
 
 def specs(shared_bytes: int, arch: str) -> list[KernelSpec]:
     """Every kernel that is ever launched on such an architecture; on Hopper only if forced, so none."""
-    if arch == "90a":
+    if arch == driver.HOPPER:
         return []
     found: dict[KernelSpec, None] = {}
     for bits, symmetric in operands.CODES:

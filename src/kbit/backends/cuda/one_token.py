@@ -13,12 +13,10 @@ import functools
 import torch
 
 from kbit.backends import environment
-from kbit.backends.cuda import driver, operands, stream, stream_config
+from kbit.backends.cuda import operands, stream, stream_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout
-from kbit.format.codebook import bits_of
-from kbit.format.symmetry import is_symmetric
 
 MOST_SLOTS = 32  # a lane of a warp each
 
@@ -131,12 +129,12 @@ def _launch_experts(
     out: torch.Tensor,
 ) -> None:
     index, (out_features, in_features, gated) = x.device.index, sizes
-    limits = driver.device_limits(index)
-    weight = WeightShape(*shape, bits_of(codebook), gated, limits, is_symmetric(codebook))
+    weight = WeightShape.of(codebook, index, *shape, gated)
     one = _prepared(experts, index, x.dtype, weight, out_features, in_features)
+    ids_at, weights_at = operands.addresses(ids, weights)
     routing = stream.Routing(
-        ids=ids.data_ptr(),
-        weights=0 if weights is None else weights.data_ptr(),
+        ids=ids_at,
+        weights=weights_at,
         slots=ids.shape[0],
         experts=tiled.shape[0],
         wide_ids=int(ids.dtype == torch.int64),

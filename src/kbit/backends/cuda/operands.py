@@ -1,4 +1,4 @@
-"""What the fused kernels (stream, grouped, wgmma) ask of their operands alike."""
+"""What kernels ask of their operands alike."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ def pieces(tensor: torch.Tensor) -> tuple[int, ...] | None:
     size = tensor.element_size()
     whole = last == 1 and not tensor.data_ptr() % 16 and not any(step * size % 16 for step in strides)
     return tuple(step * size // 16 for step in strides) if whole else None
+
+
+def all_pieces(*tensors: torch.Tensor | None) -> list[tuple[int, ...]] | None:
+    """`pieces` of each tensor that is not None; None where one is not made of these."""
+    found = []
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        steps = pieces(tensor)
+        if steps is None:
+            return None
+        found.append(steps)
+    return found
+
+
+def by_sequence(tensor: torch.Tensor, steps: tuple[int, ...]) -> tuple[int, ...]:
+    """`steps` of a tensor [B or 1, ...], the first of them 0 where all sequences have the same."""
+    return (0, *steps[1:]) if len(tensor) == 1 else steps
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:

@@ -50,17 +50,17 @@ def rotary(
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
-    strides = [operands.pieces(tensor) for tensor in (query, key, cos, sin)]
+    strides = operands.all_pieces(query, key, cos, sin)
     batch, heads, tokens, columns = query.shape
     pieces, half = columns // operands.PIECE, cos.shape[-1] // (2 * operands.PIECE)
     count = batch * tokens * (heads + key.shape[1]) * (pieces - half)
     whole = not columns % operands.PIECE and not cos.shape[-1] % (2 * operands.PIECE)
-    takes = query.dtype in operands.DTYPES and whole and None not in strides and strides[2] == strides[3]
-    if not takes or count > elementwise.MOST_THREADS:
+    takes = query.dtype in operands.DTYPES and whole and count <= elementwise.MOST_THREADS
+    if not takes or strides is None or strides[2] != strides[3]:
         reference.rotary(query, key, cos, sin, out_query, out_key, interleaved)
         return
-    by_query, by_key, by_angle, _ = (stride or () for stride in strides)
-    along = (0 if len(cos) == 1 else by_angle[0], by_angle[1])
+    by_query, by_key, by_angle, _ = strides
+    along = operands.by_sequence(cos, by_angle)
     index = query.device.index
     kernel = launcher.load(_spec(query.dtype), index, _FORMAT)
     sizes = (count, tokens, heads, key.shape[1], pieces, half, int(interleaved))

@@ -61,9 +61,8 @@ def linear_tiled(
         KbitError: the kernel cannot be compiled or loaded.
         ValueError: KBIT_KERNEL is wrong; see `decide`.
     """
-    index, bits = x.device.index, bits_of(codebook)
-    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
+    index = x.device.index
+    weight = WeightShape.of(codebook, index, out_features, in_features, silu_and_mul)
     choice = decide(x.shape[0], x.dtype, weight, tables.for_device(index))
     launch(choice, x, tiled, codebook, scale, bias, out_features, in_features, silu_and_mul, out)
 
@@ -197,8 +196,7 @@ def grouped_linear_tiled(
         grouped_linear_tiled(x, *weight, out_features, in_features, False, source, both)
         operands.activate(both, out)
         return "cublas"
-    bits, limits = bits_of(codebook), driver.device_limits(x.device.index)
-    shape = WeightShape(out_features, in_features, bits, silu_and_mul, limits)
+    shape = WeightShape.of(codebook, x.device.index, out_features, in_features, silu_and_mul)
     kernel = grouped_preference.choose(out.shape[0], x.dtype, tiled.shape[0], shape)
     weight, sizes = (tiled, codebook, scale, offsets), (out_features, in_features, silu_and_mul)
     if kernel == "grouped":

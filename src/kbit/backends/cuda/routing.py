@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
-from kbit.ops.checks import HALF_DTYPES
 from kbit.ops.moe_checks import SHARED
 
 _LOGITS_FORMAT, _MMA_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiii", "QQQQiiiiiif"
@@ -78,9 +77,8 @@ def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
-    logits = [
-        of(dtype, wide) for of in (logits_spec, mma_spec) for dtype in HALF_DTYPES for wide in (False, True)
-    ]
+    kinds = [(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
+    logits = [of(*kind) for of in (logits_spec, mma_spec) for kind in kinds]
     return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
@@ -99,14 +97,13 @@ def moe_logits(
         [T, E], or [T, E + 1] with `last`.
     """
     (tokens, columns), experts = x.shape, weight.shape[0] + (last is not None)
-    operands = (x, weight) if last is None else (x, weight, last)
-    whole = columns % 8 == 0 and all(each.data_ptr() % 16 == 0 for each in operands)
+    given = operands.addresses(x, weight, last)
+    whole = columns % operands.PIECE == 0 and not any(place % 16 for place in given)
     taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= MOST_LOGITS
-    if x.dtype not in HALF_DTYPES or not taken or not columns or not whole:
+    if x.dtype not in operands.DTYPES or not taken or not columns or not whole:
         return reference.moe_logits(x, weight, dtype, last)
     logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32
-    rows = (weight.data_ptr(), 0 if last is None else last.data_ptr())
-    args: tuple[int, ...] = (x.data_ptr(), *rows, logits.data_ptr(), experts, columns // 8)
+    args = (*given, *operands.addresses(logits), experts, columns // operands.PIECE)
     if tokens <= FEW_TOKENS:
         kernel = launcher.load(logits_spec(x.dtype, wide), index, _LOGITS_FORMAT)
         grid, warps, smem = (-(-experts // _ROUTER_WARPS), tokens, 1), _ROUTER_WARPS, 0
@@ -144,7 +141,7 @@ def moe_route(
         return
     team, per_lane = next(each for each in _TEAMS if experts <= driver.WARP * each[0] * each[1])
     kernel = launcher.load(route_spec(logits.dtype, team, per_lane), index, _ROUTE_FORMAT)
-    pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+    pointers = operands.addresses(logits, bias, ids, weights)
     how = (int(scoring == "sigmoid"), int(normalize), SHARED.index(shared))
     sizes = (tokens, experts, choices, *how)
     per_block = min(tokens, _ROUTER_WARPS // team)
@@ -195,8 +192,7 @@ def moe_align(ids: torch.Tensor, source: torch.Tensor, bounds: torch.Tensor, inv
     phases: tuple[int, ...] = (_WHOLE,)
     if plan.blocks > 1:
         counts, phases = ids.new_empty((plan.blocks, experts + 1), dtype=torch.int32), (_COUNT, _PLACE)
-    pointers = tuple(t.data_ptr() for t in (ids, source, bounds, inverse))
-    pointers += (0 if counts is None else counts.data_ptr(),)
+    pointers = operands.addresses(ids, source, bounds, inverse, counts)
     sizes = (ids.numel(), max(1, ids.shape[1]), experts, plan.sorters, plan.per_block)
     for phase in phases:
         args = (*pointers, *sizes, phase)

@@ -59,18 +59,18 @@ def repack_spec(bits: int, inverse: bool) -> KernelSpec:
     return KernelSpec.make("repack.cu", bits=bits, inverse=inverse)
 
 
-def row_specs() -> list[KernelSpec]:
+def specs() -> list[KernelSpec]:
     """Every kernel of this module, with the default search windows."""
-    specs = []
+    found = []
     for bits in SUPPORTED_BITS:
         for dtype in DTYPES:
-            specs += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
-            specs += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
-        specs += [repack_spec(bits, inverse) for inverse in (False, True)]
+            found += [quantize_spec(bits, dtype, window) for window in (None, WINDOWS[bits])]
+            found += [dequantize_spec(bits, dtype, tiled) for tiled in (False, True)]
+        found += [repack_spec(bits, inverse) for inverse in (False, True)]
     others = [bits for bits, symmetric in operands.CODES if not symmetric]
     for bits, dtype in itertools.product(others, operands.DTYPES):
-        specs.append(dequantize_spec(bits, dtype, tiled=True, symmetric=False))
-    return specs
+        found.append(dequantize_spec(bits, dtype, tiled=True, symmetric=False))
+    return found
 
 
 def quantize(
@@ -135,7 +135,7 @@ def quantize_unchecked(
     slots, y, _ = block_grid(w.device, matrices, n, blocks, _QUANTIZE_PER_SM[search_window is not None])
     stats = w.new_empty(matrices * slots * _STATS_BYTES, dtype=torch.uint8)
     tensors = (w, codebook.contiguous(), midpoints.contiguous(), packed, absmax, scale, nonfinite, stats)
-    pointers = tuple(t.data_ptr() for t in tensors)
+    pointers = operands.addresses(*tensors)
     rare = min(slots, block_grid(w.device, matrices, n, blocks, _RARE_PER_SM)[0])
     for step, x in enumerate((slots, rare)):  # measure and quantize; again where a matrix needs a factor
         args = (*pointers, matrices, n, k, slots, step, joined(w, k))
@@ -204,8 +204,7 @@ def _decode(
     n, blocks = absmax.shape[-2:]
     spec = dequantize_spec(bits_of(codebook), out.dtype)
     packed, absmax = aligned(packed), absmax.contiguous()
-    pointers = tuple(t.data_ptr() for t in (packed, absmax, codebook, scale))
-    pointers += (0 if ids is None else ids.data_ptr(), out.data_ptr())
+    pointers = operands.addresses(packed, absmax, codebook, scale, ids, out)
     sizes = (matrices, sources, n, in_features, ABSMAX_DTYPES[absmax.dtype], joined(out, in_features))
     grid = block_grid(out.device, matrices, n, blocks, _DEQUANTIZE_PER_SM)
     launch(spec, "QQQQQQQQQQii", out.device, grid, 4, (*pointers, *sizes))
@@ -246,7 +245,7 @@ def dequantize_tiled(
     used = -(-(row_begin + rows) // layout.TILE_ROWS) - row_begin // layout.TILE_ROWS
     wide = int(k * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0)
     tiled = aligned(tiled)  # by name: a clone must live until the launch
-    pointers = tuple(t.data_ptr() for t in (tiled, codebook, scale, out))
+    pointers = operands.addresses(tiled, codebook, scale, out)
     sizes = (matrices, limit, k, row_begin, row_begin + rows, wide)
     table = operands.TABLE_BYTES if out.element_size() == 2 else 128 << bits
     smem = table + _DECODE_WARPS * layout.TILE_ROWS * layout.TILE_COLUMNS * out.element_size()
@@ -281,5 +280,5 @@ def _repack(
         return
     matrices = tiled.shape[0] if tiled.dim() == 4 else 1
     grid = tile_grid(tiled.device, matrices, tiled.shape[-3], tiled.shape[-2])
-    args = (packed.data_ptr(), absmax.data_ptr(), tiled.data_ptr(), matrices, absmax.shape[-2], k)
+    args = (*operands.addresses(packed, absmax, tiled), matrices, absmax.shape[-2], k)
     launch(repack_spec(bits, inverse), "QQQQQQ", tiled.device, grid, 8, args)

@@ -11,8 +11,6 @@ import torch
 from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.weight_shape import WeightShape
-from kbit.format.codebook import bits_of
-from kbit.format.symmetry import is_symmetric
 
 TOKENS = (8, 16)  # most tokens of one expert that a compiled kernel takes at a time
 FORMAT = "QQQQQQQ" + "i" * 7  # of the arguments that every such kernel begins with
@@ -108,14 +106,13 @@ def linear(
         x, tiled, codebook, scale, offsets, source, out_features, in_features, silu_and_mul, out: the problem.
         more: arguments of the kernel behind those of the plan.
     """
-    index, rows = x.device.index, out.shape[0]
-    bits, experts = bits_of(codebook), tiled.shape[0]
-    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
-    chosen = plan(rows, experts, WeightShape(out_features, in_features, bits, silu_and_mul, limits))
+    index, rows, experts = x.device.index, out.shape[0], tiled.shape[0]
+    weight = WeightShape.of(codebook, index, out_features, in_features, silu_and_mul)
+    chosen = plan(rows, experts, weight)
     assert chosen is not None
     x = operands.aligned_rows(x)
     x_rows, x_stride = x.shape  # contiguous; the stride of a single row may be anything
-    spec = kernel_of(chosen.config, bits, x.dtype, chosen.tokens, symmetric)
+    spec = kernel_of(chosen.config, weight.bits, x.dtype, chosen.tokens, weight.symmetric)
     kernel = launcher.load(spec, index, format)
     pointers = operands.addresses(tiled, codebook, scale, x, out, offsets, source)
     sizes = (out_features, in_features, rows, x_stride, x_rows, experts, int(silu_and_mul))

@@ -28,8 +28,6 @@ from kbit.backends.cuda.stream_config import (
 from kbit.backends.cuda.stream_preference import choose
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import layout, nvfp4_layout
-from kbit.format.codebook import bits_of
-from kbit.format.symmetry import is_symmetric
 
 _FORMAT = "QQQQQQiiiiiiiiQQQiiiiiQ"
 GROUP_COLUMNS = layout.TILE_COLUMNS * GROUP_TILES
@@ -283,8 +281,7 @@ def linear(
             linear(x[part], *rest, out[part], None if row_scale is None else row_scale[part])
         return
     index, coded = x.device.index, x_scales is not None
-    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
-    weight = WeightShape(out_features, in_features, bits_of(codebook), silu_and_mul, limits, symmetric)
+    weight = WeightShape.of(codebook, index, out_features, in_features, silu_and_mul)
     one = prepared(index, x.shape[0], out.dtype, weight, nvfp4_layout.is_nvfp4(tiled), coded)
     x = x if coded else operands.aligned_rows(x)
     one.launch(x, tiled, codebook, scale, bias, out, row_scale, x_scales)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import operands
+from kbit.backends.cuda import driver, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.format import nvfp4_layout
 
@@ -17,7 +17,7 @@ GROUP_TILES = 4  # column tiles that a worker takes at a time, at least
 CODED_TOKENS = 8  # most tokens that may come as NVFP4: the kernel for 16 would spill
 # What is multiplied: one weight, or those of one token's experts, stacked by rows or side by side by columns.
 DENSE, EXPERT_ROWS, EXPERT_COLUMNS = range(3)
-MEASURED_ARCH = "90a"  # what only this one was measured with is compiled for it alone
+MEASURED_ARCH = driver.HOPPER  # what only this one was measured with is compiled for it alone
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Table:
         Without rows of a 16-bit dtype those of the other count: kernels for it differ in an instruction.
         """
         for dtype in (problem.dtype, *DTYPES):
-            key = Problem(problem.out_features, problem.in_features, problem.bits, problem.gated, dtype)
+            key = replace(problem, dtype=dtype)
             if key in self.rows:
                 return next((row for row in self.rows[key] if m <= row.m <= _REACH * m), None)
         return None
@@ -219,11 +219,7 @@ def read_row(item: object) -> tuple[Problem, Row]:
 def write_row(problem: Problem, row: Row) -> dict[str, Any]:
     """The object that `read_row` reads."""
     return {
-        "out_features": problem.out_features,
-        "in_features": problem.in_features,
-        "bits": problem.bits,
-        "gated": problem.gated,
-        "dtype": problem.dtype,
+        **asdict(problem),
         "m": row.m,
         "kernel": row.kernel,
         "plan": {} if row.tiling is None else row.tiling._asdict(),
@@ -238,7 +234,7 @@ def _tokens(value: object) -> tuple[int, ...]:
         return TOKENS
     if not isinstance(value, list):
         raise TableError(f"tokens must be a list, got {type(value).__name__}")
-    return tuple(_integer({"tokens": one}, "tokens") for one in value)
+    return tuple(_whole(one, "tokens") for one in value)
 
 
 def _tiling(plan: dict[str, Any]) -> Tiling:
@@ -259,7 +255,10 @@ def _object(value: object, name: str) -> dict[str, Any]:
 
 
 def _integer(item: Mapping[str, Any], name: str) -> int:
-    value = item.get(name)
+    return _whole(item.get(name), name)
+
+
+def _whole(value: object, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         raise TableError(f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r:.40}")
     return value

@@ -25,15 +25,15 @@ from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
 _AROUND = (routing, norm_logits, latent_prompts, ranks, *ahead.BETWEEN)  # the products
 _KIB = 1024
-# Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities).
+# Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities);
+# others, from Hopper on, have as much as Hopper.
 _SHARED_BYTES = {"80": 163 * _KIB, "86": 99 * _KIB, "87": 163 * _KIB, "89": 99 * _KIB, "120": 99 * _KIB}
-_SHARED_BYTES_SINCE_HOPPER = 227 * _KIB
 
 
 def all_specs(arch: str) -> list[KernelSpec]:
     """The kernels that are ever launched on an architecture, such as "90a"."""
     number = arch.rstrip("af")
-    shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, _SHARED_BYTES_SINCE_HOPPER)
+    shared = _SHARED_BYTES.get("120" if number.startswith("12") else number, wgmma_config.SHARED_BYTES)
     hopper = wgmma_config.specs() if arch == wgmma.ARCH else []
     few_experts = resident.specs(shared) if arch == resident.ARCH else []
     products = [*stream_config.specs(shared, arch), *grouped.specs(shared), *few_experts, *hopper]
@@ -45,4 +45,4 @@ def all_specs(arch: str) -> list[KernelSpec]:
         *attention.specs(arch, shared),
     ]
     around += [*(spec for module in _AROUND for spec in module.specs())]
-    return [*rows.row_specs(), *around, *products, *nvfp4.specs(arch)]
+    return [*rows.specs(), *around, *products, *nvfp4.specs(arch)]

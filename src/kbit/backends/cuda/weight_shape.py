@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kbit.backends.cuda.driver import DeviceLimits
+import torch
+
+from kbit.backends.cuda import driver
+from kbit.format.codebook import bits_of
+from kbit.format.symmetry import is_symmetric
 
 
 class WeightShape(NamedTuple):
@@ -24,5 +28,13 @@ class WeightShape(NamedTuple):
     in_features: int
     bits: int
     gated: bool
-    device: DeviceLimits
+    device: driver.DeviceLimits
     symmetric: bool = True
+
+    @classmethod
+    def of(
+        cls, codebook: torch.Tensor, index: int, out_features: int, in_features: int, gated: bool
+    ) -> WeightShape:
+        """That of a weight with a codebook [2^bits] on the GPU that torch counts as `index`."""
+        limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
+        return cls(out_features, in_features, bits_of(codebook), gated, limits, symmetric)

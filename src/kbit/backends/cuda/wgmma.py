@@ -21,11 +21,9 @@ from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.format import nvfp4_layout
-from kbit.format.codebook import bits_of
 from kbit.format.layout import TILE_ROWS
-from kbit.format.symmetry import is_symmetric
 
-ARCH = "90a"
+ARCH = driver.HOPPER
 _FORMAT = "QQQQQQTTiiiiiiiiii"
 # Bytes of activations, a quarter of an H200's L2 cache, that stay there while the weight is read. With 8192
 # columns and 4096 tokens, 64 MB, tiles in plain order took 10% longer.
@@ -222,9 +220,8 @@ def linear(
 
     Tiles of NVFP4 are told from others by their size. row_scale, float32 [M], multiplies rows of the result.
     """
-    index, bits = x.device.index, bits_of(codebook)
-    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
+    index = x.device.index
+    weight = WeightShape.of(codebook, index, out_features, in_features, silu_and_mul)
     chosen = plan(x.shape[0], weight) if chosen is None else chosen
     one = prepare(index, chosen, x.shape[0], x.dtype, weight, nvfp4=nvfp4_layout.is_nvfp4(tiled))
     one.launch(operands.aligned_rows(x), tiled, codebook, scale, bias, out, row_scale)
@@ -246,9 +243,8 @@ def grouped_linear(
 
     Tiles of NVFP4 are told from others by their size.
     """
-    index, bits, experts = x.device.index, bits_of(codebook), tiled.shape[0]
-    limits, symmetric = driver.device_limits(index), is_symmetric(codebook)
-    weight = WeightShape(out_features, in_features, bits, silu_and_mul, limits, symmetric)
+    index, experts = x.device.index, tiled.shape[0]
+    weight = WeightShape.of(codebook, index, out_features, in_features, silu_and_mul)
     chosen = grouped_plan(x.shape[0], experts, weight) if chosen is None else chosen
     nvfp4 = nvfp4_layout.is_nvfp4(tiled)
     one = prepare(index, chosen, x.shape[0], x.dtype, weight, experts, nvfp4)

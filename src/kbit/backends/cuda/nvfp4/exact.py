@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import exact_wgmma
-from kbit.backends.cuda.nvfp4.launch import address
 from kbit.backends.cuda.nvfp4.products import FINISH, check_token_tiles, finish, padded_operands
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
@@ -164,7 +163,7 @@ def multiply(
     check_token_tiles(m, -(-m // chosen.tokens), chosen.tokens)
     partial = torch.zeros_like(y, dtype=torch.int64) if chosen.splits > 1 else None
     tiled = ready(tiled)  # by name: a copy must live until the launch
-    pointers = [address(t) for t in (a_codes, a_scales, tiled, row_scale, y, partial)]
+    pointers = operands.addresses(a_codes, a_scales, tiled, row_scale, y, partial)
     _launch(chosen, spec(chosen.tokens), (*pointers, 0, 0, 0, 0), y, columns, w_scale)
     if partial is not None:
         finish(partial, row_scale, w_scale, y)
@@ -195,9 +194,9 @@ def multiply_experts(
     """
     columns = a_codes.shape[1] * 2
     chosen = plan(*y.shape, columns, driver.device_limits(y.device.index), 1)
-    operands = (a_codes, a_scales, ready(tiled), row_scale, y, None, rows, bounds, w_scale)
-    pointers = (*(address(t) for t in operands), tiled.shape[0])
-    _launch(chosen, spec(1, experts=True), pointers, y, columns, 0.0)
+    tiled = ready(tiled)  # by name: a copy must live until the launch
+    pointers = operands.addresses(a_codes, a_scales, tiled, row_scale, y, None, rows, bounds, w_scale)
+    _launch(chosen, spec(1, experts=True), (*pointers, tiled.shape[0]), y, columns, 0.0)
 
 
 def _launch(

@@ -13,7 +13,7 @@ import torch
 from kbit.backends.cuda import driver, launcher, operands, wgmma, wgmma_config, wgmma_estimate
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4.constants import CODEBOOK, constant
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK
 from kbit.backends.cuda.tensor_map import activation_map, weight_map
 from kbit.backends.cuda.weights import ready
 from kbit.backends.dtype_codes import DTYPES
@@ -182,7 +182,7 @@ def multiply(
     """
     device = driver.device_limits(y.device.index)
     chosen = plan(*y.shape, a_codes.shape[1] * 2, device) if chosen is None else chosen
-    pointers = [address(row_scale), 0, 0, 0, address(y)]
+    pointers = operands.addresses(row_scale, None, None, None, y)
     _launch(chosen, a_codes, a_scales, None, tiled, pointers, y, w_scale, 0)
 
 
@@ -204,7 +204,7 @@ def multiply_experts(
     experts = tiled.shape[0]
     blocks = driver.device_limits(y.device.index).multiprocessors
     chosen = Plan(grouped_tokens(y.shape[0], experts), 1, blocks)
-    pointers = [address(t) for t in (row_scale, rows, w_scale, bounds, y)]
+    pointers = operands.addresses(row_scale, rows, w_scale, bounds, y)
     _launch(chosen, a_codes, a_scales, rows, tiled.flatten(0, 1), pointers, y, 0.0, experts)
 
 
@@ -214,7 +214,7 @@ def _launch(
     a_scales: torch.Tensor,
     rows: torch.Tensor | None,
     tiled: torch.Tensor,
-    pointers: list[int],
+    pointers: tuple[int, ...],
     y: torch.Tensor,
     w_scale: float,
     experts: int,
@@ -228,7 +228,7 @@ def _launch(
     sizes = (n, m, experts, *tiles, row_blocks, token_blocks, alone, near, w_scale, DTYPES[y.dtype])
     tiled = ready(tiled)  # by name: a copy must live until the launch
     maps = weight_map(tiled.view(torch.int32), ROWS // TILE_ROWS), activation_map(x, tokens)
-    before = [address(t) for t in (constant(CODEBOOK, y.device), norms)]
+    before = operands.addresses(constant(CODEBOOK, y.device), norms)
     launcher.launch_on(
         index,
         launcher.load(spec(tokens, experts > 0), index, _FORMAT),
@@ -250,7 +250,7 @@ def _operands(
     norms = a_codes.new_empty((token_blocks, columns // TILE_COLUMNS), dtype=torch.int32)
     grid = (token_blocks * -(-columns // _OPERAND_COLUMNS), 1, 1)
     kernel = launcher.load(OPERANDS, x.device.index, _OPERANDS_FORMAT)
-    pointers = [address(t) for t in (a_codes, a_scales, rows, x, norms)]
+    pointers = operands.addresses(a_codes, a_scales, rows, x, norms)
     sizes = (m, a_codes.shape[0], columns)
     launcher.launch_on(x.device.index, kernel, grid, _OPERAND_THREADS, (*pointers, *sizes), pdl=True)
     return x, norms

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, address, empty_coded, groups_of, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, empty_coded, groups_of, run_items
 from kbit.backends.dtype_codes import DTYPES
 
 _NORM_FORMAT, _SILU_FORMAT = "QQQQQQQiiiffiii", "QQQQiiifiii"
@@ -99,7 +99,7 @@ def _norm(
     dense = [t for t in (x, residual, h, norm) if t is not None]
     wide = columns % _VECTOR == 0 and all(t.data_ptr() % 16 == 0 for t in dense)
     codes, scales = (None, None) if coded is None else coded
-    pointers = tuple(address(t) for t in (x, residual, weight, h, norm, codes, scales))
+    pointers = operands.addresses(x, residual, weight, h, norm, codes, scales)
     sizes = (columns, groups, DTYPES[weight.dtype], eps, global_scale)
     flags = (int(global_scale != 1.0), int(search), int(wide))
     kernel = launcher.load(spec, index, _NORM_FORMAT)
@@ -136,6 +136,6 @@ def _silu(
     groups = groups_of(columns)
     wide = columns % SUB_BLOCK == 0 and gate_up.data_ptr() % 16 == 0
     codes, scales = (None, None) if coded is None else coded
-    pointers = tuple(address(t) for t in (gate_up, out, codes, scales))
+    pointers = operands.addresses(gate_up, out, codes, scales)
     numbers = (rows, columns, groups, global_scale, int(global_scale != 1.0), int(search), int(wide))
     run_items(spec, _SILU_FORMAT, gate_up.device, rows * groups, (*pointers, *numbers))

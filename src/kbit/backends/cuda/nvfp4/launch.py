@@ -27,11 +27,6 @@ def empty_coded(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tens
     return codes, like.new_empty((rows, groups), dtype=torch.uint8)
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    """Pointer of a tensor, null for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def run_items(
     spec: KernelSpec,
     format: str,

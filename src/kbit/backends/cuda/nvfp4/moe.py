@@ -32,7 +32,7 @@ def align(
     source, slots = ids.new_empty(ids.numel()), ids.new_empty(ids.numel())
     bounds, inverse = ids.new_empty(num_experts + 1), torch.empty_like(ids)
     routing.moe_align(ids, source, bounds, inverse)
-    args = (inverse.data_ptr(), slots.data_ptr(), ids.numel())
+    args = (*operands.addresses(inverse, slots), ids.numel())
     run_items(SLOTS, "QQi", ids.device, ids.numel(), args)
     return source, slots, bounds, inverse
 

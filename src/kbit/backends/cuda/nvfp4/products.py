@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from kbit.backends.cuda import driver, launcher
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, address, run_items
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, run_items
 from kbit.backends.cuda.nvfp4.rows import dequantize
-from kbit.backends.cuda.operands import PIECE
+from kbit.backends.cuda.operands import PIECE, addresses
 from kbit.backends.cuda.weights import aligned
 from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference.products import in_whole_steps
@@ -186,8 +186,7 @@ def gemm(
 
 def finish(partial: torch.Tensor, row_scale: torch.Tensor | None, w_scale: float, y: torch.Tensor) -> None:
     """y from the exact sums of parts of K, int64 [M, N] in units of 2^-20."""
-    tensors = (address(partial), address(row_scale), address(y))
-    args = (*tensors, y.numel(), y.shape[1], w_scale, DTYPES[y.dtype])
+    args = (*addresses(partial, row_scale, y), y.numel(), y.shape[1], w_scale, DTYPES[y.dtype])
     run_items(FINISH, "QQQQifi", y.device, y.numel(), args)
 
 
@@ -211,11 +210,11 @@ def launch(
     """
     check_token_tiles(y.shape[0], token_tiles, chosen.tokens)
     a_codes, a_scales, w_codes, w_scales = operands
-    ordered = (a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scale, row_scale, y, partial)
+    pointers = addresses(a_codes, a_scales, rows, bounds, w_codes, w_scales, w_scale, row_scale, y, partial)
     kernel = launcher.load(gemm_spec(accum, chosen.tokens), y.device.index, _FORMAT)
     grid = (-(-y.shape[1] // (16 * chosen.warps)), token_tiles, chosen.split)
-    args = (*(address(t) for t in ordered), *numbers)
     threads = chosen.warps * teams(accum, chosen.tokens) * driver.WARP
+    args = (*pointers, *numbers)
     launcher.launch_on(y.device.index, kernel, grid, threads, args, smem=chosen.shared_bytes, pdl=True)
 
 

@@ -6,16 +6,9 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher
+from kbit.backends.cuda import driver, launcher, operands
 from kbit.backends.cuda.compiler import KernelSpec
-from kbit.backends.cuda.nvfp4.launch import (
-    SUB_BLOCK,
-    THREADS,
-    address,
-    empty_coded,
-    groups_of,
-    run_items,
-)
+from kbit.backends.cuda.nvfp4.launch import SUB_BLOCK, THREADS, empty_coded, groups_of, run_items
 from kbit.backends.cuda.weights import aligned
 from kbit.backends.dtype_codes import DTYPES
 
@@ -139,8 +132,8 @@ def quantize_rows(
         return *_quantize_few(x, search, ties_even, global_scale, row_scale), row_scale
     codes, scales = empty_coded(x, rows, columns)
     groups = scales.shape[1]
-    tensors = tuple(address(t) for t in (x, row_scale, codes, scales))
-    args = (*tensors, rows, columns, groups, global_scale, int(_is_wide(x)))
+    pointers = operands.addresses(x, row_scale, codes, scales)
+    args = (*pointers, rows, columns, groups, global_scale, int(_is_wide(x)))
     # Threads that all have as much to do, in as few passes over a row as THREADS need.
     threads = -(-groups // (-(-groups // THREADS) * driver.WARP)) * driver.WARP
     spec = quantize_rows_spec(x.dtype, ties_even, search)
@@ -169,12 +162,12 @@ def _quantize_few(
         return codes, scales
     groups = scales.shape[1]
     wide = (columns * x.element_size() | x.data_ptr()) % 16 == 0
-    args = tuple(address(t) for t in (x, row_scale, codes, scales))
+    pointers = operands.addresses(x, row_scale, codes, scales)
     numbers = (columns, groups, global_scale, int(search), int(wide))
     kernel = launcher.load(quantize_few_spec(x.dtype, ties_even), x.device.index, "QQQQiifii")
     least = 0 if row_scale is None else groups * SUB_BLOCK // _FEW_COLUMNS
     parts, threads = _few_parts(rows, groups, least, driver.device_limits(x.device.index).multiprocessors)
-    launcher.launch_on(x.device.index, kernel, (parts, rows, 1), threads, (*args, *numbers), pdl=True)
+    launcher.launch_on(x.device.index, kernel, (parts, rows, 1), threads, (*pointers, *numbers), pdl=True)
     return codes, scales
 
 
@@ -203,8 +196,8 @@ def _quantize(
     out_rows, copies = (rows, 1) if slots is None else (slots.numel(), slots.shape[1])
     codes, scales = empty_coded(x, out_rows, columns)
     groups = scales.shape[1]
-    tensors = tuple(address(t) for t in (x, slots, codes, scales))
-    args = (*tensors, rows, columns, groups, copies, global_scale, int(_is_wide(x)))
+    pointers = operands.addresses(x, slots, codes, scales)
+    args = (*pointers, rows, columns, groups, copies, global_scale, int(_is_wide(x)))
     spec = quantize_spec(x.dtype, ties_even, search)
     run_items(spec, "QQQQiiiifi", x.device, rows * groups, args, threads=threads)
     return codes, scales
@@ -224,9 +217,9 @@ def dequantize(
     """
     codes = aligned(codes, 8)
     out = codes.new_empty((*scales.shape[:-1], scales.shape[-1] * SUB_BLOCK), dtype=dtype)
-    args = tuple(address(t) for t in (codes, scales, row_scale, out))
+    pointers = operands.addresses(codes, scales, row_scale, out)
     sizes = (scales.numel(), scales.shape[-1], global_scale)
-    run_items(dequantize_spec(dtype), "QQQQiif", codes.device, scales.numel(), (*args, *sizes))
+    run_items(dequantize_spec(dtype), "QQQQiif", codes.device, scales.numel(), (*pointers, *sizes))
     return out
 
 
@@ -243,7 +236,7 @@ def repack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> torch.Tens
     shape = (*lead, blocks, rows, nbytes) if layout == "mmq" else (*lead, rows, blocks * nbytes)
     codes, out = aligned(codes, 8), codes.new_empty(shape)
     total = out.numel() // 9
-    args = (codes.data_ptr(), scales.data_ptr(), out.data_ptr(), total, rows, groups, blocks)
+    args = (*operands.addresses(codes, scales, out), total, rows, groups, blocks)
     run_items(repack_spec(layout), "QQQiiii", codes.device, total, args)
     return out
 
@@ -261,9 +254,9 @@ def gather_rows(
     scales_out = scales.new_empty((count, scale_bytes))
     shifts = _word_shift(codes), _word_shift(scales)
     items = max(count * code_bytes >> shifts[0], count * scale_bytes >> shifts[1])
-    args = tuple(t.data_ptr() for t in (codes, scales, rows, codes_out, scales_out))
+    pointers = operands.addresses(codes, scales, rows, codes_out, scales_out)
     sizes = (count, code_bytes, scale_bytes, *shifts)
-    run_items(GATHER, "QQQQQiiiii", codes.device, items, (*args, *sizes))
+    run_items(GATHER, "QQQQQiiiii", codes.device, items, (*pointers, *sizes))
     return codes_out, scales_out
 
 
