@@ -29,10 +29,10 @@ def _attention_step(
     round_first=True,
 ):
     given = query, key, value, gate, query_norm, key_norm, cos, sin, mask, keys, values, length
-    attention_schemas.check(*given, eps)
-    out = attention_schemas.output(query)
+    settings = scaling, eps, plus_one, round_first
+    out = attention_schemas.attention_step(*given, *settings)
     if out.numel():
         module = module_on_gpus(attention_schemas.NAME, query.device)
-        module.attention_step(*given, scaling, eps, plus_one, round_first, out)
+        module.attention_step(*given, *settings, out)
     increment_version((keys, values))
     return out

@@ -9,8 +9,7 @@ from kbit.ops import attention_rest_schemas
 
 @implement(attention_rest_schemas.NAME)
 def _attention_rest(query, keys, values, length, scaling):
-    attention_rest_schemas.check(query, keys, values, length)
-    out = attention_rest_schemas.output(query)
+    out = attention_rest_schemas.attention_rest(query, keys, values, length, scaling)
     if out.numel():
         module = module_on_gpus(attention_rest_schemas.NAME, query.device)
         module.attention_rest(query, keys, values, length, scaling, out)

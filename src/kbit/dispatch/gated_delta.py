@@ -12,10 +12,9 @@ from kbit.ops import gated_delta_schemas
 
 @implement("gated_delta_step")
 def _gated_delta_step(projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads=True):
-    given = projected, gates, window, state, taps, log_decay, bias, norm
-    gated_delta_schemas.check(*given)
-    out = gated_delta_schemas.output(projected, state)
-    module_on_gpus("gated_delta_step", projected.device).gated_delta_step(*given, eps, by_heads, out)
+    given = projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads
+    out = gated_delta_schemas.gated_delta_step(*given)
+    module_on_gpus("gated_delta_step", projected.device).gated_delta_step(*given, out)
     increment_version((window, state))
     return out
 

@@ -6,7 +6,7 @@ from torch.autograd.graph import increment_version
 
 from kbit.dispatch.backends import module_on_gpus
 from kbit.dispatch.ops import implement
-from kbit.ops import heads_schemas, rotary_schemas
+from kbit.ops import heads_schemas
 
 
 @implement("append_heads")
@@ -26,10 +26,10 @@ def _append_heads(
     round_first=True,
 ):
     given = query, key, value, query_norm, key_norm, cos, sin, keys, values, length
-    heads_schemas.check(*given, eps)
-    out = rotary_schemas.output(query.transpose(1, 2))
+    settings = eps, plus_one, round_first
+    out = heads_schemas.append_heads(*given, *settings)
     if query.numel() or key.numel():
         module = module_on_gpus("append_heads", query.device)
-        module.append_heads(*given, eps, plus_one, round_first, out.transpose(1, 2))
+        module.append_heads(*given, *settings, out.transpose(1, 2))
     increment_version((keys, values))
     return out

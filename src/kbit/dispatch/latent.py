@@ -28,21 +28,20 @@ def _latent_attention_step(
     interleaved,
 ):
     given = query, absorbed, latent, norm, cos, sin, mask, latents, keys, length
-    latent_schemas.check(*given, eps)
-    out = latent_schemas.output(absorbed)
+    settings = scaling, eps, plus_one, round_first, interleaved
+    out = latent_schemas.latent_attention_step(*given, *settings)
     if out.numel():
         module = module_on_gpus(latent_schemas.NAME, query.device)
-        module.latent_attention_step(*given, scaling, eps, plus_one, round_first, interleaved, out)
+        module.latent_attention_step(*given, *settings, out)
     increment_version((latents, keys))
     return out
 
 
 @implement(latent_heads_schemas.NAME)
 def _latent_heads(query, expanded, key, cos, sin, interleaved):
-    given = query, expanded, key, cos, sin
-    latent_heads_schemas.check(*given)
-    out = latent_heads_schemas.outputs(query, key)
+    given = query, expanded, key, cos, sin, interleaved
+    out = latent_heads_schemas.latent_heads(*given)
     if query.numel():
-        module_on_gpus(latent_heads_schemas.NAME, query.device).latent_heads(*given, interleaved, *out)
+        module_on_gpus(latent_heads_schemas.NAME, query.device).latent_heads(*given, *out)
     increment_version((query,))
     return out

@@ -9,8 +9,7 @@ from kbit.ops import mask_schemas
 
 @implement("causal_mask")
 def _causal_mask(first, there, batch, tokens, keys, dtype):
-    mask_schemas.check(first, there, (batch, tokens, keys), dtype)
-    out = first.new_empty((batch, 1, tokens, keys), dtype=dtype)
+    out = mask_schemas.causal_mask(first, there, batch, tokens, keys, dtype)
     if out.numel():
         there = None if there is None else there.contiguous()
         module_on_gpus("causal_mask", first.device).causal_mask(first, there, out[:, 0])

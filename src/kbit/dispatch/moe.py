@@ -17,8 +17,7 @@ def _moe_logits(x, weight, dtype=None, last=None):
 
 @implement("moe_route")
 def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=""):
-    moe_checks.moe_route(logits, top_k, scoring, bias, shared)
-    choices = moe_schemas.empty_choices(logits, top_k, shared)
+    choices = moe_schemas.moe_route(logits, top_k, scoring, normalize, bias, factor, shared)
     if choices[0].numel():
         run = module_on_gpus("moe_route", logits.device).moe_route
         bias = None if bias is None else bias.contiguous()
@@ -29,8 +28,7 @@ def _moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=
 @implement("moe_align")
 def align(ids, num_experts):
     """`kbit::moe_align`."""
-    moe_checks.moe_align(ids, num_experts)
-    routing = moe_schemas.empty_routing(ids, num_experts)
+    routing = moe_schemas.moe_align(ids, num_experts)
     module_on_gpus("moe_align", ids.device).moe_align(ids.contiguous(), *routing)
     return routing
 
@@ -38,14 +36,14 @@ def align(ids, num_experts):
 @implement("moe_combine")
 def combine(y, inverse, weights, bounds=None):
     """`kbit::moe_combine`."""
-    moe_checks.moe_combine(y, inverse, weights, bounds)
-    return _run_combine(y, inverse, weights, bounds, y.new_empty((inverse.shape[0], y.shape[1])))
+    out = y.new_empty(moe_checks.moe_combine(y, inverse, weights, bounds))
+    return _run_combine(y, inverse, weights, bounds, out)
 
 
 @implement("moe_combine.out")
 def _combine_out(y, inverse, weights, bounds=None, *, out):
-    moe_checks.moe_combine(y, inverse, weights, bounds)
-    checks.output("moe_combine", out, (inverse.shape[0], y.shape[1]), y.dtype, y.device)
+    shape = moe_checks.moe_combine(y, inverse, weights, bounds)
+    checks.output("moe_combine", out, shape, y.dtype, y.device)
     _run_combine(y, inverse, weights, bounds, out)
 
 

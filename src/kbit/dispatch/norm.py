@@ -53,4 +53,4 @@ def _run_logits(x, added, weight, eps, plus_one, round_first, router, last, dtyp
     return total, out, logits
 
 
-direct.set_rms_norm("cuda", cuda_answers, _run, _run_sum, _run_logits)
+direct.norms["cuda"] = direct.Norm(cuda_answers, _run, _run_sum, _run_logits)

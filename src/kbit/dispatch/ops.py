@@ -1,7 +1,8 @@
 """Implementations of `torch.ops.kbit.*`: check, allocate, flatten to what backends take, and hand over.
 
 Backends get contiguous tensors with x as [M, K] and write products and decoded weights into `out`. What
-`quantize` and changes of form return, they allocate themselves.
+`quantize` and changes of form return, they allocate themselves. Where an op's fake kernel does all that comes
+before the launch, it is called here, too: it checks arguments and returns the result, unfilled.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ def _quantize(w, codebook, bits, absmax_format_name, search):
 
 @implement("dequantize")
 def _dequantize(packed, absmax, codebook, scale, in_features, dtype):
-    checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
-    out = packed.new_empty((*packed.shape[:-1], in_features), dtype=dtype)
+    shape = checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
+    out = packed.new_empty(shape, dtype=dtype)
     return _run_dequantize(packed, absmax, codebook, scale, in_features, out)
 
 
 @implement("dequantize.out")
 def _dequantize_out(packed, absmax, codebook, scale, in_features, dtype, *, out):
-    checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
-    checks.output("dequantize", out, (*packed.shape[:-1], in_features), dtype, packed.device)
+    shape = checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
+    checks.output("dequantize", out, shape, dtype, packed.device)
     _run_dequantize(packed, absmax, codebook, scale, in_features, out)
 
 
@@ -80,15 +81,14 @@ def _run_dequantize(packed, absmax, codebook, scale, in_features, out):
 
 @implement("linear")
 def _linear(x, packed, absmax, codebook, scale, bias, in_features):
-    checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
-    out = x.new_empty((*x.shape[:-1], packed.shape[0]))
+    out = x.new_empty(checks.linear(x, packed, absmax, codebook, scale, bias, in_features))
     return _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
 
 
 @implement("linear.out")
 def _linear_out(x, packed, absmax, codebook, scale, bias, in_features, *, out):
-    checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
-    checks.output("linear", out, (*x.shape[:-1], packed.shape[0]), x.dtype, x.device)
+    shape = checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
+    checks.output("linear", out, shape, x.dtype, x.device)
     _run_linear(x, packed, absmax, codebook, scale, bias, in_features, out)
 
 
@@ -113,21 +113,21 @@ def _holds(parts, out_features, in_features):
     return packed.shape[:-1] == absmax.shape[:-1] == (out_features,)
 
 
-direct.set_multiply("cpu", 4, checks.FLOAT_DTYPES, _holds, _linear_directly)
+direct.ways["cpu"] = direct.Way(_linear_directly, _holds, 4, checks.FLOAT_DTYPES)
 
 
 @implement("grouped_linear")
 def _grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features):
-    checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
-    out = x.new_empty((x.shape[0], packed.shape[1]))
-    return _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out)
+    arguments = (x, packed, absmax, codebook, scale, expert_offsets, in_features)
+    out = x.new_empty(checks.grouped_linear(*arguments))
+    return _run_grouped(*arguments, out)
 
 
 @implement("grouped_linear.out")
 def _grouped_linear_out(x, packed, absmax, codebook, scale, expert_offsets, in_features, *, out):
-    checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
-    checks.output("grouped_linear", out, (x.shape[0], packed.shape[1]), x.dtype, x.device)
-    _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features, out)
+    arguments = (x, packed, absmax, codebook, scale, expert_offsets, in_features)
+    checks.output("grouped_linear", out, checks.grouped_linear(*arguments), x.dtype, x.device)
+    _run_grouped(*arguments, out)
 
 
 def check_offsets(expert_offsets, rows):
@@ -161,15 +161,15 @@ def _run_grouped(x, packed, absmax, codebook, scale, expert_offsets, in_features
 
 @implement("embedding")
 def _embedding(ids, packed, absmax, codebook, scale, in_features, dtype):
-    checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
-    out = packed.new_empty((*ids.shape, in_features), dtype=dtype)
+    shape = checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
+    out = packed.new_empty(shape, dtype=dtype)
     return _run_embedding(ids, packed, absmax, codebook, scale, in_features, out)
 
 
 @implement("embedding.out")
 def _embedding_out(ids, packed, absmax, codebook, scale, in_features, dtype, *, out):
-    checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
-    checks.output("embedding", out, (*ids.shape, in_features), dtype, packed.device)
+    shape = checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
+    checks.output("embedding", out, shape, dtype, packed.device)
     _run_embedding(ids, packed, absmax, codebook, scale, in_features, out)
 
 

@@ -9,8 +9,7 @@ from kbit.ops import rotary_schemas
 
 @implement("rotary")
 def _rotary(query, key, cos, sin, interleaved=False):
-    rotary_schemas.check(query, key, cos, sin)
-    outputs = rotary_schemas.outputs(query, key)
+    outputs = rotary_schemas.rotary(query, key, cos, sin, interleaved)
     if query.numel() or key.numel():
         module = module_on_gpus("rotary", query.device)
         module.rotary(query, key, cos, sin, *(out.transpose(1, 2) for out in outputs), interleaved)
@@ -19,8 +18,7 @@ def _rotary(query, key, cos, sin, interleaved=False):
 
 @implement("rotary_angles")
 def _rotary_angles(frequencies, positions, factor, dtype):
-    rotary_schemas.check_angles(frequencies, positions, dtype)
-    outputs = rotary_schemas.empty_angles(frequencies, positions, dtype)
+    outputs = rotary_schemas.rotary_angles(frequencies, positions, factor, dtype)
     if outputs[0].numel():
         given = contiguous(frequencies, positions)
         module_on_gpus("rotary_angles", frequencies.device).rotary_angles(*given, factor, *outputs)

@@ -46,15 +46,14 @@ def _untile(tiled, bits, out_features, in_features):
 
 @implement("dequantize_tiled")
 def _dequantize(tiled, codebook, scale, out_features, in_features, dtype):
-    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
-    out = tiled.new_empty((*tiled.shape[:-3], out_features, in_features), dtype=dtype)
+    shape = tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
+    out = tiled.new_empty(shape, dtype=dtype)
     return _run_dequantize(tiled, codebook, scale, out)
 
 
 @implement("dequantize_tiled.out")
 def _dequantize_out(tiled, codebook, scale, out_features, in_features, dtype, *, out):
-    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
-    shape = (*tiled.shape[:-3], out_features, in_features)
+    shape = tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
     checks.output("dequantize", out, shape, dtype, tiled.device)
     _run_dequantize(tiled, codebook, scale, out)
 
@@ -106,11 +105,11 @@ def _holds(parts, out_features, in_features):
 
 
 @functools.lru_cache(maxsize=4096)
-def _tile_shape(out_features, in_features, codebook):
-    return tile_shape(out_features, in_features, codebook.numel().bit_length() - 1)
+def _tile_shape(out_features, in_features, codebook_shape):
+    return tile_shape(out_features, in_features, codebook_shape.numel().bit_length() - 1)
 
 
-direct.set_multiply("cuda", 3, operands.DTYPES, _holds, _linear_directly)
+direct.ways["cuda"] = direct.Way(_linear_directly, _holds, 3, operands.DTYPES)
 
 
 @implement("merged_linear_tiled")

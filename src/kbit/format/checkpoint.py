@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.embeddings import is_embedding, was_embedding
 from kbit.format.model_files import CONFIG_NAME, read_config, read_index
 from kbit.format.names import ABSMAX, PACKED, SCALE, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
+from kbit.format.reference import blocks_of
 from kbit.format.safetensors_header import TensorInfo
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
@@ -204,7 +204,7 @@ def _check_sizes(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[s
         if not re.search(pattern, name):
             continue
         out_features, in_features = config.get(out_key or ""), config.get(in_key or "")
-        expected_blocks = -(-in_features // BLOCK_SIZE) if isinstance(in_features, int) else blocks
+        expected_blocks = blocks_of(in_features) if isinstance(in_features, int) else blocks
         expected_rows = out_features if isinstance(out_features, int) else rows
         if (rows, blocks) != (expected_rows, expected_blocks):
             raise ValueError(

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 from kbit.format import bitplanes
 from kbit.format.codebook import BLOCK_SIZE, check_bits
+from kbit.format.reference import blocks_of
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
 SCALE_WORDS = 8
@@ -82,7 +83,7 @@ def to_tiled(packed: torch.Tensor, absmax: torch.Tensor, bits: int, in_features:
         int32 [..., *tile_shape(N, K, bits)].
 
     Raises:
-        ValueError: the scales are not E4M4, or the shapes do not belong together.
+        TypeError, ValueError: see `check_canonical`.
     """
     check_canonical(packed, absmax, bits, in_features)
     *leading, n, blocks = absmax.shape
@@ -115,12 +116,12 @@ def from_tiled(
         packed int32 [..., N, blocks * bits] and absmax uint8 [..., N, blocks].
 
     Raises:
-        ValueError: `tiled` has another shape or dtype.
+        TypeError, ValueError: see `check_tiled`.
     """
-    _check_tiled(tiled, bits, out_features, in_features)
+    check_tiled(tiled, bits, out_features, in_features)
     leading = tiled.shape[:-3]
     row_tiles, column_tiles, words = tiled.shape[-3:]
-    blocks, rows = -(-in_features // BLOCK_SIZE), row_tiles * TILE_ROWS
+    blocks, rows = blocks_of(in_features), row_tiles * TILE_ROWS
     flat = tiled.reshape(-1, words)
     pairs = _unpack_pairs(flat[:, lane_words(bits, tiled.device)], bits)
     codes = torch.stack([pairs & (2**bits - 1), pairs >> bits], -1).to(torch.uint8)
@@ -199,7 +200,7 @@ def check_canonical(
             f"{op}: packed must be int32 and absmax uint8 (E4M4), got {packed.dtype} and {absmax.dtype}. "
             f"Quantize with scale='e4m4'; other block scales stay in canonical form."
         )
-    blocks = -(-in_features // BLOCK_SIZE)
+    blocks = blocks_of(in_features)
     expected = (*absmax.shape[:-1], blocks * check_bits(bits))
     stacked = absmax.dim() in (2, 3)
     if not stacked or in_features < 1 or absmax.shape[-1] != blocks or tuple(packed.shape) != expected:
@@ -210,16 +211,45 @@ def check_canonical(
         )
 
 
-def _check_tiled(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) -> None:
-    """Check that `tiled` is a weight [out_features, in_features], or a stack of them.
+def check_tiled(
+    tiled: torch.Tensor, bits: int, out_features: int, in_features: int, op: str = "tiled layout"
+) -> None:
+    """Check that tiles are of a weight [out_features, in_features], or of a stack of them.
 
     Raises:
-        ValueError: it has another shape or dtype.
+        TypeError: they are not int32.
+        ValueError: `bits` is no width of the format, or they have another shape.
     """
-    expected = tile_shape(out_features, in_features, check_bits(bits))
-    if tiled.dtype != torch.int32 or tiled.dim() < 3 or tuple(tiled.shape[-3:]) != expected:
+    check_bits(bits)
+    if tiled.dtype != torch.int32:
+        raise TypeError(f"{op}: tiles must be int32, got {tiled.dtype}.")
+    check_tile_shape(op, tiled, bits, out_features, in_features)
+
+
+def check_tile_shape(
+    op: str, tiled: torch.Tensor, bits: int, out_features: int, in_features: int, suspects: str = "sizes"
+) -> None:
+    """Check that tiles are of a weight [out_features, in_features], or of a stack of them.
+
+    Args:
+        op: who takes them, for the message.
+        tiled: int32.
+        bits: code width.
+        out_features: N.
+        in_features: K.
+        suspects: which arguments the caller may have confused.
+
+    Raises:
+        ValueError: they are not.
+    """
+    expected = tile_shape(out_features, in_features, bits)
+    if (
+        min(in_features - 1, out_features) < 0
+        or tiled.dim() not in (3, 4)
+        or tuple(tiled.shape[-3:]) != expected
+    ):
         raise ValueError(
-            f"tiled layout: a weight [{out_features}, {in_features}] at {bits} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tiled.dtype} {tuple(tiled.shape)}. "
-            f"Were sizes or bits of another layer given?"
+            f"{op}: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
+            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the {suspects} those of "
+            f"another layer?"
         )

@@ -10,9 +10,11 @@ import torch
 
 from kbit.format import reference
 from kbit.format.codebook import SUPPORTED_BITS, check_bits
-from kbit.format.layout import tile_shape
+from kbit.format.layout import check_tile_shape
 from kbit.format.scales import ABSMAX_FORMATS
 from kbit.format.words import dtype_name
+
+_WIDTHS = {2**bits: bits for bits in SUPPORTED_BITS}  # by the number of levels
 
 
 def sizes_of(shape: Iterable[Any], kind: str = "quantized tensor") -> tuple[int, ...]:
@@ -74,8 +76,8 @@ def check_parts(
         TypeError: a part has the wrong dtype.
         ValueError: a part has the wrong shape or device.
     """
-    scale_dtypes = tuple(fmt.dtype for fmt in ABSMAX_FORMATS.values())
-    _check_same_device(
+    scale_dtypes = tuple(fmt.dtype for fmt in ABSMAX_FORMATS.values())  # now: formats can be added
+    _check_dtypes_and_device(
         packed=(packed, (torch.int32,)),
         absmax=(absmax, scale_dtypes),
         codebook=(codebook, (torch.float32,)),
@@ -122,7 +124,7 @@ def check_tiles(
         TypeError: a part has the wrong dtype.
         ValueError: a part has the wrong shape or device.
     """
-    _check_same_device(
+    _check_dtypes_and_device(
         tiles=(tiled, (torch.int32,)),
         codebook=(codebook, (torch.float32,)),
         scale=(scale, (torch.float32,)),
@@ -136,36 +138,7 @@ def check_tiles(
         )
 
 
-def check_tile_shape(
-    op: str, tiled: torch.Tensor, bits: int, out_features: int, in_features: int, suspects: str = "sizes"
-) -> None:
-    """Check that tiles are of a weight [out_features, in_features], or of a stack of them.
-
-    Args:
-        op: who takes them, for the message.
-        tiled: int32.
-        bits: code width.
-        out_features: N.
-        in_features: K.
-        suspects: which arguments the caller may have confused.
-
-    Raises:
-        ValueError: they are not.
-    """
-    expected = tile_shape(out_features, in_features, bits)
-    if (
-        min(in_features - 1, out_features) < 0
-        or tiled.dim() not in (3, 4)
-        or tuple(tiled.shape[-3:]) != expected
-    ):
-        raise ValueError(
-            f"{op}: [{out_features}, {in_features}] at {bits} bits is int32 [..., "
-            f"{', '.join(map(str, expected))}], got {tuple(tiled.shape)}. Are the {suspects} those of "
-            f"another layer?"
-        )
-
-
-def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
+def _check_dtypes_and_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) -> None:
     """Check that each part is dense and of its dtype, and that all are where the first is."""
     first = next(iter(parts))
     for name, (part, dtypes) in parts.items():
@@ -186,11 +159,11 @@ def _check_same_device(**parts: tuple[torch.Tensor, tuple[torch.dtype, ...]]) ->
 
 def _code_width(codebook: torch.Tensor, bits: int | None) -> int:
     """Bits of a code, from the codebook's length; `bits` is what is expected."""
-    known = [str(2**width) for width in SUPPORTED_BITS]
-    any_width = f"{', '.join(known[:-1])} or {known[-1]} levels"
-    expected = any_width if bits is None else f"{2 ** check_bits(bits)} levels for {bits} bits"
-    levels = codebook.shape[0] if codebook.dim() == 1 else 0
-    width = levels.bit_length() - 1
-    if str(levels) not in known or (bits is not None and bits != width):
+    # A size that is traced is a symbol, which has no hash.
+    width = _WIDTHS.get(int(codebook.shape[0])) if codebook.dim() == 1 else None
+    if width is None or bits not in (None, width):
+        *fewer, most = _WIDTHS
+        any_width = f"{', '.join(map(str, fewer))} or {most} levels"
+        expected = any_width if bits is None else f"{2 ** check_bits(bits)} levels for {bits} bits"
         raise ValueError(f"codebook: expected {expected}, got shape {tuple(codebook.shape)}. Is bits right?")
     return width

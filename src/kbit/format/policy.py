@@ -257,10 +257,11 @@ def policy_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor arguments in a `quantization_config`, after checking what is not a field.
 
     Raises:
+        TypeError: no object.
         ValueError: another method or version, another block size, an unknown key.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"quantization_config must be an object, got {type(config).__name__}.")
+        raise TypeError(f"quantization_config must be an object, got {type(config).__name__}.")
     values = dict(config)
     method = values.pop("quant_method", QUANT_METHOD)
     if method != QUANT_METHOD:

@@ -22,7 +22,7 @@ def why_kept(policy: QuantizationPolicy, holders: Holders) -> str | None:
     for names in holders:
         said = policy.explicit(*names)
         if isinstance(said, str):
-            return _shared_with(names, said)
+            return shared_with(names[-1], said)
     return None
 
 
@@ -52,12 +52,13 @@ def contradictions(policy: QuantizationPolicy, weights: Iterable[Holders]) -> st
             if width is not None:
                 rule = f"gets {width} bits and not {said}, as its weight is that of {holders[0][-1]}"
             else:
-                reason = kept or _shared_with(holders[0], policy.why_not(*holders[0]) or "")
+                reason = kept or shared_with(holders[0][-1], policy.why_not(*holders[0]) or "")
                 rule = f"stays unquantized and does not get {said} bits: {reason}"
             found.append(f"{names[-1]} {rule}")
     told = "; ".join(dict.fromkeys(found))
     return f"kbit does not follow every override: {told}." if found else None
 
 
-def _shared_with(names: Sequence[str], reason: str) -> str:
-    return f"it shares its weight with {names[-1]}: {reason}"
+def shared_with(holder: str, reason: str) -> str:
+    """Why a module stays unquantized whose weight is that of another, which does for a reason."""
+    return f"it shares its weight with {holder}: {reason}"

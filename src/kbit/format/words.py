@@ -1,4 +1,4 @@
-"""Counts, lists and places in sentences."""
+"""Counts, lists, places and errors in sentences."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def first_of(names: Iterable[str], shown: int = 3) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype without "torch." in front."""
     return str(dtype).removeprefix("torch.")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def at(where: str) -> str:

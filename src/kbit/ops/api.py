@@ -1,4 +1,4 @@
-"""The functional API on `QuantizedTensor`s: `kbit.quantize`, `dequantize`, `linear`, `grouped_linear`."""
+"""Functions of `QuantizedTensor`s: `kbit.quantize`, `dequantize`, `linear`, `grouped_linear`, `embedding`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def linear(
     torch.Size([3, 64])
     """
     type_checks.quantized("linear", q, where)
-    fused = checks.is_silu_and_mul("linear", activation)
+    fused = checks.is_silu_and_mul("linear", activation, where)
     checks.linear_inputs(x, q.shape, q.device, bias, fused, where)
     grad_checks.no_tangent("linear", where, x, bias)
     needs_grad = grad_checks.wants_grad(x, bias)
@@ -175,7 +175,7 @@ def grouped_linear(
             ascending or leave 0..T.
     """
     type_checks.quantized("grouped_linear", q, where)
-    fused = checks.is_silu_and_mul("grouped_linear", activation)
+    fused = checks.is_silu_and_mul("grouped_linear", activation, where)
     checks.grouped_inputs(x, q.shape, q.device, expert_offsets, fused, where)
     grad_checks.no_tangent("grouped_linear", where, x)
     needs_grad = grad_checks.wants_grad(x)

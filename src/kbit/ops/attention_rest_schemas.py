@@ -19,13 +19,13 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import checks, operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 NAME = "attention_rest"
 
 LIBRARY.define(
     f"{NAME}(Tensor query, Tensor keys, Tensor values, Tensor length, float scaling) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 
@@ -37,7 +37,7 @@ def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length:
         ValueError: shapes or devices do not belong together.
     """
     checks.float_dtype(NAME, "query", query.dtype)
-    operand_checks.one_length(NAME, length)
+    operand_checks.one_length(NAME, length, query.device)
     if query.dim() != 4 or keys.dim() != 4:
         dims = query.dim(), keys.dim()
         raise ValueError(f"{NAME}: query and keys must have 4 dimensions, got {dims}.")
@@ -46,18 +46,11 @@ def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length:
     if tokens > room:
         raise ValueError(f"{NAME}: keys has room for {room} tokens, query has {tokens}.")
     cache = query.dtype, (batch, shared, room, columns)
-    expected = {"query": (query, query.dtype, tuple(query.shape)), "keys": (keys, *cache)}
-    expected |= {"values": (values, *cache), "length": (length, torch.int64, tuple(length.shape))}
-    operand_checks.operands(NAME, expected)
-
-
-def output(query: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, D] of any values, contiguous."""
-    batch, heads, tokens, columns = query.shape
-    return query.new_empty(batch, tokens, heads, columns)
+    operand_checks.operands(NAME, query.device, {"keys": (keys, *cache), "values": (values, *cache)})
 
 
 @torch.library.register_fake(f"kbit::{NAME}", lib=LIBRARY)
 def attention_rest(query, keys, values, length, scaling):  # noqa: D103
     check(query, keys, values, length)
-    return output(query)
+    batch, heads, tokens, columns = query.shape
+    return query.new_empty(batch, tokens, heads, columns)

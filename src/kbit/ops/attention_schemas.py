@@ -31,18 +31,15 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import checks, norm_schemas, operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 NAME = "attention_step"
-# Of transformers' layers of such attention: what makes queries, keys and values, and takes the result.
-PROJECTIONS, OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
-LAYERS = {*PROJECTIONS, OUT}
 
 LIBRARY.define(
     f"{NAME}(Tensor query, Tensor key, Tensor value, Tensor? gate, Tensor? query_norm, Tensor? key_norm, "
     "Tensor cos, Tensor sin, Tensor? mask, Tensor(a!) keys, Tensor(b!) values, Tensor length, "
     "float scaling, float eps=0.0, bool plus_one=False, bool round_first=True) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 
@@ -80,11 +77,10 @@ def check(
             f"{NAME}: cos must have an even number of columns, up to the {columns} of a head, got {turned}."
         )
     norm_schemas.check_pair(NAME, query_norm, key_norm)
-    operand_checks.one_length(NAME, length)
+    operand_checks.one_length(NAME, length, query.device)
     angles = batch if len(cos) == batch else 1
     rows = batch if mask is None or len(mask) == batch else 1
     shapes = {
-        "query": (query, (batch, heads, columns)),
         "key": (key, (batch, shared, columns)),
         "value": (value, (batch, shared, columns)),
         "gate": (gate, (batch, heads, columns)),
@@ -97,13 +93,8 @@ def check(
         "values": (values, (batch, shared, room, columns)),
     }
     expected = {name: (tensor, query.dtype, shape) for name, (tensor, shape) in shapes.items()}
-    operand_checks.operands(NAME, expected | {"length": (length, torch.int64, tuple(length.shape))})
+    operand_checks.operands(NAME, query.device, expected)
     operand_checks.written_in_place(NAME, keys=keys, values=values)
-
-
-def output(query: torch.Tensor) -> torch.Tensor:
-    """[B, H, D] of any values, contiguous."""
-    return query.new_empty(query.shape)
 
 
 @torch.library.register_fake(f"kbit::{NAME}", lib=LIBRARY)
@@ -126,4 +117,4 @@ def attention_step(  # noqa: D103
     round_first=True,
 ):
     check(query, key, value, gate, query_norm, key_norm, cos, sin, mask, keys, values, length, eps)
-    return output(query)
+    return query.new_empty(query.shape)

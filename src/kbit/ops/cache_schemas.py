@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
     "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor length) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 

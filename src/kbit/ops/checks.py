@@ -62,14 +62,15 @@ def dequantize(
     scale: torch.Tensor,
     in_features: int,
     dtype: torch.dtype,
-) -> None:
-    """Check the arguments of `kbit::dequantize`.
+) -> tuple[int, ...]:
+    """Check the arguments of `kbit::dequantize`; the result's shape.
 
     Raises:
         TypeError, ValueError: see `check_parts`; also a dtype that is not float.
     """
     check_parts(packed, absmax, codebook, scale, in_features)
     float_dtype("dequantize", "dtype", dtype)
+    return *packed.shape[:-1], in_features
 
 
 def activation(op: str, x: torch.Tensor, in_features: int, device: torch.device, where: str = "") -> None:
@@ -99,14 +100,15 @@ def linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     in_features: int,
-) -> None:
-    """Check the arguments of `kbit::linear`.
+) -> tuple[int, ...]:
+    """Check the arguments of `kbit::linear`; the result's shape.
 
     Raises:
         TypeError, ValueError: see `check_parts` and `activation`; also a stacked weight or a wrong bias.
     """
     check_parts(packed, absmax, codebook, scale, in_features)
     linear_inputs(x, (*packed.shape[:-1], in_features), packed.device, bias)
+    return *x.shape[:-1], packed.shape[0]
 
 
 def linear_inputs(
@@ -145,7 +147,7 @@ def linear_inputs(
         )
 
 
-def is_silu_and_mul(op: str, activation: str | None) -> bool:
+def is_silu_and_mul(op: str, activation: str | None, where: str = "") -> bool:
     """Whether `activation` asks for silu(gate) * up.
 
     Raises:
@@ -153,17 +155,14 @@ def is_silu_and_mul(op: str, activation: str | None) -> bool:
     """
     if activation not in (None, "silu_and_mul"):
         raise ValueError(
-            f"{op}: activation must be None or 'silu_and_mul', got {activation!r}. Apply others yourself."
+            f"{op}: activation must be None or 'silu_and_mul', got {activation!r}{at(where)}. Apply others "
+            f"yourself."
         )
     return activation is not None
 
 
 def gate_and_up(op: str, out_features: int, where: str = "") -> None:
-    """Check that rows can be gate above up.
-
-    Raises:
-        ValueError: their number is odd.
-    """
+    """Raise ValueError unless rows can be gate above up: their number is even."""
     if out_features % 2:
         raise ValueError(
             f"{op}: silu_and_mul needs gate rows above as many up rows, got {out_features}{at(where)}. "
@@ -179,8 +178,8 @@ def grouped_linear(
     scale: torch.Tensor,
     expert_offsets: torch.Tensor,
     in_features: int,
-) -> None:
-    """Check the arguments of `kbit::grouped_linear`.
+) -> tuple[int, int]:
+    """Check the arguments of `kbit::grouped_linear`; the result's shape.
 
     Raises:
         TypeError: offsets are not int32; x is not float.
@@ -188,6 +187,7 @@ def grouped_linear(
     """
     check_parts(packed, absmax, codebook, scale, in_features)
     grouped_inputs(x, (*packed.shape[:-1], in_features), packed.device, expert_offsets)
+    return x.shape[0], packed.shape[1]
 
 
 def grouped_inputs(
@@ -243,8 +243,8 @@ def embedding(
     scale: torch.Tensor,
     in_features: int,
     dtype: torch.dtype,
-) -> None:
-    """Check the arguments of `kbit::embedding`.
+) -> tuple[int, ...]:
+    """Check the arguments of `kbit::embedding`; the result's shape.
 
     Raises:
         IndexError: there are ids, but no rows.
@@ -258,6 +258,7 @@ def embedding(
         raise ValueError(f"embedding: packed must be [N, words], got {tuple(packed.shape)}. Pass one matrix.")
     if not packed.shape[0] and ids.numel():
         raise IndexError(f"embedding: {ids.numel()} ids are looked up in a table of no rows. Fill it first.")
+    return *ids.shape, in_features
 
 
 def embedding_ids(ids: torch.Tensor, device: torch.device, where: str = "") -> None:

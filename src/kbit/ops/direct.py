@@ -5,7 +5,7 @@ and decoding without a CUDA graph waits for the CPU. So a layer asks here first.
 someone may want to see the op: a gradient, torch.compile, tracing, a profiler, a mode, a functorch transform;
 or unless the op would refuse, or compute in another dtype.
 
-`kbit.dispatch` knows the backends and stands above; it sets who multiplies, as it registers the ops.
+`kbit.dispatch` knows the backends and stands above; it enters who multiplies, as it registers the ops.
 """
 
 from __future__ import annotations
@@ -26,53 +26,39 @@ Multiply = Callable[..., torch.Tensor]
 Holds = Callable[[tuple[torch.Tensor, ...], int, int], bool]
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
+    """Who multiplies on devices of a type.
+
+    Attributes:
+        multiply: (x, *parts, bias, out_features, in_features) to the product.
+        holds: whether the parts have the shapes of a weight.
+        parts: tensors of the weight: 3 in tiles, as `kbit::linear_tiled` takes it, or 4, as `kbit::linear`.
+        dtypes: activations that it takes.
+    """
+
     multiply: Multiply
     holds: Holds
     parts: int
     dtypes: tuple[torch.dtype, ...]
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
+    """Who computes the functions of these names on devices of a type, of checked arguments, and where."""
+
     answers: Callable[[torch.Tensor], bool]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     add_rms_norm_logits: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]
 
 
-_ways: dict[str, _Way] = {}
-_norms: dict[str, _Norm] = {}
-
-
-def set_multiply(
-    device: str, parts: int, dtypes: tuple[torch.dtype, ...], holds: Holds, multiply: Multiply
-) -> None:
-    """Set who multiplies on devices of a type.
-
-    Args:
-        device: "cpu" or "cuda".
-        parts: tensors of the weight: 3 in tiles, as `kbit::linear_tiled` takes it, or 4, as `kbit::linear`.
-        dtypes: activations that it takes.
-        holds: whether the parts have the shapes of a weight.
-        multiply: (x, *parts, bias, out_features, in_features) to the product.
-    """
-    _ways[device] = _Way(multiply, holds, parts, dtypes)
-
-
-def set_rms_norm(
-    device: str,
-    answers: Callable[[torch.Tensor], bool],
-    rms_norm: Callable[..., torch.Tensor],
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    add_rms_norm_logits: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None],
-) -> None:
-    """Set who computes the functions of these names on devices of a type, of checked arguments, and where."""
-    _norms[device] = _Norm(answers, rms_norm, add_rms_norm, add_rms_norm_logits)
+# By the type of device, "cpu" or "cuda".
+ways: dict[str, Way] = {}
+norms: dict[str, Norm] = {}
 
 
 def has_rms_norm(x: torch.Tensor) -> bool:
     """Whether `rms_norm` is one kernel where x is."""
-    norm = _norms.get(x.device.type)
+    norm = norms.get(x.device.type)
     return norm is not None and norm.answers(x)
 
 
@@ -98,8 +84,8 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _norm_of(x: torch.Tensor) -> _Norm | None:
-    return _norms.get(x.device.type) if _plain(x) else None
+def _norm_of(x: torch.Tensor) -> Norm | None:
+    return norms.get(x.device.type) if _plain(x) else None
 
 
 def linear(
@@ -119,7 +105,7 @@ def linear(
     if not _plain(x):
         return None
     device, dtype = x.device, x.dtype
-    way = _ways.get(device.type)
+    way = ways.get(device.type)
     if way is None or dtype not in way.dtypes or len(parts) != way.parts or x.shape[-1:] != (in_features,):
         return None
     for part in parts:

@@ -51,27 +51,27 @@ from typing import NamedTuple
 import torch
 
 from kbit.ops import checks, operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
     "gated_delta_step(Tensor projected, Tensor gates, Tensor(a!) window, Tensor(b!) state, Tensor taps, "
     "Tensor log_decay, Tensor bias, Tensor norm, float eps, bool by_heads=True) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 LIBRARY.define(
     "gated_delta_inputs(Tensor projected, Tensor gates, Tensor? window, Tensor taps, Tensor log_decay, "
     "Tensor bias, Tensor? count=None, bool by_heads=True) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 LIBRARY.define(
     "gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor beta, Tensor decay, "
     "Tensor? before=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 LIBRARY.define(
     "gated_delta_output(Tensor x, Tensor projected, Tensor norm, float eps, bool by_heads=True) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 
@@ -147,13 +147,8 @@ def check(
         "bias": (bias, wide, (v_heads,)),
         "norm": (norm, dtype, (dim,)),
     }
-    operand_checks.operands(name, expected)
+    operand_checks.operands(name, projected.device, expected)
     operand_checks.written_in_place(name, window=window, state=state)
-
-
-def output(projected: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """[B, V * D] of any values."""
-    return projected.new_empty(state.shape[0], state.shape[1] * state.shape[3])
 
 
 @torch.library.register_fake("kbit::gated_delta_step", lib=LIBRARY)
@@ -161,7 +156,7 @@ def gated_delta_step(  # noqa: D103
     projected, gates, window, state, taps, log_decay, bias, norm, eps, by_heads=True
 ):
     check(projected, gates, window, state, taps, log_decay, bias, norm)
-    return output(projected, state)
+    return projected.new_empty(state.shape[0], state.shape[1] * state.shape[3])
 
 
 def check_inputs(
@@ -201,7 +196,7 @@ def check_inputs(
         expected["window"] = window, dtype, (batch, *taps.shape)
     if count is not None:
         expected["count"] = count, torch.int64, (batch,)
-    operand_checks.operands(name, expected)
+    operand_checks.operands(name, projected.device, expected)
     return heads
 
 
@@ -238,7 +233,6 @@ def check_rule(
         )
     (batch, tokens, k_heads, dim), v_heads = query.shape, value.shape[2]
     expected = {
-        "query": (query, dtype, tuple(query.shape)),
         "key": (key, dtype, tuple(query.shape)),
         "value": (value, dtype, (batch, tokens, v_heads, dim)),
         "beta": (beta, dtype, (batch, tokens, v_heads)),
@@ -246,7 +240,7 @@ def check_rule(
     }
     if before is not None:
         expected["before"] = before, torch.float32, (batch, v_heads, dim, dim)
-    operand_checks.operands(name, expected)
+    operand_checks.operands(name, query.device, expected)
     return Heads(k_heads, v_heads, dim)
 
 
@@ -271,11 +265,10 @@ def check_output(x: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor) -
     batch, tokens, v_heads, dim = x.shape
     heads = _heads(name, projected.shape[-1], v_heads, dim)
     expected = {
-        "x": (x, dtype, tuple(x.shape)),
         "projected": (projected, dtype, (batch, tokens, heads.projected)),
         "norm": (norm, dtype, (dim,)),
     }
-    operand_checks.operands(name, expected)
+    operand_checks.operands(name, x.device, expected)
     return heads
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import cache_schemas, norm_schemas, rotary_schemas
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 LIBRARY.define(
     "append_heads(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, Tensor cos, "
     "Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor length, float eps=0.0, bool plus_one=False, "
     "bool round_first=True) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 

@@ -21,14 +21,14 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import checks, operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 NAME = "latent_heads"
 
 LIBRARY.define(
     f"{NAME}(Tensor(a!) query, Tensor expanded, Tensor key, Tensor cos, Tensor sin, bool interleaved) "
     "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 
@@ -60,21 +60,16 @@ def check(
         )
     angles = (batch if len(cos) == batch else 1, tokens, turned)
     shapes = {
-        "query": (query, tuple(query.shape)),
         "expanded": (expanded, (batch, tokens, heads, expanded.shape[3])),
         "key": (key, (batch, tokens, turned)),
         "cos": (cos, angles),
         "sin": (sin, angles),
     }
-    operand_checks.operands(NAME, {name: (one, query.dtype, shape) for name, (one, shape) in shapes.items()})
-
-
-def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys and turned, of any values, contiguous."""
-    return query.new_empty(query.shape), key.new_empty(key.shape)
+    expected = {name: (tensor, query.dtype, shape) for name, (tensor, shape) in shapes.items()}
+    operand_checks.operands(NAME, query.device, expected)
 
 
 @torch.library.register_fake(f"kbit::{NAME}", lib=LIBRARY)
 def latent_heads(query, expanded, key, cos, sin, interleaved):  # noqa: D103
     check(query, expanded, key, cos, sin)
-    return outputs(query, key)
+    return query.new_empty(query.shape), key.new_empty(key.shape)

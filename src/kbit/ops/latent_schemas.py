@@ -35,18 +35,15 @@ from __future__ import annotations
 import torch
 
 from kbit.ops import checks, norm_schemas, operand_checks
-from kbit.ops.schemas import LIBRARY
+from kbit.ops.schemas import LIBRARY, TAGS
 
 NAME = "latent_attention_step"
-# Of transformers' layers of such attention: what makes latents and keys, their norm, what expands them.
-LATENT, NORM, EXPAND = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-LAYERS = {LATENT, NORM, EXPAND}
 
 LIBRARY.define(
     f"{NAME}(Tensor query, Tensor absorbed, Tensor latent, Tensor norm, Tensor cos, Tensor sin, "
     "Tensor? mask, Tensor(a!) latents, Tensor(b!) keys, Tensor length, float scaling, float eps, "
     "bool plus_one, bool round_first, bool interleaved) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=TAGS,
 )
 
 
@@ -78,7 +75,7 @@ def check(
     (batch, heads, columns), room, turned = absorbed.shape, latents.shape[1], cos.shape[1]
     if turned % 2:
         raise ValueError(f"{NAME}: cos must have an even number of columns, got {turned}.")
-    operand_checks.one_length(NAME, length)
+    operand_checks.one_length(NAME, length, query.device)
     shared = batch if len(cos) == batch else 1
     rows = batch if mask is None or len(mask) == batch else 1
     shapes = {
@@ -93,13 +90,8 @@ def check(
         "keys": (keys, (batch, room, turned)),
     }
     expected = {name: (tensor, query.dtype, shape) for name, (tensor, shape) in shapes.items()}
-    operand_checks.operands(NAME, expected | {"length": (length, torch.int64, tuple(length.shape))})
+    operand_checks.operands(NAME, query.device, expected)
     operand_checks.written_in_place(NAME, latents=latents, keys=keys)
-
-
-def output(absorbed: torch.Tensor) -> torch.Tensor:
-    """[B, H, C] of any values, contiguous."""
-    return absorbed.new_empty(absorbed.shape)
 
 
 @torch.library.register_fake(f"kbit::{NAME}", lib=LIBRARY)
@@ -121,4 +113,4 @@ def latent_attention_step(  # noqa: D103
     interleaved,
 ):
     check(query, absorbed, latent, norm, cos, sin, mask, latents, keys, length, eps)
-    return output(absorbed)
+    return absorbed.new_empty(absorbed.shape)

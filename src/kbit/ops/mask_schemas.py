@@ -38,7 +38,7 @@ def check(
         ValueError: a size is negative, or shapes or devices do not belong together.
     """
     checks.float_dtype("causal_mask", "dtype", dtype)
-    operand_checks.one_length("causal_mask", first, "first")
+    operand_checks.one_length("causal_mask", first, name="first")
     if min(sizes) < 0:
         raise ValueError(f"causal_mask: batch, tokens and keys must be 0 or more, got {sizes}.")
     if there is None:

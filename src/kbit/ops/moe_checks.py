@@ -134,8 +134,8 @@ def routing(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, where: st
 
 def moe_combine(
     y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor | None
-) -> None:
-    """Check the arguments of `kbit::moe_combine`.
+) -> tuple[int, int]:
+    """Check the arguments of `kbit::moe_combine`; the result's shape.
 
     Raises:
         TypeError: y or weights are not float, or inverse or bounds are not int32.
@@ -160,3 +160,4 @@ def moe_combine(
             raise ValueError(
                 f"moe_combine: {name} is on {tensor.device}, y on {y.device}. Move them together."
             )
+    return inverse.shape[0], y.shape[1]

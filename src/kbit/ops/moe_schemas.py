@@ -47,12 +47,6 @@ LIBRARY.define(
 define({"moe_combine": ("(Tensor y, Tensor inverse, Tensor weights, Tensor? bounds=None)", True)})
 
 
-def empty_choices(logits: torch.Tensor, top_k: int, shared: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `kbit::moe_route` returns, unfilled."""
-    shape = (logits.shape[0], top_k + bool(shared))
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
-
-
 def empty_routing(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kbit::moe_align` returns, unfilled."""
     source = ids.new_empty((ids.shape[0] * ids.shape[1],), dtype=torch.int32)
@@ -69,7 +63,8 @@ def moe_logits(x, weight, dtype=None, last=None):  # noqa: D103
 @torch.library.register_fake("kbit::moe_route", lib=LIBRARY)
 def moe_route(logits, top_k, scoring, normalize, bias=None, factor=1.0, shared=""):  # noqa: D103
     moe_checks.moe_route(logits, top_k, scoring, bias, shared)
-    return empty_choices(logits, top_k, shared)
+    shape = (logits.shape[0], top_k + bool(shared))
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
 @torch.library.register_fake("kbit::moe_align", lib=LIBRARY)
@@ -80,8 +75,7 @@ def moe_align(ids, num_experts):  # noqa: D103
 
 @torch.library.register_fake("kbit::moe_combine", lib=LIBRARY)
 def moe_combine(y, inverse, weights, bounds=None):  # noqa: D103
-    moe_checks.moe_combine(y, inverse, weights, bounds)
-    return y.new_empty((inverse.shape[0], y.shape[1]))
+    return y.new_empty(moe_checks.moe_combine(y, inverse, weights, bounds))
 
 
 torch.library.register_fake("kbit::moe_combine.out", out_variant(moe_combine), lib=LIBRARY)

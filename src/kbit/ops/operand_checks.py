@@ -8,30 +8,34 @@ import torch
 
 
 def operands(
-    op: str, expected: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]]
+    op: str,
+    device: torch.device,
+    expected: Mapping[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]],
 ) -> None:
-    """Check tensors that are given, and on the device of the first.
+    """Check tensors that are given.
 
     Args:
         op: name for messages.
+        device: of the op's first tensor.
         expected: by their names: tensor or None, dtype, shape.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape or device.
     """
-    first, (leading, _, _) = next(iter(expected.items()))
     for argument, (tensor, dtype, shape) in expected.items():
-        if tensor is None or leading is None:
+        if tensor is None:
             continue
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: {argument} must be {dtype}, got {tensor.dtype}. Cast it.")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{op}: {argument} must be {list(shape)}, got {list(tensor.shape)}.")
-        if tensor.device != leading.device:
-            raise ValueError(
-                f"{op}: {argument} is on {tensor.device}, {first} on {leading.device}. Move one."
-            )
+        if tensor.device != device:
+            raise _elsewhere(op, argument, tensor, device)
+
+
+def _elsewhere(op: str, argument: str, tensor: torch.Tensor, device: torch.device) -> ValueError:
+    return ValueError(f"{op}: {argument} is on {tensor.device}, the op's first tensor on {device}. Move one.")
 
 
 def heads_of_keys(op: str, shared: int, heads: int) -> None:
@@ -47,7 +51,11 @@ def written_in_place(op: str, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{op}: {argument} is written in place and must be contiguous.")
 
 
-def one_length(op: str, length: torch.Tensor, name: str = "length") -> None:
-    """Raise TypeError unless the length of a cache is one int64."""
+def one_length(
+    op: str, length: torch.Tensor, device: torch.device | None = None, name: str = "length"
+) -> None:
+    """Raise TypeError unless the length of a cache is one int64, and ValueError unless it is on `device`."""
     if length.dtype != torch.int64 or length.numel() != 1:
         raise TypeError(f"{op}: {name} must be one int64, got {length.numel()} of {length.dtype}.")
+    if device is not None and length.device != device:
+        raise _elsewhere(op, name, length, device)

@@ -81,31 +81,19 @@ def check_angles(frequencies: torch.Tensor, positions: torch.Tensor, dtype: torc
         )
 
 
-def empty_angles(
-    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `kbit::rotary_angles` returns, unfilled."""
-    shape = (*positions.shape, 2 * frequencies.shape[0])
-    return frequencies.new_empty(shape, dtype=dtype), frequencies.new_empty(shape, dtype=dtype)
-
-
 def output(x: torch.Tensor) -> torch.Tensor:
     """Like x [B, H, T, D], of any values, a token's heads next to each other in memory."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def outputs(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One for each; see `output`."""
-    return output(query), output(key)
-
-
 @torch.library.register_fake("kbit::rotary", lib=LIBRARY)
 def rotary(query, key, cos, sin, interleaved=False):  # noqa: D103
     check(query, key, cos, sin)
-    return outputs(query, key)
+    return output(query), output(key)
 
 
 @torch.library.register_fake("kbit::rotary_angles", lib=LIBRARY)
 def rotary_angles(frequencies, positions, factor, dtype):  # noqa: D103
     check_angles(frequencies, positions, dtype)
-    return empty_angles(frequencies, positions, dtype)
+    shape = (*positions.shape, 2 * frequencies.shape[0])
+    return frequencies.new_empty(shape, dtype=dtype), frequencies.new_empty(shape, dtype=dtype)

@@ -37,7 +37,7 @@ SCHEMAS: dict[str, tuple[str, bool]] = {
     "grouped_linear_train": (f"(Tensor x, {_WEIGHT}, Tensor expert_offsets, SymInt in_features)", False),
 }
 
-# Of every op here: strides as given, and traceable.
+# Of every op: strides as given, and traceable.
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
@@ -70,26 +70,24 @@ def quantize(w, codebook, bits, absmax_format, search):  # noqa: D103
 
 @torch.library.register_fake("kbit::dequantize", lib=LIBRARY)
 def dequantize(packed, absmax, codebook, scale, in_features, dtype):  # noqa: D103
-    checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
-    return packed.new_empty((*packed.shape[:-1], in_features), dtype=dtype)
+    shape = checks.dequantize(packed, absmax, codebook, scale, in_features, dtype)
+    return packed.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("kbit::linear", lib=LIBRARY)
 def linear(x, packed, absmax, codebook, scale, bias, in_features):  # noqa: D103
-    checks.linear(x, packed, absmax, codebook, scale, bias, in_features)
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+    return x.new_empty(checks.linear(x, packed, absmax, codebook, scale, bias, in_features))
 
 
 @torch.library.register_fake("kbit::grouped_linear", lib=LIBRARY)
 def grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features):  # noqa: D103
-    checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features)
-    return x.new_empty((x.shape[0], packed.shape[1]))
+    return x.new_empty(checks.grouped_linear(x, packed, absmax, codebook, scale, expert_offsets, in_features))
 
 
 @torch.library.register_fake("kbit::embedding", lib=LIBRARY)
 def embedding(ids, packed, absmax, codebook, scale, in_features, dtype):  # noqa: D103
-    checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
-    return packed.new_empty((*ids.shape, in_features), dtype=dtype)
+    shape = checks.embedding(ids, packed, absmax, codebook, scale, in_features, dtype)
+    return packed.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("kbit::linear_grad_input", lib=LIBRARY)

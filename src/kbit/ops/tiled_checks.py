@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kbit.format import layout
-from kbit.format.codebook import check_bits
-from kbit.format.part_checks import check_tile_shape, check_tiles
+from kbit.format.part_checks import check_tiles
 from kbit.ops import checks, moe_checks
 
 
@@ -33,10 +32,7 @@ def untile(tiled: torch.Tensor, bits: int, out_features: int, in_features: int) 
         TypeError: the tiles are not int32.
         ValueError: they are not those of such a weight.
     """
-    check_bits(bits)
-    if tiled.dtype != torch.int32:
-        raise TypeError(f"untile: tiles must be int32, got {tiled.dtype}.")
-    check_tile_shape("untile", tiled, bits, out_features, in_features)
+    layout.check_tiled(tiled, bits, out_features, in_features, "untile")
 
 
 def dequantize_tiled(
@@ -46,14 +42,18 @@ def dequantize_tiled(
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
-) -> None:
+) -> tuple[int, ...]:
     """Check the arguments of `kbit::dequantize_tiled`.
+
+    Returns:
+        The result's shape.
 
     Raises:
         TypeError, ValueError: see `check_tiles`; also a dtype that is not float.
     """
     check_tiles(tiled, codebook, scale, out_features, in_features)
     checks.float_dtype("dequantize", "dtype", dtype)
+    return *tiled.shape[:-3], out_features, in_features
 
 
 def linear_tiled(

@@ -82,8 +82,8 @@ def untile(tiled, bits, out_features, in_features):  # noqa: D103
 
 @torch.library.register_fake("kbit::dequantize_tiled", lib=LIBRARY)
 def dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype):  # noqa: D103
-    tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
-    return tiled.new_empty((*tiled.shape[:-3], out_features, in_features), dtype=dtype)
+    shape = tiled_checks.dequantize_tiled(tiled, codebook, scale, out_features, in_features, dtype)
+    return tiled.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("kbit::linear_tiled", lib=LIBRARY)
