@@ -8,7 +8,7 @@ from typing import Any
 
 from kbit.bench.chat import KEPT
 from kbit.bench.generate_plot import rows_in
-from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+from kbit.bench.plots import color_of, figure_of
 
 
 def is_chat(result: Mapping[str, Any]) -> bool:
@@ -33,9 +33,8 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     """
     figure, (axes,) = figure_of(1, 1)
     for (arm, way), waits in lines(result).items():
-        color = COLORS[int(arm.rpartition("=")[2])] if arm.startswith("kbit") else BASELINE_COLOR
         style = "o-" if way == KEPT else "o--"
-        axes.plot(list(waits), list(waits.values()), style, color=color, label=f"{arm}, {way}")
+        axes.plot(list(waits), list(waits.values()), style, color=color_of(arm), label=f"{arm}, {way}")
     axes.set_xlabel("tokens of the prompt, turn by turn")
     axes.set_ylabel("ms until the first token")
     axes.set_ylim(bottom=0)

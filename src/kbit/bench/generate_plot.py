@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+from kbit.bench.plots import color_of, figure_of
 
 _SHARE = 0.8  # of a way's place on the axis, taken by the bars of all arms
 
@@ -42,8 +42,8 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
     width = _SHARE / len(arms)
     for i, (arm, speeds) in enumerate(arms.items()):
+        color = color_of(arm)
         places = [way + (i - (len(arms) - 1) / 2) * width for way in range(len(ways))]
-        color = COLORS[int(arm.rpartition("=")[2])] if arm.startswith("kbit") else BASELINE_COLOR
         drawn = axes.bar(places, [speeds.get(way, 0.0) for way in ways], width, color=color, label=arm)
         axes.bar_label(drawn, fmt="%.0f", padding=2)
     axes.set_xticks(range(len(ways)), [way.replace(", ", ",\n") for way in ways])

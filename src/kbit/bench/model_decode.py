@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from kbit.backends.cuda.capture import capture
 from kbit.bench.repeats import median_and_spread
+from kbit.format.words import first_line
 from kbit.integrations.transformers.prompts import prompt_kernels
 from kbit.integrations.transformers.step_kernels import step_kernels
 
@@ -84,7 +85,7 @@ def _captured(run: Callable[[], object], device: torch.device) -> tuple[Callable
         with capture(graph, device):
             run()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     if _ranks() > 1 and _failed_anywhere(reason is not None, device):
         reason = reason or "another rank could not capture it"
     return (graph.replay, None) if reason is None else (run, reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kbit.format.words import dtype_name
+from kbit.format.words import dtype_name, first_line
 
 GROUP = 32
 
@@ -97,7 +97,7 @@ def build(peer: Peer, w: torch.Tensor, bits: int, copies: Callable[[int], int]) 
         first = peer.make(w, bits)
         return [first, *(peer.make(w, bits) for _ in range(copies(first.nbytes) - 1))]
     except Exception as error:  # a peer's refusal must not end our run
-        return f"refuses {w.shape[1]}x{w.shape[0]}, k={bits}: {_first_line(error)}"
+        return f"refuses {w.shape[1]}x{w.shape[0]}, k={bits}: {first_line(error)}"
 
 
 def try_call(weight: PeerWeight, x: torch.Tensor) -> str | None:
@@ -107,9 +107,5 @@ def try_call(weight: PeerWeight, x: torch.Tensor) -> str | None:
         if x.is_cuda:
             torch.cuda.synchronize()
     except Exception as error:  # a peer's refusal must not end our run
-        return f"refuses M={x.shape[0]}, K={x.shape[1]}: {_first_line(error)}"
+        return f"refuses M={x.shape[0]}, K={x.shape[1]}: {first_line(error)}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -33,6 +33,11 @@ def figure_of(rows: int = 1, columns: int = 1, common: bool = True) -> tuple[Fig
     return figure, list(figure.subplots(rows, columns, sharex=common, sharey=common, squeeze=False).flat)
 
 
+def color_of(arm: str) -> str:
+    """The colour of an arm of a benchmark of models, by its name, such as "kbit k=4" or "bf16"."""
+    return COLORS[int(arm.rpartition("=")[2])] if arm.startswith("kbit") else BASELINE_COLOR
+
+
 def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dict[int, float]]:
     """{bits: {M: speed-up}} of a model's block, each layer as often as it runs, kernels as dispatched."""
     result: dict[int, dict[int, float]] = {}

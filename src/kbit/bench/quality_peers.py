@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from kbit.bench.quality import compare, sharing_copy
+from kbit.format.words import first_line
 
 GROUP = 64
 # In place of a type whose blocks do not divide rows: llama.cpp's choice (tensor_type_fallback).
@@ -192,7 +193,7 @@ def formats(libraries: Iterable[Library] = LIBRARIES) -> tuple[list[Format], lis
             found += library.load()
         except Exception as error:  # they load libraries of their own, which fail in their own ways
             absent.append(
-                f"{library.package} is left out, since it cannot be imported ({_first_line(error)}): "
+                f"{library.package} is left out, since it cannot be imported ({first_line(error)}): "
                 f"pip install {library.package}"
             )
     return found, absent
@@ -225,7 +226,7 @@ def quantize(model: nn.Module, places: Sequence[tuple[str, str]], form: Format) 
             except Exception as refusal:  # in ways of its own
                 raise ValueError(
                     f"{form.name} is left out, since it refuses {name}.{weight} "
-                    f"{tuple(exact.shape)}: {_first_line(refusal)}"
+                    f"{tuple(exact.shape)}: {first_line(refusal)}"
                 ) from refusal
             into.copy_(decoded)
             nbytes, count = nbytes + stored.nbytes, count + exact.numel()
@@ -272,7 +273,3 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for key, parameter in module._parameters.items():
             if parameter is old:
                 module._parameters[key] = new
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -47,9 +47,9 @@ def _code(escaped: str) -> str:
     return f"<code>{words}</code>"
 
 
-def heading(text: str, level: int = 3) -> str:
+def heading(text: str) -> str:
     """A heading inside a section."""
-    return f"<h{level}>{escape(text)}</h{level}>"
+    return f"<h3>{escape(text)}</h3>"
 
 
 def table(headers: Sequence[str], rows: Iterable[Row], caption: str, left: int = 1) -> str:
@@ -93,10 +93,10 @@ def details(summary: str, content: str, opened: bool = False) -> str:
     return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>{content}</details>"
 
 
-def heat(ratio: float, digits: int = 2) -> Cell:
+def heat(ratio: float) -> Cell:
     """A speed-up, coloured by whether it is one."""
     style = next(name for least, name in _HEAT if ratio >= least)
-    return Cell(f"{ratio:.{digits}f}", style)
+    return Cell(f"{ratio:.2f}", style)
 
 
 def number(value: float | None, spec: str) -> str:

@@ -74,10 +74,10 @@ class _Scale:
         return round(self.start + part * (self.end - self.start), 1)
 
 
-def nice_ticks(low: float, high: float, count: int = _TICKS) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, about `count` of them."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """About `_TICKS` round numbers, from at most `low` to at least `high`."""
     span = (high - low) or abs(high) or 1.0
-    rough = span / count
+    rough = span / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

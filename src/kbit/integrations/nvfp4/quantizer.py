@@ -19,6 +19,7 @@ from kbit.integrations.nvfp4.config import QUANT_METHOD, NVFP4Config
 from kbit.integrations.transformers.in_memory import InMemory
 from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.support import left_alone, unsupported
+from kbit.nvfp4.formats.names import CODES, GLOBAL_SCALE, SCALES
 from kbit.nvfp4.layers import NVFP4Module, replace_layers, replaceable
 from kbit.nvfp4.readers.checks import check_global_scale, check_scale_bytes
 
@@ -100,9 +101,9 @@ class NVFP4HfQuantizer(InMemory, HfQuantizer):
 
 
 def _refuse_split(model: Any) -> None:
-    from kbit.integrations.transformers.inplace import is_split
+    from kbit.integrations.transformers.inplace import is_planned_over_ranks
 
-    if is_split(model):
+    if is_planned_over_ranks(model):
         raise ValueError(
             "NVFP4Config: NVFP4 layers are not split over ranks. Load the model without tp_plan and expert "
             "parallelism, or split it in k bits: quantization_config=kbit.KbitConfig(...)."
@@ -163,7 +164,7 @@ def _original(name: str) -> str:
     >>> _original("q_proj.weight_codes"), _original("experts.down_codes"), _original("q_proj.bias")
     ('q_proj.weight', 'experts.down_proj', 'q_proj.bias')
     """
-    parameter = name.removesuffix("_codes")
+    parameter = name.removesuffix(CODES)
     return parameter if parameter == name or parameter.endswith("weight") else f"{parameter}_proj"
 
 
@@ -197,10 +198,10 @@ def _check_loaded(name: str, module: NVFP4Module) -> None:
         parameter.requires_grad_(False)
         if parameter.device.type == "meta":
             continue
-        if part.endswith("_global_scale"):
+        if part.endswith(GLOBAL_SCALE):
             for value in parameter.flatten().tolist():
                 check_global_scale(value, f"{name}.{part}")
-        elif part.endswith("_scales"):
+        elif part.endswith(SCALES):
             check_scale_bytes(parameter.data, f"{name}.{part}")
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.ops import checks
 
 # What transformers asks for in a plain mask of causal attention; all else has to be what it is without.
@@ -33,7 +34,7 @@ def additive_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **named: 
     """transformers' mask of "sdpa", but additive."""
     from transformers.masking_utils import sdpa_mask
 
-    if not arguments and dtype in checks.FLOAT_DTYPES and _is_causal(named) and _is_known():
+    if not arguments and dtype in checks.FLOAT_DTYPES and _is_causal(named) and _is_known(sdpa_mask):
         sizes = named["batch_size"], named["q_length"], named["kv_length"]
         return torch.ops.kbit.causal_mask(named["q_offset"], named["attention_mask"], *sizes, dtype)
     return additive(sdpa_mask(*arguments, dtype=dtype, **named), dtype)
@@ -60,9 +61,10 @@ def _is_causal(named: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def _is_known() -> bool:
+@trial
+def _is_known(own: Callable[..., Any]) -> bool:
     """Whether transformers' mask is then that of `kbit::causal_mask`; a release may change it."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function
 
     batch, tokens, keys = _TRIED
     there = torch.tensor([[True, False, True, True], [True] * 4], device="cpu")
@@ -76,13 +78,8 @@ def _is_known() -> bool:
         "allow_is_causal_skip": False,
         "device": torch.device("cpu"),
     }
-    try:
-        for mask in (None, there):
-            want = sdpa_mask(attention_mask=mask, **given)
-            have = torch.ops.kbit.causal_mask(given["q_offset"], mask, *_TRIED, torch.float32)
-            if not torch.equal(want, have == 0):
-                return False
-    except Exception:  # a function that wants something else
-        tried_in_vain(sdpa_mask)
-        return False
+    for mask in (None, there):
+        have = torch.ops.kbit.causal_mask(given["q_offset"], mask, *_TRIED, torch.float32)
+        if not torch.equal(own(attention_mask=mask, **given), have == 0):
+            return False
     return True

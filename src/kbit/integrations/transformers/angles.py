@@ -15,7 +15,7 @@ import torch
 
 from kbit.integrations.transformers.attention_steps import Kinds, Tried, is_plain_call, tried
 from kbit.nn.mixins import stand_in
-from kbit.nn.standing_in import is_on_gpu, tried_in_vain
+from kbit.nn.standing_in import is_on_gpu, trial
 from kbit.ops import checks
 
 _FREQUENCIES, _FACTOR, _TYPE = "inv_freq", "attention_scaling", "rope_type"
@@ -23,7 +23,7 @@ _OF_AXES = "mrope_section"  # an attribute of those that take positions by axes
 _kinds = Kinds((), (_FACTOR, _TYPE))
 _TRIED_POSITIONS = [[0, 3, 70001], [1, 17, 262143]]
 _TRIED_FREQUENCIES = [1.0, 0.37, 0.004]
-_known: Tried[bool] = Tried()
+_known: Tried[bool | None] = Tried()
 
 
 @contextlib.contextmanager
@@ -77,20 +77,16 @@ def _takes(layer: Any, x: Any, positions: Any) -> bool:
     return plain and x.device == positions.device == frequencies.device
 
 
-@torch.no_grad()
+@trial
 def _is(layer: Any, own: Callable[..., Any]) -> bool:
     """Whether a layer's own forward gives what the op gives, tried on a CPU in bfloat16."""
     made = stand_in(layer)
-    try:
-        factor = float(getattr(layer, _FACTOR))
-        frequencies = torch.tensor(_TRIED_FREQUENCIES, device="cpu")
-        positions = torch.tensor(_TRIED_POSITIONS, device="cpu")
-        made._buffers = {**layer._buffers, _FREQUENCIES: frequencies}
-        x = torch.zeros(len(positions), positions.shape[1], 2, dtype=torch.bfloat16, device="cpu")
-        have = torch.ops.kbit.rotary_angles(frequencies, positions, factor, x.dtype)
-        axes = positions.expand(3, -1, -1) if hasattr(layer, _OF_AXES) else positions
-        want = own(made, x, axes)
-        return len(want) == len(have) and all(map(torch.equal, want, have))
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(layer)
-        return False
+    factor = float(getattr(layer, _FACTOR))
+    frequencies = torch.tensor(_TRIED_FREQUENCIES, device="cpu")
+    positions = torch.tensor(_TRIED_POSITIONS, device="cpu")
+    made._buffers = {**layer._buffers, _FREQUENCIES: frequencies}
+    x = torch.zeros(len(positions), positions.shape[1], 2, dtype=torch.bfloat16, device="cpu")
+    have = torch.ops.kbit.rotary_angles(frequencies, positions, factor, x.dtype)
+    axes = positions.expand(3, -1, -1) if hasattr(layer, _OF_AXES) else positions
+    want = own(made, x, axes)
+    return len(want) == len(have) and all(map(torch.equal, want, have))

@@ -32,9 +32,9 @@ from kbit.integrations.transformers.attention_steps import (
     tried,
 )
 from kbit.integrations.transformers.static_caches import grow, settle
+from kbit.nn.attention_layers import LAYERS, OUT, PROJECTIONS
 from kbit.nn.mixins import stand_in
-from kbit.nn.standing_in import tried_in_vain
-from kbit.ops.attention_schemas import LAYERS, OUT, PROJECTIONS
+from kbit.nn.standing_in import trial
 
 _NORMS = "q_norm", "k_norm"
 _LARGE = 30  # what a layer is tried on, so that one which clips its queries is seen to
@@ -155,7 +155,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
     def find() -> Form | None:
         apart = (Form(gated, False) for gated in (False, True))
         found = next((form for form in apart if _is(layer, own, turned, form)), None)
-        return found and Form(found.gated, _is(layer, own, turned, Form(found.gated, True)))
+        return found and Form(found.gated, bool(_is(layer, own, turned, Form(found.gated, True))))
 
     return tried(_forms, layer, (own, turned), find)
 
@@ -170,37 +170,31 @@ def _norms(layer: Any) -> Norms | None:
     return Norms(query.weight, key.weight, query.how) if query.how == key.how else None
 
 
-@torch.no_grad()
+@trial
 def _is(layer: Any, own: Callable[..., Any], turned: int, form: Form) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in bfloat16."""
     normal = normals(torch.bfloat16)
     made = stand_in(layer)
-    try:
-        x = normal(TRIED_BATCH, 1, 8)
-        angles = normal(TRIED_BATCH, 1, turned), normal(TRIED_BATCH, 1, turned)
-        mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
-        mask[..., TRIED_LENGTH + 1 :] = -torch.inf
-        projections = {
-            name: GivenAnew(x, _LARGE * normal(TRIED_BATCH, 1, layer._modules[name].out_features))
-            for name in PROJECTIONS
-        }
-        made._modules = {**layer._modules, **projections, OUT: nn.Identity()}
-        for name in _NORMS:
-            if (norm := layer._modules.get(name)) is not None:
-                made._modules[name] = stand_in(norm)
-                made._modules[name]._parameters = {"weight": nn.Parameter(normal(layer.head_dim), False)}
-        made.layer_idx = 0
-        heads = made.k_proj.given[1].shape[-1] // layer.head_dim
-        before = [normal(TRIED_BATCH, heads, TRIED_LENGTH, layer.head_dim) for _ in range(2)]
-        given: dict[str, Any] = {"position_embeddings": angles, "attention_mask": mask}
-        want, its_cache = of_cache(
-            before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)
-        )
-        have, cached = of_cache(
-            before, lambda cache: attend(made, x, cached=cache.layers[0], form=form, **given)
-        )
-        same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
-        return same and all(map(torch.equal, its_cache, cached))
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(layer)
-        return False
+    x = normal(TRIED_BATCH, 1, 8)
+    angles = normal(TRIED_BATCH, 1, turned), normal(TRIED_BATCH, 1, turned)
+    mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
+    mask[..., TRIED_LENGTH + 1 :] = -torch.inf
+    projections = {
+        name: GivenAnew(x, _LARGE * normal(TRIED_BATCH, 1, layer._modules[name].out_features))
+        for name in PROJECTIONS
+    }
+    made._modules = {**layer._modules, **projections, OUT: nn.Identity()}
+    for name in _NORMS:
+        if (norm := layer._modules.get(name)) is not None:
+            made._modules[name] = stand_in(norm)
+            made._modules[name]._parameters = {"weight": nn.Parameter(normal(layer.head_dim), False)}
+    made.layer_idx = 0
+    heads = made.k_proj.given[1].shape[-1] // layer.head_dim
+    before = [normal(TRIED_BATCH, heads, TRIED_LENGTH, layer.head_dim) for _ in range(2)]
+    given: dict[str, Any] = {"position_embeddings": angles, "attention_mask": mask}
+    want, its_cache = of_cache(
+        before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)
+    )
+    have, cached = of_cache(before, lambda cache: attend(made, x, cached=cache.layers[0], form=form, **given))
+    same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
+    return same and all(map(torch.equal, its_cache, cached))

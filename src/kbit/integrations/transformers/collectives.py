@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from kbit.backends.cuda.ranks import RANKS, STATE, Inboxes, inbox_bytes, load, one_shot
 from kbit.dispatch.backends import cuda_answers
+from kbit.format.words import first_line
 from kbit.ops import checks
 from kbit.ops.one_shot_schemas import LINE_BYTES
 
@@ -150,7 +151,7 @@ def _agreed(step: Callable[[], str | None], group: Any, device: torch.device) ->
     try:
         reason = step()
     except Exception as error:  # of whatever kind, or the other ranks would wait for this one
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
     found: str | None = first_of(reason, group, device)
     return found
 

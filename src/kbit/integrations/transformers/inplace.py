@@ -74,7 +74,7 @@ def refuse_other_methods(model: nn.Module) -> None:
     )
 
 
-def is_split(model: nn.Module) -> bool:
+def is_planned_over_ranks(model: nn.Module) -> bool:
     """Whether a tensor or expert parallel plan spreads a model of transformers over ranks, or will do so."""
     config = getattr(model.config, "distributed_config", None)
     asked = [getattr(config, name, None) for name in ("tp_plan", "enable_expert_parallel")]
@@ -83,7 +83,7 @@ def is_split(model: nn.Module) -> bool:
 
 
 def _refuse_split(model: nn.Module) -> None:
-    if is_of_transformers(model) and is_split(model):
+    if is_of_transformers(model) and is_planned_over_ranks(model):
         raise ValueError(
             "quantize_model: the model is split over ranks, each of which has a part of its weights. "
             "Quantize it on loading: from_pretrained(..., tp_plan=..., quantization_config=KbitConfig(...))."

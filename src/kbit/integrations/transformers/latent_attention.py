@@ -37,15 +37,15 @@ from kbit.integrations.transformers.attention_steps import (
     tried,
 )
 from kbit.integrations.transformers.static_caches import grow, settle
+from kbit.nn.attention_layers import EXPAND, LATENT, LATENT_LAYERS, NORM
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
-from kbit.nn.standing_in import tried_in_vain
+from kbit.nn.standing_in import trial
 from kbit.nn.support import is_apart
-from kbit.ops.latent_schemas import EXPAND, LATENT, LAYERS, NORM
 
 _OUT = "o_proj"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-KINDS = Kinds((*LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
+KINDS = Kinds((*LATENT_LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
 TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
 _forms: Tried[bool | None] = Tried()
@@ -204,31 +204,27 @@ def _decoded_weight(expand: KbitLinear, dtype: torch.dtype) -> torch.Tensor:
     return decoded
 
 
-@torch.no_grad()
+@trial
 def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in float32."""
     normal = normals(torch.float32)
-    try:
-        columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
-        x = normal(TRIED_BATCH, 1, 8)
-        made = on_other_parts(layer, x, normal)
-        cos, sin = (normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
-        mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
-        mask[..., TRIED_LENGTH + 1 :] = -torch.inf
-        before = [normal(TRIED_BATCH, 1, TRIED_LENGTH, size) for size in (columns, turned)]
-        given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": mask}
-        want, its_cache = of_cache(
-            before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)[0]
-        )
-        weight = made.kv_b_proj.weight
-        have, cached = of_cache(
-            before, lambda cache: attend(made, x, (cos, sin), mask, cache.layers[0], weight, interleaved)
-        )
-        pairs = zip((want, *its_cache), (have, *cached), strict=True)
-        return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(layer)
-        return False
+    columns, turned = layer.kv_lora_rank, layer.qk_rope_head_dim
+    x = normal(TRIED_BATCH, 1, 8)
+    made = on_other_parts(layer, x, normal)
+    cos, sin = (normal(TRIED_BATCH, 1, turned // 2).repeat(1, 1, 2) for _ in range(2))
+    mask = normal(TRIED_BATCH, 1, 1, TRIED_ROOM)
+    mask[..., TRIED_LENGTH + 1 :] = -torch.inf
+    before = [normal(TRIED_BATCH, 1, TRIED_LENGTH, size) for size in (columns, turned)]
+    given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": mask}
+    want, its_cache = of_cache(
+        before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)[0]
+    )
+    weight = made.kv_b_proj.weight
+    have, cached = of_cache(
+        before, lambda cache: attend(made, x, (cos, sin), mask, cache.layers[0], weight, interleaved)
+    )
+    pairs = zip((want, *its_cache), (have, *cached), strict=True)
+    return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
 
 
 def on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tensor]) -> Any:

@@ -30,10 +30,10 @@ from kbit.integrations.transformers.latent_attention import (
     on_other_parts,
     query_of,
 )
-from kbit.nn.standing_in import is_on_gpu, tried_in_vain
+from kbit.nn.attention_layers import EXPAND, LATENT, NORM
+from kbit.nn.standing_in import is_on_gpu, trial
 from kbit.nn.support import is_apart
 from kbit.ops import checks
-from kbit.ops.latent_schemas import EXPAND, LATENT, NORM
 
 _TRIED_TOKENS = 3
 _QUERY = ("q_proj", "q_b_proj")  # what makes queries, one of them
@@ -118,25 +118,21 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
     return tried(_forms, layer, own, lambda: next(ways, None))
 
 
-@torch.no_grad()
+@trial
 def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     """Whether a layer's own forward gives what `attend` gives, tried on a CPU in float32."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     normal = normals(torch.float32)
-    try:
-        x = normal(TRIED_BATCH, _TRIED_TOKENS, 8)
-        made = on_other_parts(layer, x, normal)
-        half = layer.qk_rope_head_dim // 2
-        cos, sin = (normal(TRIED_BATCH, _TRIED_TOKENS, half).repeat(1, 1, 2) for _ in range(2))
-        given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": None}
-        caches = [Cache(layers=[DynamicLayer()]) for _ in range(2)]
-        with causal_without_masks():
-            want = own(made, hidden_states=x, past_key_values=caches[0], **given)[0]
-            have = attend(made, x, past_key_values=caches[1], interleaved=interleaved, **given)
-        held = [(cache.layers[0].keys, cache.layers[0].values) for cache in caches]
-        pairs = zip((want, *held[0]), (have, *held[1]), strict=True)
-        return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)
-    except Exception:  # a class that wants something else stays as it is
-        tried_in_vain(layer)
-        return False
+    x = normal(TRIED_BATCH, _TRIED_TOKENS, 8)
+    made = on_other_parts(layer, x, normal)
+    half = layer.qk_rope_head_dim // 2
+    cos, sin = (normal(TRIED_BATCH, _TRIED_TOKENS, half).repeat(1, 1, 2) for _ in range(2))
+    given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": None}
+    caches = [Cache(layers=[DynamicLayer()]) for _ in range(2)]
+    with causal_without_masks():
+        want = own(made, hidden_states=x, past_key_values=caches[0], **given)[0]
+        have = attend(made, x, past_key_values=caches[1], interleaved=interleaved, **given)
+    held = [(cache.layers[0].keys, cache.layers[0].values) for cache in caches]
+    pairs = zip((want, *held[0]), (have, *held[1]), strict=True)
+    return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)

@@ -213,9 +213,9 @@ class KbitHfQuantizer(InMemory, HfQuantizer):
         saving.refuse_conversions(model)
         saving.refuse_other_levels(model, self.quantization_config)
         if is_distributed():
-            from kbit.integrations.transformers.sharded import gathered_state_dict, is_split
+            from kbit.integrations.transformers.sharded import gathered_state_dict, has_parallel_layers
 
-            if is_split(model):
+            if has_parallel_layers(model):
                 return gathered_state_dict(model), {}
         return None, {}
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from kbit.backends.cuda.capture import capture
 from kbit.format.autocast import autocast_dtype
+from kbit.format.words import first_line
 from kbit.integrations.transformers.static_caches import copied, is_same, put_back, states_of, tensors_of
 
 # Called with what runs a call, and its device: returns what runs it again into the same outputs, and these.
@@ -239,7 +240,7 @@ class Recordings:
             may = unchanged or (self._may_leave and _are_there(places))
             reason = None if may else "its cache counts or allocates in Python"
         except RuntimeError as error:
-            unchanged, reason = False, (str(error) or type(error).__name__).splitlines()[0]
+            unchanged, reason = False, first_line(error)
         if not unchanged:
             one.found, one.left = found, [] if reason else [copied(layer) for layer in layers]
             for layer, before in zip(layers, found, strict=True):

@@ -169,7 +169,7 @@ def _agree_on_factors(experts: ParallelExperts) -> None:
         experts.split.shapes[key] = (experts.split.shapes[weight + PACKED][0], *scale.shape[1:])
 
 
-def is_split(model: nn.Module) -> bool:
+def has_parallel_layers(model: nn.Module) -> bool:
     """Whether some quantized layer of a model is split over ranks."""
     return any(isinstance(module, ParallelModule) for module in model.modules())
 

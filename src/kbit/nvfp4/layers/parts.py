@@ -14,6 +14,7 @@ from kbit.format.words import at
 from kbit.nn.casts import without_casts
 from kbit.nn.tiling import TILED, TileableModule
 from kbit.nvfp4.formats import NVFP4Tensor, layouts
+from kbit.nvfp4.formats.names import CODES, GLOBAL_SCALE, PARTS, SCALES
 from kbit.nvfp4.gemm import TILED_ACCUMULATIONS, check_accumulation
 from kbit.nvfp4.moe import DEDUP
 from kbit.nvfp4.quantize import TIES, global_scale_for, quantize_nvfp4
@@ -84,8 +85,8 @@ class NVFP4Module(TileableModule):
     settings: NVFP4Settings
     layer_name: str
 
-    _canonical_parts = ("_codes", "_scales")
-    _factor = "_global_scale"
+    _canonical_parts = (CODES, SCALES)
+    _factor = GLOBAL_SCALE
 
     @property
     def tileable(self) -> bool:
@@ -102,15 +103,19 @@ class NVFP4Module(TileableModule):
             codes = torch.zeros(layouts.codes_shape(shape, "nv"), dtype=torch.uint8, device=device)
             scales = torch.zeros((*shape[:-1], groups), dtype=torch.uint8, device=device)
             factor = torch.ones(shape[:-2], dtype=torch.float32, device=device)
-            for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
-                setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+            self._hold(name, codes, scales, factor)
+
+    def _hold(self, name: str, *parts: torch.Tensor) -> None:
+        """Have the parts of a weight, in the order of `PARTS`, as parameters."""
+        for part, tensor in zip(PARTS, parts, strict=True):
+            setattr(self, name + part, nn.Parameter(tensor, requires_grad=False))
 
     def parts(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters that hold quantized data, in layout nv."""
         self.restore()
         for name in self.shapes:
-            for part in ("codes", "scales", "global_scale"):
-                yield f"{name}_{part}", getattr(self, f"{name}_{part}")
+            for part in PARTS:
+                yield name + part, getattr(self, name + part)
 
     @property
     def _arithmetic(self) -> ahead.Arithmetic:
@@ -124,19 +129,18 @@ class NVFP4Module(TileableModule):
         factor = t.global_scale.to(codes.device)
         self._parameters.pop(name + TILED, None)
         self._host_scales.pop(name, None)
-        for part, tensor in (("codes", codes), ("scales", scales), ("global_scale", factor)):
-            setattr(self, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+        self._hold(name, codes, scales, factor)
         self._change_to_tiles(name, force=False)
 
     def quantized(self, name: str) -> NVFP4Tensor:
         """A weight, sharing this layer's memory, in the form that this layer multiplies where it is."""
         tiled = self._tiles_for_call(name)
-        factor = getattr(self, f"{name}_global_scale")
+        factor = getattr(self, name + GLOBAL_SCALE)
         if factor.dim() == 0:
             factor = self._on_host(name, factor)
         if tiled is not None:
             return NVFP4Tensor(tiled.data, None, factor.data, self.shapes[name], "tiled")
-        codes, scales = (getattr(self, f"{name}_{part}") for part in ("codes", "scales"))
+        codes, scales = (getattr(self, name + part) for part in (CODES, SCALES))
         return NVFP4Tensor(codes.data, scales.data, factor.data, self.shapes[name])
 
     def _on_host(self, name: str, factor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +158,7 @@ class NVFP4Module(TileableModule):
 
     def launched_values(self) -> Hashable:
         """Factors of matrices, or how often they were written to."""
-        factors = (self._parameters.get(f"{name}_global_scale") for name in self.shapes)
+        factors = (self._parameters.get(name + GLOBAL_SCALE) for name in self.shapes)
         return tuple(
             float(factor) if factor.is_inference() else factor._version
             for factor in factors
@@ -169,7 +173,7 @@ class NVFP4Module(TileableModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the parts with the module, but never cast them: model.half() must not touch a factor."""
         self._host_scales.clear()
-        factors = (self._parameters.get(f"{name}_global_scale") for name in self.shapes)
+        factors = (self._parameters.get(name + GLOBAL_SCALE) for name in self.shapes)
         return super()._apply(without_casts(fn, factors), recurse)
 
     def _before_loading(self, state_dict: Any, prefix: str) -> None:

@@ -22,6 +22,7 @@ from kbit.format.model_files import read_index
 from kbit.format.names import ABSMAX
 from kbit.format.safetensors_header import TensorInfo, read_header
 from kbit.nvfp4.formats import NVFP4Tensor
+from kbit.nvfp4.formats.names import CODES
 from kbit.nvfp4.readers.checks import (
     KNOWN,
     Stamp,
@@ -95,7 +96,7 @@ def _hint(index: Mapping[str, TensorInfo]) -> str:
     """Which reader a file without such layers is for, by names that only one library has."""
     if any(name.endswith(ABSMAX) for name in index):
         return " The file has k-bit codes, which transformers loads."
-    if any(name.endswith("_codes") for name in index):
+    if any(name.endswith(CODES) for name in index):
         return " The file is kbit's own, which transformers loads."
     for end, reader in ((".weight_scale_2", from_modelopt), (".weight_packed", from_compressed_tensors)):
         if any(name.endswith(end) for name in index):

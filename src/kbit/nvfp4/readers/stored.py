@@ -15,11 +15,12 @@ import torch
 
 from kbit.format.safetensors_header import TensorInfo
 from kbit.nvfp4.formats import layouts
+from kbit.nvfp4.formats.names import PARTS
 
 KBIT = "kbit_nvfp4"  # also what such a model's config says
 # Who writes them, and the ends of a weight's three tensors.
 SPELLINGS = {
-    KBIT: ("_codes", "_scales", "_global_scale"),
+    KBIT: PARTS,
     "modelopt": (".weight", ".weight_scale", ".weight_scale_2"),
     "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
 }
