@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import kbit  # before anything quantized is loaded: it teaches transformers to read such checkpoints
 
@@ -45,9 +45,10 @@ def tiny_llama(folder: Path) -> Path:
 
 
 def encode(folder: Path, prompt: str) -> tuple[torch.Tensor, AutoTokenizer | None]:
-    """Token ids of the prompt [1, T], and the tokenizer; its bytes, where the model has none."""
+    """Token ids of the prompt [1, T], and the tokenizer; some ids or other, where the model has none."""
     if not any(folder.glob("tokenizer*")):
-        return torch.tensor([list(prompt.encode())]), None
+        vocabulary = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        return torch.tensor([[byte % vocabulary for byte in prompt.encode()]]), None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer(prompt, return_tensors="pt").input_ids, tokenizer
 

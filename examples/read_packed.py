@@ -14,13 +14,27 @@ from statistics import NormalDist
 import numpy as np
 from safetensors import safe_open
 
+# Positive levels of the codebook "bof".
+BOF = {
+    2: "0.2892 1",
+    3: "0.1062 0.3313 0.6014 1",
+    4: "0.0470 0.1428 0.2435 0.3517 0.4707 0.6064 0.7710 1",
+    5: "0.0211 0.0640 0.1080 0.1532 0.1992 0.2463 0.2950 0.3458 "
+    "0.3993 0.4561 0.5170 0.5834 0.6567 0.7382 0.8293 1",
+}
+
 
 def levels_of(codebook, bits: int) -> np.ndarray:
     """float32 [2^bits]: the codebook that a config names or lists."""
-    if codebook != "nf":
+    if not isinstance(codebook, str):
         return np.array(codebook[str(bits)] if isinstance(codebook, dict) else codebook, np.float32)
-    upper = np.array([NormalDist().inv_cdf((i + 0.5) / 2**bits) for i in range(2**bits // 2, 2**bits)])
-    upper /= upper[-1]
+    if codebook == "nf":
+        upper = np.array([NormalDist().inv_cdf((i + 0.5) / 2**bits) for i in range(2**bits // 2, 2**bits)])
+        upper /= upper[-1]
+    elif codebook == "bof":
+        upper = np.array(BOF[bits].split(), np.float64)
+    else:
+        raise ValueError(f"codebook {codebook!r} is neither nf nor bof")
     return np.concatenate([-upper[::-1], upper]).astype(np.float32)
 
 

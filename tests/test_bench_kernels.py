@@ -26,6 +26,7 @@ from kbit.bench import (
 )
 from kbit.bench.kernel_rows import BASELINE, OURS, PEER
 from kbit.format import SUPPORTED_BITS
+from kbit.format.words import first_line
 from made_up_rows import BANDWIDTH, made_up, problem
 
 MB = 2**20
@@ -269,6 +270,18 @@ def test_peers_say_why_they_are_absent(monkeypatch):
     assert peers.build(int4, w.bfloat16(), 3, lambda nbytes: 2) == "has 4 bits only"
     broken = replace(int4, reason=lambda bits, dtype: None, make=lambda w, bits: 1 / 0)
     assert peers.build(broken, w, 4, lambda nbytes: 2) == "refuses 64x32, k=4: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("\nno kernel\nfor this"), "no kernel"),
+        (KeyError(3), "3"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_the_first_line_of_an_error(error, told):
+    assert first_line(error) == told
 
 
 # -- ncu -----------------------------------------------------------------------------------------------------

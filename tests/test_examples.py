@@ -87,6 +87,7 @@ def reader():
 
 POLICIES = [
     *(kbit.QuantizationPolicy(bits=bits) for bits in (2, 3, 4, 5)),
+    *(kbit.QuantizationPolicy(bits=bits, codebook="bof") for bits in (2, 3, 4, 5)),
     kbit.QuantizationPolicy(bits=4, absmax_format="float16"),
     kbit.QuantizationPolicy(bits=2, codebook=[-1.0, -0.25, 0.125, 0.5], overrides={"down": 2}),
     kbit.QuantizationPolicy(

@@ -164,9 +164,9 @@ def test_import_kbit_imports_nothing_slow_but_torch() -> None:
     assert result.stdout.strip() == "", "`import kbit` must stay light; import what is slow where it is used."
 
 
-# The import of any module begins with that of its packages, so one process imports a package and forks for each
-# module in it. The first also takes in what most of them need, which halves the time; but not transformers'
-# quantizers, because kbit has some of its own modules imported right after those.
+# The import of any module begins with that of its packages, so one process imports a package and forks for
+# each module in it. The first also takes in what most of them need, which halves the time; but not
+# transformers' quantizers, because kbit has some of its own modules imported right after those.
 FIRST_IMPORTS = """
 import gc, importlib, os, sys, traceback
 import kbit

@@ -587,13 +587,13 @@ def test_a_cuda_graph_records_merged_layers():
 @gpu
 def test_layers_past_the_dispatcher(monkeypatch):
     block, seen = quantized(MLP(rows=96)).to("cuda"), []
-    way = direct._ways["cuda"]
+    way = direct.ways["cuda"]
 
     def multiply(*arguments):
         seen.append(len(arguments))
         return way.multiply(*arguments)
 
-    monkeypatch.setitem(direct._ways, "cuda", way._replace(multiply=multiply))
+    monkeypatch.setitem(direct.ways, "cuda", way._replace(multiply=multiply))
     with torch.no_grad():
         block(X.cuda())
     assert seen == [8, 7]

@@ -103,4 +103,4 @@ def test_models_that_are_split_over_ranks_are_refused():
     with pytest.raises(ValueError, match="the model is split over ranks, each of which has a part"):
         kbit.quantize_model(model, kbit.KbitConfig(bits=4))
     model.config.distributed_config = SimpleNamespace(tp_size=None, fsdp_size=2)
-    assert not inplace.is_split(model)
+    assert not inplace.is_planned_over_ranks(model)

@@ -117,6 +117,14 @@ def test_compile_fullgraph_with_dynamic_rows(dense):
         assert torch.equal(compiled(x), kbit.linear(x, dense).relu())
 
 
+def test_compile_with_every_size_symbolic(dense):
+    compiled = torch.compile(torch.ops.kbit.linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    parts = (dense.packed, dense.absmax, dense.codebook, dense.scale)
+    for rows in (2, 3):
+        x = torch.randn(rows, 72)
+        assert torch.equal(compiled(x, *parts, None, 72), kbit.linear(x, dense))
+
+
 def test_compile_fullgraph_grouped_and_out(experts):
     offsets = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32)
     out = torch.empty(6, 24)

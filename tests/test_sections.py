@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
 import kbit
+from kbit.format import QuantizationPolicy
+from kbit.integrations.nvfp4.config import NVFP4Config
 from tiny_models import build
 
 IDS = torch.tensor([[1, 5, 9, 3]])
@@ -40,6 +42,14 @@ def test_a_section_that_is_none_is_refused(section, load, folder):
     assert f"got {section!r}. Fetch config.json again" in told
     with pytest.raises(ValueError, match="must be an object"):
         AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", [kbit.KbitConfig, QuantizationPolicy, NVFP4Config])
+@pytest.mark.parametrize("section", [None, 5, "x", [1]], ids=str)
+def test_a_section_that_is_none_is_no_config(section, config):
+    got = type(section).__name__
+    with pytest.raises(TypeError, match=f"^quantization_config must be an object, got {got}\\.$"):
+        config.from_dict(section)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -217,7 +217,7 @@ def losses() -> str:
     """How many problems of every width lose to cuBLAS, from how many tokens on, and the worst."""
     result = load_if_there(WIDTHS_FILE)
     rows = [row for row in result.get("rows", []) if (row["kernel"], row["dtype"]) == ("kbit", "fp16")]
-    lost = [row for row in rows if round(row["vs_fp16"], 2) < 1]
+    lost = [row for row in rows if row["vs_fp16"] < 1]
     if not lost:
         return ""
     layers, tokens = (sorted({row[key] for row in rows}) for key in ("shape", "rows"))
@@ -276,8 +276,8 @@ def models(files: Sequence[str] = MODEL_FILES) -> str:
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
         "`kbit bench model`: tokens a second of greedy decoding and of a prefill of 2048 tokens, all layers, "
-        "random weights, CUDA graphs for both arms; in brackets times as fast as the fastest bfloat16 of "
-        "that model in this table, which decodes by the faster of transformers' two ways with experts. "
+        "random weights, CUDA graphs for both arms. In brackets: times as fast as the fastest bfloat16 row "
+        "of the same model, with the faster of transformers' two implementations of experts. "
         f"NVIDIA {gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
