@@ -85,6 +85,84 @@ def test_what_it_had_must_be_there(kind, masked):
         getattr(transformers, kind).from_pretrained(folder)
 
 
+T5 = {"vocab_size": 72, "d_model": 48, "d_kv": 24, "d_ff": 72, "num_layers": 2, "num_heads": 2}
+TOWER = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGE = TOWER | {"image_size": 28, "patch_size": 14, "projection_dim": 32}
+TEXT = TOWER | {"vocab_size": 72, "max_position_embeddings": 32, "projection_dim": 32}
+CLIP = {"vision_config": IMAGE, "text_config": TEXT, "projection_dim": 32}
+QUANTIZED = {
+    "T5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+    "T5Encoder": lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)),
+    "CLIP": lambda: transformers.CLIPModel(transformers.CLIPConfig(**CLIP)),
+    "Bert": lambda: transformers.BertModel(transformers.BertConfig(**BERT)),
+}
+
+
+def folder_of(name, tmp_path, **how):
+    torch.manual_seed(0)
+    model = kbit.quantize_model(QUANTIZED[name]().eval(), kbit.KbitConfig(**{"bits": 4} | how))
+    model.save_pretrained(tmp_path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "added"),
+    [
+        ("T5", "T5ForQuestionAnswering", {}, {"qa_outputs"}),
+        ("CLIP", "CLIPForImageClassification", {}, {"classifier"}),
+        (
+            "Bert",
+            "BertLMHeadModel",
+            {"is_decoder": True, "add_cross_attention": True},
+            {"crossattention", "cls"},
+        ),
+    ],
+)
+def test_what_a_task_adds_is_drawn_at_random(name, kind, changes, added, tmp_path):
+    folder_of(name, tmp_path)
+    load = getattr(transformers, kind).from_pretrained
+    _, info = load(tmp_path, output_loading_info=True, **changes)
+    parts = {part for part in added for name in info["missing_keys"] if part in name.split(".")}
+    assert parts == added
+    assert all(added & {*name.split(".")} for name in info["missing_keys"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "missing"),
+    [
+        ("T5Encoder", "T5ForConditionalGeneration", {}, r"decoder\.block\.0"),
+        ("Bert", "BertModel", {"num_hidden_layers": 3}, r"encoder\.layer\.2"),
+        ("Bert", "BertForSequenceClassification", {"num_hidden_layers": 3}, r"bert\.encoder\.layer\.2"),
+    ],
+)
+def test_decoders_and_layers_are_not_added(name, kind, changes, missing, tmp_path):
+    folder_of(name, tmp_path)
+    with pytest.raises(ValueError, match=rf"holds no tensors, quantized or not, of {missing}"):
+        getattr(transformers, kind).from_pretrained(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("how", [{}, {"overrides": {r"vision_model\..*fc1": 2}}], ids=["plain", "overrides"])
+def test_parts_of_a_composite_model_load_by_themselves(how, tmp_path):
+    whole = folder_of("CLIP", tmp_path / "whole", **how)
+    pixels = torch.randn(1, 3, 28, 28)
+    load = transformers.CLIPVisionModelWithProjection.from_pretrained
+    part = load(tmp_path / "whole")
+    part.save_pretrained(tmp_path / "part")
+    with torch.no_grad():
+        expected = whole.visual_projection(whole.vision_model(pixels).pooler_output)
+        for model in (part, load(tmp_path / "part")):
+            assert model.vision_model.encoder.layers[0].mlp.fc1.bits == (2 if how else 4)
+            assert torch.equal(model(pixels).image_embeds, expected)
+        text = transformers.CLIPTextModel.from_pretrained(tmp_path / "whole")
+        assert torch.equal(text(IDS).pooler_output, whole.text_model(IDS).pooler_output)
+    assert (
+        transformers.CLIPModel.from_pretrained(tmp_path / "whole")
+        .config.vision_config.to_dict()
+        .get("quantization_config")
+        is None
+    )
+
+
 def test_a_saved_model_is_dequantized(tmp_path):
     """Saving writes the dtype's name into the config, which `dequantize` reads."""
     model = kbit.quantize_model(build("llama", torch.float32), kbit.KbitConfig())

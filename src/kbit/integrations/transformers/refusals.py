@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from kbit.format.model_files import CONFIG_NAME
 from kbit.format.names import PARTS, holder_of, is_candidate, module_of, original_of
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.safetensors_header import TensorInfo
@@ -26,6 +29,8 @@ from kbit.nn.support import unsupported
 if TYPE_CHECKING:
     from kbit.integrations.transformers.plan import Plan
 
+_LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # the first number in a name ends it
+
 
 def refuse_missing(
     model: Any,
@@ -37,7 +42,7 @@ def refuse_missing(
     """Refuse a quantized checkpoint without any tensor of a weight that its config says to be quantized.
 
     transformers would draw it at random. What a task adds to the model that was quantized, such as a head for
-    classes or a pooler, is not meant to be there.
+    classes, a pooler, or attention to an encoder, is not meant to be there.
 
     Args:
         model, policy, index: see `build_plan`.
@@ -66,26 +71,46 @@ def refuse_missing(
         and not any(re.search(pattern, name) for pattern in dispensable)
         and not held & {id(state[other]) for other in _tied(model, name) & state.keys()}
     ]
-    missing = _of_the_quantized(model, missing)
+    folder = next(iter(index.values())).file.parent
+    missing = _of_the_quantized(model, missing, folder)
     if missing:
-        folder = next(iter(index.values())).file.parent
         raise ValueError(
             f"{folder} holds no tensors, quantized or not, of {first_of(missing)}. Its files are incomplete, "
             f"or config.json is of another model: fetch it or quantize again."
         )
 
 
-def _of_the_quantized(model: Any, names: Sequence[str]) -> list[str]:
-    """Those of a model's parameters that the class in its config has, too: that of what was quantized."""
+def _of_the_quantized(model: Any, names: Sequence[str], folder: Path) -> list[str]:
+    """Those of a model's parameters that must be in a folder: not what the model's task adds to the quantized.
+
+    That is what the class in the folder's config lacks, unless it is a part that is a model by itself, such
+    as a decoder, or a layer of which the quantized model has fewer.
+    """
     known = class_in(model.config)
     if not names or known is None or type(model) is known:
         return list(names)
+    config = model.config  # which a caller may have changed
+    if (folder / CONFIG_NAME).is_file():
+        config = type(config).from_pretrained(folder)
     with torch.device("meta"):
-        base = known(model.config).base_model
-    if type(base) is not type(model.base_model):
-        return list(names)
-    there, path = base.state_dict(), "" if model.base_model is model else model.base_model_prefix + "."
-    return [name for name in names if name.removeprefix(path) in there]
+        quantized = known(config)
+    there = {name.removeprefix(quantized.base_model_prefix + ".") for name in quantized.state_dict()}
+    layers = {match[0] for name in there if (match := _LAYER.match(name))}
+    return [
+        name
+        for name in names
+        if (within := name.removeprefix(model.base_model_prefix + ".")) in there
+        or not _is_added(model.base_model if within != name else model, within, layers)
+    ]
+
+
+def _is_added(root: nn.Module, name: str, layers: Container[str]) -> bool:
+    """Whether a task may add a parameter to a model that has these layers."""
+    if layer := _LAYER.match(name):
+        return layer[0] in layers
+    steps = holder_of(name).split(".")
+    parts = (root.get_submodule(".".join(steps[:end])) for end in range(1, len(steps) + 1))
+    return not any(isinstance(part, PreTrainedModel) for part in parts)
 
 
 def _tied(model: Any, name: str) -> set[str]:

@@ -1,5 +1,7 @@
 """The `quantization_config` of what is loaded: that it is one, and kbit's where the weights are kbit's codes.
 
+A part of a composite model, such as its text model, has that of the whole.
+
 Of one that it does not know transformers warns, and draws at random whatever it finds no weights of.
 """
 
@@ -30,9 +32,22 @@ def _reading(original: Any) -> Any:
     def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         config, rest = original(cls, *args, **kwargs)
         _refuse_damaged(config, str(args[0] if args else kwargs["pretrained_model_name_or_path"]))
+        _hand_down(config, cls)
         return config, rest
 
     return get_config_dict
+
+
+def _hand_down(config: Mapping[str, Any], cls: Any) -> None:
+    """Give the section of a composite model to the part whose config is asked for, if it is kbit's."""
+    section = config.get("quantization_config")
+    if section is None or not str(section["quant_method"]).startswith(QUANT_METHOD):
+        return
+    for key, part in config.items():
+        if not isinstance(part, dict) or config.get("model_type") == cls.model_type:
+            continue
+        if key == cls.base_config_key or part.get("model_type") == cls.model_type:  # as from_pretrained asks
+            part.setdefault("quantization_config", section)
 
 
 def _refuse_damaged(config: Mapping[str, Any], where: str) -> None:
