@@ -81,10 +81,10 @@ def refuse_missing(
 
 
 def _of_the_quantized(model: Any, names: Sequence[str], folder: Path) -> list[str]:
-    """Those of a model's parameters that must be in a folder: not what the model's task adds to the quantized.
+    """Those of a model's parameters that must be in a folder, and are not what its task adds.
 
-    That is what the class in the folder's config lacks, unless it is a part that is a model by itself, such
-    as a decoder, or a layer of which the quantized model has fewer.
+    Added is what the quantized model lacked, as the folder's config describes it; but not a part that is a
+    model by itself, such as a decoder, nor a further layer.
     """
     known = class_in(model.config)
     if not names or known is None or type(model) is known:
