@@ -1,6 +1,7 @@
 """The timing protocol and the tables. No test here asserts a speed."""
 
 import json
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,26 @@ def test_machine_says_what_a_result_was_measured_on():
     assert {"date", "commit", "torch", "cpu", "threads", "isa"} <= set(about)
     assert about["torch"] == torch.__version__
     json.dumps(about)
+
+
+def test_a_copy_in_the_checkout_of_another_project_has_no_commit(tmp_path, monkeypatch):
+    def git(*arguments):
+        who = ["-c", "user.name=x", "-c", "user.email=x@y.z"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    file = tmp_path / "bench" / "machine.py"
+    file.parent.mkdir()
+    file.write_text("")
+    monkeypatch.setattr(machine, "__file__", str(file))
+    assert machine.describe()["commit"] is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "another project's")
+    assert machine.describe()["commit"] is None
+    git("add", ".")
+    git("commit", "-m", "its own")
+    assert "+" not in machine.describe()["commit"]
+    file.write_text("changed")
+    assert machine.describe()["commit"].endswith("+changes")
 
 
 def test_a_processor_without_a_family_is_named_without_it(monkeypatch):

@@ -65,9 +65,13 @@ def peak_resident_bytes() -> int | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this runs from, "+changes" where it differs; None outside a checkout."""
+    """Commit of the source tree this runs from, "+changes" where it differs; None outside a checkout.
+
+    An environment or a copy that lies in the checkout of another project is not part of that.
+    """
     root = Path(__file__).parent
     try:
+        _git(root, "ls-files", "--error-unmatch", Path(__file__).name)
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         changed = _git(root, "status", "--porcelain", "--", str(root.parent))
     except (OSError, subprocess.CalledProcessError):
