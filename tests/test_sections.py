@@ -52,6 +52,13 @@ def test_a_section_that_is_none_is_no_config(section, config):
         config.from_dict(section)
 
 
+@pytest.mark.parametrize("section", [{"bits": 4}, {"quant_method": None}], ids=str)
+def test_a_section_without_a_method_is_left_to_transformers(section, folder):
+    assert AutoConfig.from_pretrained(stating(section, folder)).quantization_config == section
+    with pytest.raises(ValueError, match="quant_method"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(
     ("section", "stated"),

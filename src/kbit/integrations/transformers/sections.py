@@ -41,7 +41,7 @@ def _reading(original: Any) -> Any:
 def _hand_down(config: Mapping[str, Any], cls: Any) -> None:
     """Give the section of a composite model to the part whose config is asked for, if it is kbit's."""
     section = config.get("quantization_config")
-    if section is None or not str(section["quant_method"]).startswith(QUANT_METHOD):
+    if section is None or not str(section.get("quant_method")).startswith(QUANT_METHOD):
         return
     for key, part in config.items():
         if not isinstance(part, dict) or config.get("model_type") == cls.model_type:
