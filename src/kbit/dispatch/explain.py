@@ -11,10 +11,11 @@ from kbit.backends import cpu
 from kbit.backends.cuda import grouped_preference, preference, tables
 from kbit.backends.cuda.weight_shape import WeightShape
 from kbit.dispatch.backends import backend_for, backends
+from kbit.format import type_checks
 from kbit.format.scales import absmax_format
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import counted, dtype_name
-from kbit.ops import checks, forms, type_checks
+from kbit.ops import checks, forms
 
 
 def explain(

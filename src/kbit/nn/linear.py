@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.format import type_checks
 from kbit.format.autocast import autocast
 from kbit.nn import symbolic, tied
 from kbit.nn.fuse import parts_of
 from kbit.nn.parts import QuantizedModule, refuse_others
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.nn.tiling import TILED
-from kbit.ops import api, checks, direct, grad_checks, type_checks
+from kbit.ops import api, checks, direct, grad_checks
 
 
 class KbitLinear(QuantizedModule, nn.Linear):

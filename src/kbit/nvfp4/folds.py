@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from kbit.format import type_checks
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.no_gradient import refuse_transforms, without_gradient
 from kbit.nvfp4.quantize import check_rounding
-from kbit.ops import checks, type_checks
+from kbit.ops import checks
 
 
 class Normed(NamedTuple):

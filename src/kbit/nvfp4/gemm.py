@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from kbit.backends.reference.products import in_whole_steps
-from kbit.format import nvfp4_layout
+from kbit.format import nvfp4_layout, type_checks
 from kbit.format.autocast import without_autocast
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor, check_nvfp4
 from kbit.nvfp4.kernels import Kernels, kernels_for
 from kbit.nvfp4.quantize import dequantize_nvfp4
-from kbit.ops import checks, grad_checks, type_checks
+from kbit.ops import checks, grad_checks
 
 ACCUMULATIONS = ("exact", "seq16", "tc")
 # Those under which weights in layout "tiled" are multiplied as they are.

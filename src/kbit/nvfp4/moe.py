@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kbit.format import type_checks
 from kbit.format.words import at
 from kbit.nvfp4.formats import NVFP4Tensor
 from kbit.nvfp4.kernels import kernels_for
 from kbit.nvfp4.quantize import check_input, quantize_nvfp4
-from kbit.ops import checks, type_checks
+from kbit.ops import checks
 
 DEDUP = ("off", "gather", "scatter", "indirect")
 

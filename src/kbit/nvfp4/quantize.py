@@ -7,10 +7,11 @@ from numbers import Real
 
 import torch
 
+from kbit.format import type_checks
 from kbit.format.words import at
 from kbit.nvfp4.formats import NonFiniteError, NVFP4Tensor, check_nvfp4, e2m1, layouts, ue4m3
 from kbit.nvfp4.kernels import kernels_for
-from kbit.ops import checks, type_checks
+from kbit.ops import checks
 
 TIES = ("zero", "even")
 # What code * scale reaches: a global scale of amax / LARGEST uses the whole range of the scales.

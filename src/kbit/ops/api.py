@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from kbit.format import type_checks
 from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
-from kbit.ops import checks, forms, grad_checks, places, type_checks
+from kbit.ops import checks, forms, grad_checks, places
 
 
 def quantize(
@@ -239,7 +239,7 @@ def _check_out(name: str, out: torch.Tensor | None, needs_grad: bool, where: str
 def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [..., 2I], gate first; what the ops with silu_and_mul fuse."""
     gate, up = merged.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return torch.nn.functional.silu(gate) * up
 
 
 def moe_combine(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from kbit.format import type_checks
 from kbit.format.codebook import check_bits
 from kbit.format.part_checks import check_parts
 from kbit.format.scales import absmax_format
 from kbit.format.words import at
-from kbit.ops import type_checks
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)

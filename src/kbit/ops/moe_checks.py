@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kbit.format import type_checks
 from kbit.format.words import at
-from kbit.ops import checks, type_checks
+from kbit.ops import checks
 
 # Slots are int32, and so are the sums that lead to them.
 MAX_CHOICES = 2**30

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from kbit.format import bitplanes
+from kbit.format import bitplanes, type_checks
 from kbit.format.autocast import without_autocast
 from kbit.format.codebook import BLOCK_SIZE, bits_of, normal_float
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.scales import AbsmaxFormat, absmax_format
-from kbit.format.tensor import QuantizedTensor
 from kbit.quantizers.scale_search import quantize_blocks
 
 _SAMPLE = 2**19  # weights
@@ -55,11 +55,8 @@ def fit_codebook(
         TypeError: weights are not dense tensors of a float dtype, or a flag is not True or False.
         ValueError: bits or scale are unknown, or no row has a whole block of 32 weights.
     """
-    for name, value in (("symmetric", symmetric), ("search", search)):
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"fit_codebook: {name} must be True or False, got {repr(value)[:80]}. Pass options by name."
-            )
+    type_checks.flag("fit_codebook", "symmetric", symmetric)
+    type_checks.flag("fit_codebook", "search", search)
     default, fmt = normal_float(bits), absmax_format(str(scale), "fit_codebook")  # a name, not the dtype
     several = isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor)
     blocks = _sample([_checked(weight) for weight in (weights if several else [weights])])
@@ -87,22 +84,9 @@ def _refined(
     return found, error
 
 
-def _checked(weight: object) -> torch.Tensor:
-    """A weight that can be fitted to; TypeError, in the words of `kbit.quantize`, for what is none."""
-    if not isinstance(weight, torch.Tensor):
-        known = getattr(type(weight), "functions", None)  # a weight of another format has them
-        decode = known.get("dequantize") if isinstance(known, dict) else None
-        decode = "kbit.dequantize" if isinstance(weight, QuantizedTensor) else decode
-        remedy = (
-            f"It is quantized already: {decode} decodes it" if decode else "Make one of it: torch.as_tensor"
-        )
-        raise TypeError(f"fit_codebook: weights must be tensors, got {type(weight).__name__}. {remedy}.")
-    if weight.is_nested:
-        raise TypeError(
-            "fit_codebook: weights must be dense, got a nested tensor. Use .to_padded_tensor(0.0)."
-        )
-    if weight.layout is not torch.strided:
-        raise TypeError(f"fit_codebook: weights must be dense, got {weight.layout}. Use .to_dense().")
+def _checked(weight: Any) -> torch.Tensor:
+    """A weight that can be fitted to; TypeError for what is none."""
+    type_checks.tensor("fit_codebook", "weights", weight)
     if not weight.is_floating_point() or weight.is_meta:
         got = "a tensor on meta, which holds nothing" if weight.is_meta else str(weight.dtype)
         raise TypeError(f"fit_codebook: weights must be of a float dtype, got {got}. Pass unquantized ones.")

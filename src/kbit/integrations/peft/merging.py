@@ -11,6 +11,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from kbit.format import type_checks
 from kbit.format.autocast import without_autocast
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.words import counted
@@ -20,7 +21,7 @@ from kbit.nn import KbitExperts, KbitLinear
 from kbit.nn.fuse import parts_of, quantize_fused
 from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.parts import QuantizedModule
-from kbit.ops import api, type_checks
+from kbit.ops import api
 
 # Kinds of LoRA that peft itself merges into no weight, since they differ from token to token or from group to
 # group of inputs.

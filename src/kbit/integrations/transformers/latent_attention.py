@@ -37,15 +37,14 @@ from kbit.integrations.transformers.attention_steps import (
     tried,
 )
 from kbit.integrations.transformers.static_caches import grow, settle
-from kbit.nn.attention_layers import EXPAND, LATENT, LATENT_LAYERS, NORM
+from kbit.nn.attention_layers import EXPAND, LATENT, LATENT_LAYERS, NORM, OUT
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import stand_in
 from kbit.nn.standing_in import trial
 from kbit.nn.support import is_apart
 
-_OUT = "o_proj"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-KINDS = Kinds((*LATENT_LAYERS, _OUT), ("config", "layer_idx", "scaling", *_SIZES))
+KINDS = Kinds((*LATENT_LAYERS, OUT), ("config", "layer_idx", "scaling", *_SIZES))
 TOLERANCE = 1e-3  # of the largest result, in float32, where another order of sums changes some 1e-6
 # By layer and forward: whether pairs of neighbouring columns are turned; None where that does something else.
 _forms: Tried[bool | None] = Tried()
@@ -144,7 +143,7 @@ def attend(
     )
     values = x.new_empty(batch, heads, layer.v_head_dim)
     torch.bmm(y.transpose(0, 1), weight[:, own:].mT, out=values.transpose(0, 1))
-    return layer._modules[_OUT](values.view(batch, 1, -1))
+    return layer._modules[OUT](values.view(batch, 1, -1))
 
 
 def query_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +237,7 @@ def on_other_parts(layer: Any, x: torch.Tensor, normal: Callable[..., torch.Tens
     query = normal(batch, tokens, heads * (layer.qk_nope_head_dim + turned))
     parts: dict[str, nn.Module | None] = dict.fromkeys(layer._modules)
     parts |= {LATENT: Given(x, normal(batch, tokens, columns + turned)), NORM: norm}
-    parts |= {EXPAND: expand, _OUT: nn.Identity()}
+    parts |= {EXPAND: expand, OUT: nn.Identity()}
     if layer._modules.get("q_a_proj") is None:
         parts["q_proj"] = Given(x, query)
     else:

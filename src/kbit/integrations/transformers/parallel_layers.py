@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kbit.format import type_checks
 from kbit.format.codebook import BLOCK_SIZE
 from kbit.format.names import PACKED
 from kbit.integrations.transformers import collectives
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear
 from kbit.nn.parts import QuantizedModule
-from kbit.ops import checks, places, type_checks
+from kbit.ops import checks, places
 
 
 @dataclass

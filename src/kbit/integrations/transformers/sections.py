@@ -40,13 +40,12 @@ def _reading(original: Any) -> Any:
 
 def _hand_down(config: Mapping[str, Any], cls: Any) -> None:
     """Give the section of a composite model to the part whose config is asked for, if it is kbit's."""
-    section = config.get("quantization_config")
-    if section is None or not str(section.get("quant_method")).startswith(QUANT_METHOD):
+    section, kind = config.get("quantization_config") or {}, cls.model_type
+    if not str(section.get("quant_method")).startswith(QUANT_METHOD) or config.get("model_type") == kind:
         return
     for key, part in config.items():
-        if not isinstance(part, dict) or config.get("model_type") == cls.model_type:
-            continue
-        if key == cls.base_config_key or part.get("model_type") == cls.model_type:  # as from_pretrained asks
+        # As from_pretrained looks for a part.
+        if isinstance(part, dict) and (key == cls.base_config_key or part.get("model_type") == kind):
             part.setdefault("quantization_config", section)
 
 

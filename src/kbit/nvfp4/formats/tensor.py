@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from kbit.format import type_checks
 from kbit.format.errors import KbitError
 from kbit.format.part_checks import check_all, sizes_of
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at, counted, dtype_name
 from kbit.nvfp4.formats import layouts
-from kbit.ops import type_checks
 
 
 class NonFiniteError(KbitError):
