@@ -25,6 +25,7 @@ from kbit.backends.cuda.capture import capture
 from kbit.bench import model_split
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import collectives
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.cuda_graphs import CUDAGraphWarning
 from kbit.integrations.transformers.parallel_layers import ParallelModule
 from kbit.nn import QuantizedModule
@@ -81,7 +82,7 @@ def answers_from_graphs(model, ids):
         warnings.simplefilter("always", CUDAGraphWarning)
         for _ in range(3):
             cache.reset()
-            answer = model.generate(ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, **more)
+            answer = model.generate(ids, **with_cache(cache), max_new_tokens=6, min_new_tokens=6, **more)
             answers.append(torch.stack(answer.logits).cpu())
     kbit.disable_cuda_graphs(model)
     return answers, [str(one.message) for one in caught if issubclass(one.category, CUDAGraphWarning)]

@@ -7,6 +7,7 @@ from transformers import StaticCache
 
 from kbit.integrations.transformers import attention_steps, static_caches
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.cache_argument import with_cache
 
 
 def take_caches_of_a_cpu(monkeypatch):
@@ -42,11 +43,11 @@ def steps(model, run, batch=2, padding=0):
     def masks():
         return {"attention_mask": there} if padding else {}
 
-    model(torch.arange(2, 2 + 5 * batch, device=device).view(batch, 5), **masks(), past_key_values=cache)
+    model(torch.arange(2, 2 + 5 * batch, device=device).view(batch, 5), **masks(), **with_cache(cache))
     token, logits = torch.arange(7, 7 + batch, device=device).view(batch, 1), []
     for _ in range(3):
         there = torch.cat((there, there.new_ones(batch, 1)), 1)
         with run(model):
-            logits.append(model(token, **masks(), past_key_values=cache).logits)
+            logits.append(model(token, **masks(), **with_cache(cache)).logits)
         token = token + 3
     return torch.stack(logits), int(cache.get_seq_length())

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kbit.integrations.transformers import attention_heads
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.cache_argument import cache_in, cache_name
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn.norm import fuse_norms
 from static_steps import heads_alone, steps, take_caches_of_a_cpu
@@ -163,11 +164,11 @@ def unlike(layer, named, how):
     elif how == "angles":
         named["position_embeddings"] = tuple(x.float() for x in named["position_embeddings"])
     elif how == "cache":
-        named["past_key_values"] = named["past_key_values"].layers[0]
+        named[cache_name()] = cache_in(named).layers[0]
     elif how == "offloaded":
-        named["past_key_values"].offloading = True
+        cache_in(named).offloading = True
     elif how == "class":
-        named["past_key_values"].layers[0].__class__ = type("Other", (StaticLayer,), {})
+        cache_in(named).layers[0].__class__ = type("Other", (StaticLayer,), {})
 
 
 HOWS = ["training", "weight", "hook", "norm", "eps", "attention", "angles", "cache", "offloaded", "class"]
@@ -179,7 +180,7 @@ def test_layers_that_run_by_their_own_forward(how, on_cpu):
     layer, cache = model.model.layers[0].self_attn, StaticCache(config=model.config, max_cache_len=8)
     x, angles = torch.randn(2, 1, 48).bfloat16(), torch.randn(2, 2, 1, 16).bfloat16()
     with shared_heads(), torch.set_grad_enabled(how == "gradients"):
-        named = {"past_key_values": cache, "position_embeddings": tuple(angles), "attention_mask": None}
+        named = {cache_name(): cache, "position_embeddings": tuple(angles), "attention_mask": None}
         own = type(layer).forward
         assert attention_heads._form(layer, own, x, named) is None  # the first tokens allocate
         cache.early_initialization(2, 1, 16, torch.bfloat16, torch.device("cpu"))

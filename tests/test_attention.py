@@ -25,6 +25,7 @@ from kbit.integrations.transformers.attention import (
     shared_heads,
     with_additive_masks,
 )
+from kbit.integrations.transformers.cache_argument import with_cache
 from tiny_models import build
 
 gpu = pytest.mark.gpu
@@ -291,7 +292,7 @@ def decoded(model, steps, around):
     for _ in range(steps):
         with around:
             inputs = with_additive_masks(model, {"input_ids": ids, "attention_mask": mask})
-            logits.append(model(**inputs, past_key_values=cache).logits[:, -1])
+            logits.append(model(**inputs, **with_cache(cache)).logits[:, -1])
         ids, mask = logits[-1].argmax(-1, keepdim=True), nn.functional.pad(mask, (0, 1), value=1)
     return torch.stack(logits)
 

@@ -18,6 +18,7 @@ from guards import guarded, untouched
 from kbit.backends.cuda import attention_rests as kernels
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import attention, prompt_rests
+from kbit.integrations.transformers.cache_argument import with_cache
 from tiny_models import ARCHITECTURES
 
 ops = torch.ops.kbit
@@ -259,13 +260,13 @@ def logits_behind(model, ids, held, times=1):
     """Of what follows the first `held` tokens of a prompt, which a cache holds; and how long it is then."""
     cache = StaticCache(model.config, 64)
     with torch.no_grad():
-        model(ids[:, :held], past_key_values=cache)
+        model(ids[:, :held], **with_cache(cache))
         before = [layer.cumulative_length.clone() for layer in cache.layers]
         for _ in range(times):
             for layer, length in zip(cache.layers, before, strict=True):
                 layer.cumulative_length.copy_(length)
             found = model.generate(
-                ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=1,
+                ids, **with_cache(cache), attention_mask=torch.ones_like(ids), max_new_tokens=1,
                 do_sample=False, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
     return found.logits[0], int(cache.layers[0].get_seq_length())

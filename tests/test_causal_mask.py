@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from transformers import StaticCache, masking_utils
 
 from kbit.integrations.transformers import additive_masks
+from kbit.integrations.transformers.cache_argument import with_cache
 from static_steps import heads_alone
 from tiny_models import build
 
@@ -168,7 +169,7 @@ def decoded(model, around):
     ids, mask, logits = (2 + mask).to(model.device), mask.to(model.device), []
     for _ in range(4):
         with around(model):
-            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            logits.append(model(ids, attention_mask=mask, **with_cache(cache)).logits[:, -1])
         ids, mask = logits[-1].argmax(-1, keepdim=True), torch.nn.functional.pad(mask, (0, 1), value=1)
     return torch.stack(logits)
 

@@ -28,6 +28,7 @@ from kbit.integrations.transformers import (
     late_masks,
     recordings,
 )
+from kbit.integrations.transformers.cache_argument import cache_in, cache_name, with_cache
 from tiny_models import ARCHITECTURES, build
 
 gpu = pytest.mark.gpu
@@ -82,7 +83,7 @@ def test_a_kept_cache_keeps_its_recording():
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
     for _ in range(3):
         cache.reset()
-        assert torch.equal(sampled(model, past_key_values=cache), expected[0])
+        assert torch.equal(sampled(model, **with_cache(cache)), expected[0])
     assert recorder.recorded == 1
     assert recorder.replayed == 3 * (TOKENS - 1) - cuda_graphs.WARM_STEPS
     for _ in range(2):
@@ -104,10 +105,10 @@ def test_the_last_cache_is_kept_where_nobody_has_it():
     assert torch.equal(sampled(model, **longer), expected[2])
     assert recorder.recorded == 3
     held = sampled(model, return_dict_in_generate=True, **longer)
-    keys = held.past_key_values.layers[1].keys.clone()
+    keys = cache_in(held).layers[1].keys.clone()
     assert recorder.recorded == 3
     assert torch.equal(sampled(model, cache_implementation="static"), expected[0])
-    assert torch.equal(held.past_key_values.layers[1].keys, keys)
+    assert torch.equal(cache_in(held).layers[1].keys, keys)
     assert recorder.recorded == 4
 
 
@@ -118,7 +119,7 @@ def test_a_cache_whose_tensors_were_replaced_is_recorded_again():
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
     for times in (1, 2):
         cache.reset()
-        assert torch.equal(sampled(model, past_key_values=cache), expected)
+        assert torch.equal(sampled(model, **with_cache(cache)), expected)
         assert recorder.recorded == times
         cache.reorder_cache(torch.tensor([1, 0]))
 
@@ -127,7 +128,7 @@ def test_recordings_go_with_their_cache_and_their_model():
     model = quantized("llama")
     recorded(model)
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
-    sampled(model, past_key_values=cache)
+    sampled(model, **with_cache(cache))
     steps, seen = model.get_compiled_call(), weakref.ref(cache)
     assert len(steps._recordings) == 1
     del cache
@@ -262,8 +263,8 @@ def test_caches_of_no_fixed_size_are_not_recorded():
     steps = cuda_graphs.Steps(model, record=recorder)
     cache, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="its cache is not of a fixed size"):
-        have = [steps(input_ids=IDS[:, :1], past_key_values=cache).logits for _ in range(5)]
-    want = [model(input_ids=IDS[:, :1], past_key_values=plain).logits for _ in range(5)]
+        have = [steps(input_ids=IDS[:, :1], **with_cache(cache)).logits for _ in range(5)]
+    want = [model(input_ids=IDS[:, :1], **with_cache(plain)).logits for _ in range(5)]
     assert torch.equal(torch.stack(have), torch.stack(want))
     assert recorder.recorded == 0
 
@@ -326,9 +327,9 @@ def test_models_on_several_devices_are_not_recorded():
     steps = cuda_graphs.Steps(model, record=recorder)
     cache = StaticCache(config=model.config, max_cache_len=20)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="it is on 2 devices"):
-        steps(input_ids=IDS[:, :1], past_key_values=cache)
+        steps(input_ids=IDS[:, :1], **with_cache(cache))
     for _ in range(3):
-        steps(input_ids=IDS[:, :1], past_key_values=cache)
+        steps(input_ids=IDS[:, :1], **with_cache(cache))
     assert recorder.recorded == 0
 
 
@@ -341,8 +342,8 @@ def test_inputs_that_cannot_be_copied_are_not_recorded():
     steps = cuda_graphs.Steps(model, record=recorder)
     cache = StaticCache(config=model.config, max_cache_len=8)
     with pytest.warns(cuda_graphs.CUDAGraphWarning, match="an input is a Mask, not a tensor"):
-        steps(input_ids=IDS[:, :1], past_key_values=cache, extra=Mask())
-    with pytest.warns(cuda_graphs.CUDAGraphWarning, match="it has no past_key_values"):
+        steps(input_ids=IDS[:, :1], **with_cache(cache), extra=Mask())
+    with pytest.warns(cuda_graphs.CUDAGraphWarning, match=f"it has no {cache_name()}"):
         steps(input_ids=IDS[:, :1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -467,7 +468,7 @@ def test_graphs_give_the_same_tokens(architecture, dtype, monkeypatch):
         cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + TOKENS)
         for _ in range(3):
             cache.reset()
-            assert torch.equal(sampled(model, past_key_values=cache), expected)
+            assert torch.equal(sampled(model, **with_cache(cache)), expected)
     kbit.disable_cuda_graphs(model)
     assert torch.equal(sampled(model, cache_implementation="static", disable_compile=True), expected)
 

@@ -22,6 +22,7 @@ from gated_delta_steps import (
 from kbit.backends import reference
 from kbit.backends.cuda import gated_delta
 from kbit.integrations.transformers import linear_attention
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn import delta_families
 from kbit.nn import gated_delta as layers
@@ -208,7 +209,7 @@ def behind_a_prompt(model, device):
     """A cache that holds a prompt, and the next tokens."""
     cache = StaticCache(config=model.config, max_cache_len=16)
     ids = torch.tensor([[3, 5, 7, 2, 9], [2, 4, 6, 8, 1]], device=device)
-    model(ids, past_key_values=cache)
+    model(ids, **with_cache(cache))
     return cache, torch.tensor([[1], [4]], device=device)
 
 
@@ -217,7 +218,7 @@ def logits_of_steps(model, device):
     steps = []
     cache, token = behind_a_prompt(model, device)
     for _ in range(3):
-        steps.append(model(token, past_key_values=cache).logits)
+        steps.append(model(token, **with_cache(cache)).logits)
         token = (token + 5) % 32
     return torch.stack(steps)
 
@@ -234,7 +235,7 @@ def logits_of_prompts(model, device, how):
         return model(ids, attention_mask=mask).logits[mask.bool()]
     sizes = {"whole": [70], "parts": [2, 65, 3], "one token first": [1, 69], "then steps": [67, 1, 1, 1]}[how]
     cache = DynamicCache(config=model.config)
-    return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+    return torch.cat([model(part, **with_cache(cache)).logits for part in ids.split(sizes, 1)], 1)
 
 
 @pytest.mark.parametrize("architecture", LINEAR)
@@ -331,7 +332,7 @@ def test_other_devices_keep_their_own(monkeypatch):
         monkeypatch.setattr(torch.ops.kbit, name, None)
     with torch.no_grad(), step_kernels(model):
         cache, token = behind_a_prompt(model, "cpu")
-        model(token, past_key_values=cache)
+        model(token, **with_cache(cache))
 
 
 def unlike(layer, how):

@@ -12,6 +12,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 import kbit
 from kbit.integrations.transformers import late_masks
+from kbit.integrations.transformers.cache_argument import cache_name, with_cache, without_cache
 from tiny_models import build
 
 LENGTH = 9
@@ -26,9 +27,9 @@ def step(architecture="llama", mask=MASK, **config):
     vars(model).update(late_masks.late_masks(model))
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     prompt = torch.tensor([[3, 5, 7], [2, 4, 6]])
-    model(prompt, past_key_values=cache, attention_mask=None if mask is None else mask[:, :3])
+    model(prompt, attention_mask=None if mask is None else mask[:, :3], **with_cache(cache))
     given = {
-        "past_key_values": cache,
+        cache_name(): cache,
         "attention_mask": mask,
         "position_ids": torch.tensor([[3], [1]]),
         "use_cache": True,
@@ -47,7 +48,7 @@ def test_masks_of_steps_are_those_of_generate(architecture, mask):
     model, cache, given = step(architecture, mask)
     left = prepared(model, given)
     assert left["attention_mask"] is mask
-    late = late_masks.with_late_mask(model, cache, {k: v for k, v in left.items() if k != "past_key_values"})
+    late = late_masks.with_late_mask(model, cache, without_cache(left))
     assert "attention_mask" not in late
     extended = next(value for value in late.values() if getattr(value, "shape", None) == (2, LENGTH))
     assert torch.equal(extended[:, :4], mask)
@@ -56,7 +57,7 @@ def test_masks_of_steps_are_those_of_generate(architecture, mask):
 
     del model.create_masks_for_generate
     expected = prepared(model, given)
-    assert made.keys() | {"past_key_values"} == expected.keys()
+    assert made.keys() | {cache_name()} == expected.keys()
     for one, other in zip(masks_in(made), masks_in(expected), strict=True):
         assert one is other is None or torch.equal(one, other)
 
@@ -69,10 +70,10 @@ def masks_in(inputs):
 def test_steps_make_masks_where_nobody_gave_one():
     model, cache, given = step(mask=None)
     named = {"config": model.config, "inputs_embeds": torch.empty(2, 1, 0), "attention_mask": None}
-    assert model.create_masks_for_generate(past_key_values=cache, **named) is None
+    assert model.create_masks_for_generate(**with_cache(cache, named)) is None
     inputs = {"input_ids": torch.tensor([[1], [8]]), "position_ids": given["position_ids"]}
     made = late_masks.with_masks(model, cache, late_masks.with_late_mask(model, cache, inputs))
-    expected = create_masks_for_generate(past_key_values=cache, position_ids=given["position_ids"], **named)
+    expected = create_masks_for_generate(position_ids=given["position_ids"], **with_cache(cache, named))
     assert torch.equal(made["attention_mask"], expected)
 
 
@@ -87,7 +88,7 @@ def test_steps_make_masks_where_nobody_gave_one():
 )
 def test_other_masks_are_made_in_front(named):
     model, cache, _ = step()
-    named = {"inputs_embeds": torch.empty(2, 1, 0), "attention_mask": MASK, "past_key_values": cache} | named
+    named = {"inputs_embeds": torch.empty(2, 1, 0), "attention_mask": MASK, cache_name(): cache} | named
     assert model.create_masks_for_generate(config=model.config, **named).dim() == 4
     inputs = {"attention_mask": MASK}
     assert late_masks.with_late_mask(model, cache, inputs) is inputs

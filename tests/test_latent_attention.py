@@ -25,6 +25,7 @@ from kbit.backends.cuda import latent as kernels
 from kbit.backends.cuda.driver import DeviceLimits
 from kbit.integrations.transformers import cuda_graphs, latent_attention
 from kbit.integrations.transformers.attention import shared_heads
+from kbit.integrations.transformers.cache_argument import cache_name, with_cache
 from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.step_kernels import step_kernels
 from kbit.nn import KbitLinear
@@ -303,7 +304,7 @@ def test_recorded_steps_see_weights_that_are_loaded(on_cpu):
     for expected in want:
         for _ in range(2):
             cache.reset()
-            have = logits(model, past_key_values=cache)
+            have = logits(model, **with_cache(cache))
             torch.testing.assert_close(have, expected, rtol=1e-3, atol=1e-4)
         model.load_state_dict(other.state_dict())  # in place
     assert recorder.recorded == 1
@@ -360,7 +361,7 @@ def test_layers_that_run_by_their_own_forward(how, on_cpu):
     x, angles = torch.randn(2, tokens, 48), torch.randn(2, 2, tokens, 8)
     cache.layers[0].lazy_initialization(torch.empty(2, 1, 0, 16), torch.empty(2, 1, 0, 8))
     with shared_heads(), torch.set_grad_enabled(how == "gradients"):
-        named = {"past_key_values": cache, "position_embeddings": tuple(angles), "attention_mask": None}
+        named = {cache_name(): cache, "position_embeddings": tuple(angles), "attention_mask": None}
         unlike(layer, named, how)
         form = latent_attention._form(layer, type(layer).forward, x, named)
         weight = latent_attention._weight(layer.kv_b_proj, x)

@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 import kbit
 from kbit.integrations.transformers import latent_prompts
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.prompts import prompt_kernels
 from kbit.integrations.transformers.static_caches import fused_updates
 from tiny_models import build
@@ -36,7 +37,7 @@ def read(model, ids):
     """Logits of a prompt, and what its cache holds then."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
+        logits = model(ids, **with_cache(cache)).logits
     return logits, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import kbit
 from kbit.cli import app
 from kbit.integrations.transformers import names, report
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.nn import KbitExperts, leftovers
 from tiny_models import build
 
@@ -61,10 +62,10 @@ def test_a_decode_step_compiles_whole(name, folders):
     for forward in (model.forward, step):
         cache = StaticCache(config=model.config, max_cache_len=64)
         with torch.no_grad():
-            model(IDS[:, :3], past_key_values=cache, use_cache=True)
+            model(IDS[:, :3], **with_cache(cache), use_cache=True)
             for at in (3, 4):
                 position = torch.full((1, 1), at)
-                out = forward(IDS[:, at : at + 1], position_ids=position, past_key_values=cache)
+                out = forward(IDS[:, at : at + 1], position_ids=position, **with_cache(cache))
         logits.append(out.logits[:, -1])
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 

@@ -26,6 +26,7 @@ import kbit
 from graph_tape import enable_on_cpu
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import next_steps, static_caches
+from kbit.integrations.transformers.cache_argument import cache_name, with_cache
 from kbit.integrations.transformers.recordings import Following
 from static_steps import take_caches_of_a_cpu
 from tiny_models import build
@@ -142,7 +143,7 @@ def test_a_loop_keeps_no_cache_alive(followed):
     model = lively("llama")
     enable_on_cpu(model)
     cache = StaticCache(model.config, 32)
-    generated(model, past_key_values=cache)
+    generated(model, **with_cache(cache))
     assert followed
     keys, cache = weakref.ref(cache.layers[0].keys), None
     gc.collect()
@@ -166,13 +167,14 @@ def small(monkeypatch):
 def test_answers_that_a_cache_has_no_room_for_are_refused(room, small):
     """Kernels leave out what is beyond, and tokens would be others."""
     model, cache = small(room)
-    fits = {"past_key_values": cache, "max_new_tokens": room - 5}
+    fits = {cache_name(): cache, "max_new_tokens": room - 5}
     want = generated(lively("llama"), max_new_tokens=room - 5)
     for _ in range(3):
         assert torch.equal(generated(model, **fits), want)
         cache.reset()
-        with pytest.raises(ValueError, match=rf"^generate: {room + 1} tokens .* room for {room}, past_key"):
-            generated(model, past_key_values=cache)
+        refusal = rf"^generate: {room + 1} tokens .* room for {room}, {cache_name()}"
+        with pytest.raises(ValueError, match=refusal):
+            generated(model, **with_cache(cache))
         assert int(cache.get_seq_length()) == room
         cache.reset()
 
@@ -183,7 +185,7 @@ def test_answers_that_end_in_time_need_no_more_room(small, followed):
     for _ in range(3):
         cache.reset()
         ends = StoppingCriteriaList([Ending(len(want[0]))])
-        assert torch.equal(generated(model, past_key_values=cache, stopping_criteria=ends), want)
+        assert torch.equal(generated(model, **with_cache(cache), stopping_criteria=ends), want)
     assert followed
 
 
@@ -205,7 +207,7 @@ def test_what_tells_how_many_tokens_a_cache_is_to_hold(kind, mask, small):
     if kind == "made masks":  # of four dimensions, as of models with masks of their own
         del model.create_masks_for_generate
     given = {"inputs_embeds": model.get_input_embeddings()(IDS)} if kind == "embeddings" else {"inputs": IDS}
-    given |= {"attention_mask": mask, "past_key_values": cache}
+    given |= {"attention_mask": mask, cache_name(): cache}
     for _ in range(3):
         cache.reset()
         with pytest.raises(ValueError, match="^generate: 13 tokens .* room for 12"), torch.no_grad():
@@ -218,7 +220,7 @@ def test_masks_tell_it_where_a_model_has_methods_of_its_own(small, monkeypatch):
     for _ in range(3):
         cache.reset()
         with pytest.raises(ValueError, match="^generate: 13 tokens .* room for 12"):
-            generated(model, past_key_values=cache)
+            generated(model, **with_cache(cache))
 
 
 def test_rooms_are_looked_up_once_for_a_cache(small, followed, monkeypatch):
@@ -227,7 +229,7 @@ def test_rooms_are_looked_up_once_for_a_cache(small, followed, monkeypatch):
     model, cache = small(24)
     for _ in range(3):
         cache.reset()
-        generated(model, past_key_values=cache)
+        generated(model, **with_cache(cache))
     assert followed
     assert len(asked) == 1
 
@@ -239,7 +241,7 @@ def test_other_loops_get_whole_masks(followed):
 
     def loop():
         cache = StaticCache(model.config, 32)
-        named = {"attention_mask": PADDED, "past_key_values": cache, "use_cache": True}
+        named = {"attention_mask": PADDED, cache_name(): cache, "use_cache": True}
         call, ids, length = model.get_compiled_call(None), IDS, None
         for number in range(14):
             inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, **named)
@@ -327,12 +329,12 @@ def test_layers_of_a_cache_that_were_replaced_are_others(followed):
     model = lively("llama")
     enable_on_cpu(model)
     cache = StaticCache(model.config, 48)
-    first = generated(model, past_key_values=cache)
+    first = generated(model, **with_cache(cache))
     cache.reset()
     kept = copy.deepcopy(cache.layers)
-    assert torch.equal(generated(model, past_key_values=cache), first)
+    assert torch.equal(generated(model, **with_cache(cache)), first)
     cache.layers = kept
-    assert torch.equal(generated(model, past_key_values=cache), first)
+    assert torch.equal(generated(model, **with_cache(cache)), first)
 
 
 def test_two_threads_have_loops_of_their_own(followed):

@@ -27,6 +27,7 @@ from graph_tape import Recorder, enable_on_cpu
 from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import attention, prompt_rests, static_caches
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.kept_caches import Conversations, Kept, length_of, lent
 from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
@@ -335,7 +336,7 @@ def test_padding_several_prompts_embeddings_and_own_caches_run_as_without():
     mask[:, :3] = 0
     answer(model, tokens(FIRST), attention_mask=mask)
     answer(model, tokens(FIRST).expand(2, -1))
-    answer(model, tokens(FIRST), past_key_values=DynamicCache(config=model.config))
+    answer(model, tokens(FIRST), **with_cache(DynamicCache(config=model.config)))
     model.generate(inputs_embeds=torch.zeros(1, 4, 40), max_new_tokens=2)
     assert not len(kept_of(model))
 

@@ -23,6 +23,7 @@ from kbit.integrations.transformers import (
     prompts,
     static_caches,
 )
+from kbit.integrations.transformers.cache_argument import cache_in, cache_name, with_cache
 from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
 from static_steps import take_caches_of_a_cpu
@@ -68,7 +69,7 @@ class Enabled:
 
     def logits(self, ids, **more):
         self.cache.reset()
-        return logits(self.model, ids, past_key_values=self.cache, **more)
+        return logits(self.model, ids, **with_cache(self.cache), **more)
 
     @property
     def counts(self):
@@ -145,11 +146,11 @@ def test_prompts_that_a_cache_has_no_room_for_are_refused(architecture, monkeypa
         enabled.logits(prompt(ROOM + 1))  # of a new cache
     for _ in range(3):
         enabled.cache.reset()
-        held = answer(model, prompt(20), past_key_values=enabled.cache)
+        held = answer(model, prompt(20), **with_cache(enabled.cache))
         assert torch.equal(held, own)
         more = torch.cat((held, prompt(ROOM)), 1)
         with pytest.raises(ValueError, match=f"{20 + TOKENS + ROOM} tokens .* room for {ROOM}"):
-            answer(model, more, past_key_values=enabled.cache)  # which holds its beginning
+            answer(model, more, **with_cache(enabled.cache))  # which holds its beginning
         assert int(enabled.cache.get_seq_length()) == 20 + TOKENS - 1
         with pytest.raises(ValueError, match=f"{ROOM + 1} tokens .* room for {ROOM}"):
             enabled.logits(prompt(ROOM + 1))
@@ -252,7 +253,7 @@ def test_logits_of_prompts_of_several_lengths(kept):
     enabled = Enabled(model)
     enabled.cache.early_initialization(2, 1, 16, torch.float32, "cpu")
     steps = vars(model)[cuda_graphs._PromptsOfModels.name].__func__._steps.of(model)
-    named |= {"past_key_values": enabled.cache, "logits_to_keep": kept}
+    named |= {cache_name(): enabled.cache, "logits_to_keep": kept}
     with torch.no_grad():
         for _ in range(3):
             enabled.cache.reset()
@@ -271,7 +272,7 @@ def test_other_padding_is_transformers_own_affair():
         enabled = Enabled(model)
         for _ in range(3):
             enabled.cache.reset()
-            assert torch.equal(answer(model, prompt(20, 2), mask, past_key_values=enabled.cache), own)
+            assert torch.equal(answer(model, prompt(20, 2), mask, **with_cache(enabled.cache)), own)
         assert enabled.counts == (0, 0)
 
 
@@ -325,8 +326,8 @@ def test_a_conversation_goes_on_behind_its_first_prompt():
     enabled = Enabled(model)
 
     def talk(cache):
-        seen = torch.cat((answer(model, first, past_key_values=cache), more), 1)
-        return answer(model, seen, past_key_values=cache)
+        seen = torch.cat((answer(model, first, **with_cache(cache)), more), 1)
+        return answer(model, seen, **with_cache(cache))
 
     own = talk(DynamicCache(config=model.config))
     for _ in range(3):
@@ -357,7 +358,7 @@ def test_models_whose_layers_do_other_things_run_their_own_way(monkeypatch):
     model = quantized()
     model.model.layers[1].self_attn.is_causal = False
     enabled = Enabled(model)
-    own = logits(model, prompt(20), past_key_values=enabled.cache, disable_compile=True)
+    own = logits(model, prompt(20), **with_cache(enabled.cache), disable_compile=True)
     for _ in range(3):
         torch.testing.assert_close(enabled.logits(prompt(20)), own, rtol=1e-4, atol=1e-5)
     assert enabled.counts == (0, 0)
@@ -386,7 +387,7 @@ def test_beams_record_nothing_that_they_could_not_replay():
 def test_arguments_that_say_nothing():
     model = quantized()
     enabled = Enabled(model)
-    given = {"past_key_values": enabled.cache, "attention_mask": None}
+    given = {cache_name(): enabled.cache, "attention_mask": None}
     enabled.cache.early_initialization(1, 1, 16, torch.float32, "cpu")
     assert prompts._may_take(model, prompt(20), given | {"mm_encoder_outputs": {}, "pixel_values": None})
     assert not prompts._may_take(model, prompt(20), given | {"mm_encoder_outputs": {"image": 1}})
@@ -413,7 +414,7 @@ def test_other_threads_are_left_alone(architecture):
     def read():
         cache = StaticCache(config=model.config, max_cache_len=ROOM)
         with torch.no_grad():
-            return [model(part, past_key_values=cache).logits for part in ids.split([5, 4, 1, 2], 1)]
+            return [model(part, **with_cache(cache)).logits for part in ids.split([5, 4, 1, 2], 1)]
 
     own = read()
     with prompts.prompt_kernels(model), ThreadPoolExecutor() as pool:
@@ -434,7 +435,7 @@ def test_undone_the_model_has_its_own_method():
 def test_graphs_of_prompts(architecture, monkeypatch):
     monkeypatch.undo()  # heads of 16 are not the kernel's
     model = quantized(architecture, torch.bfloat16).cuda()
-    config = {"past_key_values": StaticCache(config=model.config, max_cache_len=ROOM)}
+    config = {cache_name(): StaticCache(config=model.config, max_cache_len=ROOM)}
     lengths = (21, 32, 3, 40)
     own = [
         logits(model, prompt(tokens), cache_implementation="static", disable_compile=True)
@@ -444,7 +445,7 @@ def test_graphs_of_prompts(architecture, monkeypatch):
     first = []
     for times in range(20):
         for at, tokens in enumerate(lengths):
-            config["past_key_values"].reset()
+            cache_in(config).reset()
             found = logits(model, prompt(tokens), **config)
             if not times:
                 first.append(found)
@@ -457,7 +458,7 @@ def test_graphs_of_prompts(architecture, monkeypatch):
 def test_graphs_of_prompts_of_several_lengths(architecture, monkeypatch):
     monkeypatch.undo()
     model, ids = quantized(architecture, torch.bfloat16).cuda(), prompt(20, 3)
-    config = {"past_key_values": StaticCache(config=model.config, max_cache_len=ROOM)}
+    config = {cache_name(): StaticCache(config=model.config, max_cache_len=ROOM)}
     given = [masks(3, 0, 18), masks(0, 19, 5)]
     eager = {"cache_implementation": "static", "disable_compile": True}
     own = [logits(model, ids, mask=mask, **eager) for mask in given]
@@ -465,7 +466,7 @@ def test_graphs_of_prompts_of_several_lengths(architecture, monkeypatch):
     first = []
     for times in range(20):
         for at, mask in enumerate(given):
-            config["past_key_values"].reset()
+            cache_in(config).reset()
             found = logits(model, ids, mask=mask, **config)
             if not times:
                 first.append(found)

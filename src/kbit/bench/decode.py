@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache
+
 
 @dataclass(frozen=True)
 class DecodeSpeed:
@@ -44,7 +46,7 @@ def tokens_per_second(
         done = 0
         while done < new_tokens:
             token = output.logits[:, -1:].argmax(-1)
-            output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+            output = model(input_ids=token, use_cache=True, **with_cache(cache_in(output)))
             done += 1
             if time.perf_counter() - middle > seconds:
                 break

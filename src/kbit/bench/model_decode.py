@@ -30,6 +30,7 @@ import torch.distributed as dist
 from kbit.backends.cuda.capture import capture
 from kbit.bench.repeats import median_and_spread
 from kbit.format.words import first_line
+from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.prompts import prompt_kernels
 from kbit.integrations.transformers.step_kernels import step_kernels
 
@@ -133,7 +134,7 @@ class DecodeLoop:
         """Fill the cache, anew if it was filled before: in place, so a captured step goes on from there."""
         self.cache.reset()
         prompt = self.fed[: self.prompt, :, 0].T.contiguous()
-        self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=prompt, use_cache=True, logits_to_keep=1, **with_cache(self.cache))
 
     @torch.no_grad()
     def rewind(self) -> None:
@@ -154,7 +155,7 @@ class DecodeLoop:
         """Decode one token of every sequence, and make ready for the next."""
         with step_kernels(self.model):
             output = self.model(
-                input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
+                input_ids=self.ids, position_ids=self.position, use_cache=True, **with_cache(self.cache)
             )
         self.chosen.copy_(output.logits[:, -1].argmax(-1, keepdim=True))
         self.position.add_(1)
@@ -210,7 +211,7 @@ def prefill(model: Any, tokens: int, repeats: int) -> Timing:
     def run() -> None:
         cache = DynamicCache(config=model.config)
         with prompt_kernels(model):
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
 
     run()
     replay, reason = _captured(run, device)

@@ -30,7 +30,9 @@ from kbit.ops import grad_checks
 
 # A function beside the layer's class, in its module.
 _MASKED = "apply_mask_to_padding_states"
-_ARGUMENTS = ["self", "hidden_states", "cache_params", "attention_mask", "kwargs"]
+# What forwards call their cache: the second from transformers 5.24 on.
+_CACHES = ("cache_params", "cache")
+_ARGUMENTS = [["self", "hidden_states", cache, "attention_mask", "kwargs"] for cache in _CACHES]
 _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
 
 
@@ -62,14 +64,29 @@ def padded_prompts(count: torch.Tensor) -> Iterator[Callable[[], int]]:
         _there.count, _there.layers = before
 
 
+def by_kernels_or(own: Callable[..., Any], layer: Any, x: Any, *given: Any, **named: Any) -> Any:
+    """What a layer's forward returns, by our kernels where they may.
+
+    Args:
+        own: that forward, bound to the layer.
+        layer: of a class that `FAMILIES` names.
+        x: hidden states [B, T, hidden].
+        given, named: what else its forward was given: its cache, attention_mask, and others by name.
+    """
+    rest = {**named, **dict(zip((_CACHES[0], "attention_mask"), given, strict=False))}
+    caches = [rest.pop(name) for name in _CACHES if name in rest]
+    y = None
+    if len(given) <= 2 and len(caches) <= 1:
+        y = by_kernels(layer, x, caches[0] if caches else None, rest.pop("attention_mask", None), rest)
+    return own(x, *given, **named) if y is None else y
+
+
 def by_kernels(layer: Any, x: torch.Tensor, cache: Any, mask: Any, named: dict[str, Any]) -> Any:
     """What a layer's forward returns, by our kernels; None where it is left to that.
 
     Args:
-        layer: of a class that `FAMILIES` names.
-        x: hidden states [B, T, hidden].
-        cache, mask: its cache_params and attention_mask.
-        named: what else its forward was given.
+        layer, x: as above.
+        cache, mask, named: all else that its forward was given; mask is its attention_mask.
     """
     family = family_of(layer)
     if family is None or not _may_take(layer, x, family):
@@ -184,16 +201,13 @@ def _fit(layer: Any, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor)
     return alike and window.is_contiguous() and state.is_contiguous()
 
 
-class _ByKernels(MixedIn):
-    def forward(
-        self, hidden_states: Any, cache_params: Any = None, attention_mask: Any = None, **named: Any
-    ) -> Any:
+class _RunsByKernels(MixedIn):
+    def forward(self, hidden_states: Any, *given: Any, **named: Any) -> Any:
         """As its own class."""
-        y = by_kernels(self, hidden_states, cache_params, attention_mask, named)
-        return y if y is not None else super().forward(hidden_states, cache_params, attention_mask, **named)
+        return by_kernels_or(super().forward, self, hidden_states, *given, **named)
 
 
-class MergedGatedDelta(MergedProjections, _ByKernels):
+class MergedGatedDelta(MergedProjections, _RunsByKernels):
     """A layer whose projections are multiplied in one launch, and whose rest runs by few kernels."""
 
 
@@ -203,7 +217,7 @@ def merge_gated_delta(model: nn.Module) -> None:
         family = family_of(module) if type(module).__name__ in FAMILIES else None
         if family is None or isinstance(module, MixedIn) or has_own_forward(module):
             continue
-        known = list(inspect.signature(type(module).forward).parameters) == _ARGUMENTS
+        known = list(inspect.signature(type(module).forward).parameters) in _ARGUMENTS
         if known and all(isinstance(module._modules.get(name), KbitLinear) for name in family.projections):
             mix_in(module, MergedGatedDelta)
             assert isinstance(module, MergedGatedDelta)

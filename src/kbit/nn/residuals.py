@@ -24,6 +24,8 @@ from kbit.nn.support import has_own_forward, is_apart
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x and what is added to it, to the sum
+# What transformers before 5.24 calls a cache. Later layers take this name from others, too, and rename it.
+_OLD_CACHE = "past_key_values"
 _FOLLOWING = "_kbit_following"  # of a layer: the norm behind its last sum, in a tuple, or it were a submodule
 
 
@@ -41,8 +43,10 @@ class FusedResiduals(MixedIn):
 
     def forward(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         """As its own class, and by that class's forward where the norms go by that of theirs."""
+        own: Any = self.own
         norm = self.post_attention_layernorm
-        if more or not (isinstance(norm, FusedNorm) and norm.takes(hidden_states)):
+        renamed = _OLD_CACHE in named and _OLD_CACHE not in _defaults(own)
+        if more or renamed or not (isinstance(norm, FusedNorm) and norm.takes(hidden_states)):
             return super().forward(hidden_states, *more, **named)
         add, router = norm.add, router_of(self.mlp)
         if router is not None:
@@ -89,9 +93,9 @@ class _LinearAttention(FusedResiduals):
             for name, value in named.items()
             if name not in ("position_embeddings", "position_ids")
         }
-        mixed: torch.Tensor = self.linear_attn(
-            hidden_states=x, cache_params=rest.pop("past_key_values", None), **rest
-        )
+        if _OLD_CACHE in rest:
+            rest["cache_params"] = rest.pop(_OLD_CACHE)
+        mixed: torch.Tensor = self.linear_attn(hidden_states=x, **rest)
         return mixed
 
 

@@ -17,6 +17,7 @@ transformers; asking it for `KbitConfig` does.
     tied_modules, stored_ties        which of them share a weight, by all their names; what files hold twice
     saving, inplace, resizing        saving; models quantized in place; `resize_token_embeddings`
     tying, drafts                    `tie_weights`; heads of drafts that have another tokenizer
+    cache_argument               what a cache is called in arguments and outputs, which differs by release
     cuda_graphs, recordings      decoding steps of `generate`, replayed; what recordings rest on
     next_steps                   those that follow each other, whose inputs are made on the GPU
     preconditions                what they rest on in a model

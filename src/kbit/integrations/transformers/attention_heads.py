@@ -31,6 +31,7 @@ from kbit.integrations.transformers.attention_steps import (
     of_cache,
     tried,
 )
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.attention_layers import LAYERS, OUT, PROJECTIONS
 from kbit.nn.mixins import stand_in
@@ -79,7 +80,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         form = None if more else _form(layer, own, hidden_states, named)
         if form is None:
             return own(layer, hidden_states, *more, **named)
-        cached = named.pop("past_key_values").layers[layer.layer_idx]
+        cached, named = cache_in(named).layers[layer.layer_idx], without_cache(named)
         settle(cached)
         form = form._replace(one_op=form.one_op and _is_a_step(layer, hidden_states, cached, named))
         made = attend(layer, hidden_states, cached=cached, form=form, **named)
@@ -192,9 +193,7 @@ def _is(layer: Any, own: Callable[..., Any], turned: int, form: Form) -> bool:
     heads = made.k_proj.given[1].shape[-1] // layer.head_dim
     before = [normal(TRIED_BATCH, heads, TRIED_LENGTH, layer.head_dim) for _ in range(2)]
     given: dict[str, Any] = {"position_embeddings": angles, "attention_mask": mask}
-    want, its_cache = of_cache(
-        before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)
-    )
+    want, its_cache = of_cache(before, lambda cache: own(made, hidden_states=x, **with_cache(cache, given)))
     have, cached = of_cache(before, lambda cache: attend(made, x, cached=cache.layers[0], form=form, **given))
     same = len(want) == len(have) and want[1] is have[1] and torch.equal(want[0], have[0])
     return same and all(map(torch.equal, its_cache, cached))

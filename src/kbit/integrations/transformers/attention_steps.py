@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kbit.integrations.transformers.attention import STEPS, runs_by
+from kbit.integrations.transformers.cache_argument import cache_in
 from kbit.integrations.transformers.static_caches import appends
 from kbit.nn.mixins import MixedIn
 from kbit.nn.norm import FusedNorm
@@ -105,7 +106,7 @@ def cached_layer(
 
     if not is_plain_call():
         return None
-    cache, position = named.get("past_key_values"), named.get("position_embeddings")
+    cache, position = cache_in(named), named.get("position_embeddings")
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return None
     if type(cache).update is not Cache.update or cache.offloading:

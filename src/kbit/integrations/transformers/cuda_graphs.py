@@ -25,6 +25,7 @@ import torch
 from kbit.integrations.transformers import next_steps
 from kbit.integrations.transformers.attention import with_additive_masks
 from kbit.integrations.transformers.attention_steps import forget_tried
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.compiled_layers import compiled_layers, decoder_layers
 from kbit.integrations.transformers.last_caches import LONGEST, LastCaches
 from kbit.integrations.transformers.late_masks import MASKS, late_masks, with_late_mask, with_masks
@@ -227,7 +228,7 @@ class Steps:
         Raises:
             ValueError: the cache has no room for it, as far as the length of a mask of tokens tells.
         """
-        cache = inputs.pop("past_key_values", None)
+        cache, inputs = cache_in(inputs), without_cache(inputs)
         if (loop := self.loops.loop) is not None and next_steps.NEXT in inputs:
             return loop.step(inputs[next_steps.NEXT])
         mask = inputs.get("attention_mask")
@@ -252,7 +253,7 @@ class Steps:
         )
         with step_kernels(model), compiled:
             inputs = with_additive_masks(model, with_masks(model, cache, inputs))
-            return model(past_key_values=cache, **inputs)
+            return model(**with_cache(cache, inputs))
 
     def _warn(self, reason: str, what: str = "decoding steps") -> None:
         self._tell(f"{what} of {type(self._model()).__name__} run without CUDA graphs: {reason}.")

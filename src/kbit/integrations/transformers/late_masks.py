@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.attention import SDPA
+from kbit.integrations.transformers.cache_argument import with_cache
 
 MASKS = "create_masks_for_generate"  # of a model: what makes masks for its `generate`
 LATE = "kbit_mask_of_tokens"  # an input of steps and of rests of prompts, in place of attention_mask
@@ -80,8 +81,8 @@ def with_masks(model: Any, cache: Any, inputs: dict[str, Any]) -> dict[str, Any]
         config=model.config,
         inputs_embeds=torch.empty((*tokens.shape[:2], 0), dtype=model.dtype, device=tokens.device),
         attention_mask=inputs[LATE],
-        past_key_values=cache,
         position_ids=inputs.get("position_ids"),
+        **with_cache(cache),
     )
     return {**others, "attention_mask": masks}
 

@@ -36,6 +36,7 @@ from kbit.integrations.transformers.attention_steps import (
     of_cache,
     tried,
 )
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.static_caches import grow, settle
 from kbit.nn.attention_layers import EXPAND, LATENT, LATENT_LAYERS, NORM, OUT
 from kbit.nn.linear import KbitLinear
@@ -95,7 +96,7 @@ def _step(layer: Any, own: Callable[..., Any], x: torch.Tensor, named: dict[str,
     weight = None if interleaved is None else _weight(layer._modules[EXPAND], x)
     if interleaved is None or weight is None:
         return None
-    cached = named["past_key_values"].layers[layer.layer_idx]
+    cached = cache_in(named).layers[layer.layer_idx]
     settle(cached)
     given = named["position_embeddings"], named["attention_mask"]
     made = attend(layer, x, *given, cached, weight, interleaved)
@@ -160,7 +161,7 @@ def _form(layer: Any, own: Callable[..., Any], x: Any, named: dict[str, Any]) ->
         return None
     mask = named.get("attention_mask")
     cached = cached_layer(layer, x, named, (norm.weight, mask))
-    if cached is None or asks_for_more(named) or x.shape[1] != 1:
+    if cached is None or asks_for_more(without_cache(named)) or x.shape[1] != 1:
         return None
     rows = (len(x), 1, cached.max_cache_len)
     if cached.keys.shape != (*rows, columns) or cached.values.shape != (*rows, turned):
@@ -216,7 +217,7 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     before = [normal(TRIED_BATCH, 1, TRIED_LENGTH, size) for size in (columns, turned)]
     given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": mask}
     want, its_cache = of_cache(
-        before, lambda cache: own(made, hidden_states=x, past_key_values=cache, **given)[0]
+        before, lambda cache: own(made, hidden_states=x, **with_cache(cache, given))[0]
     )
     weight = made.kv_b_proj.weight
     have, cached = of_cache(

@@ -23,6 +23,7 @@ from kbit.integrations.transformers.attention import (
     runs_by,
 )
 from kbit.integrations.transformers.attention_steps import TRIED_BATCH, Tried, is_plain_call, normals, tried
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.latent_attention import (
     TOLERANCE,
     WAYS,
@@ -55,7 +56,9 @@ def _prompt(
     layer: Any, own: Callable[..., Any], x: torch.Tensor, named: dict[str, Any]
 ) -> torch.Tensor | None:
     interleaved = _form(layer, own, x, named)
-    return None if interleaved is None else attend(layer, x, interleaved=interleaved, **named)
+    if interleaved is None:
+        return None
+    return attend(layer, x, cache=cache_in(named), interleaved=interleaved, **without_cache(named))
 
 
 WAYS.append(_prompt)
@@ -66,8 +69,7 @@ def attend(
     x: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: None,
-    past_key_values: Any = None,
-    *,
+    cache: Any,
     interleaved: bool,
     **named: Any,
 ) -> torch.Tensor:
@@ -78,7 +80,7 @@ def attend(
         x: [batch, tokens, hidden size].
         position_embeddings: cos and sin, [batch or 1, tokens, columns that are turned].
         attention_mask: None.
-        past_key_values: an empty cache, or None.
+        cache: an empty one, or None.
         interleaved: see `kbit.ops.latent_heads_schemas`.
         named: what attention is told besides.
     """
@@ -89,8 +91,8 @@ def attend(
     latent = layer._modules[NORM](latent)
     expanded = layer._modules[EXPAND](latent).view(*rows, own + layer.v_head_dim)
     keys, key = torch.ops.kbit.latent_heads(query, expanded, key, *position_embeddings, interleaved)
-    if past_key_values is not None:
-        past_key_values.update(latent[:, None], key[:, None], layer.layer_idx)
+    if cache is not None:
+        cache.update(latent[:, None], key[:, None], layer.layer_idx)
     query, keys, values = (one.transpose(1, 2) for one in (query, keys, expanded[..., own:]))
     how: dict[str, Any] = {"dropout": 0.0, "scaling": layer.scaling, **named}
     made, _ = causal_attention(layer, query, keys, values, attention_mask, **how)
@@ -131,8 +133,8 @@ def _is(layer: Any, own: Callable[..., Any], interleaved: bool) -> bool:
     given: dict[str, Any] = {"position_embeddings": (cos, sin), "attention_mask": None}
     caches = [Cache(layers=[DynamicLayer()]) for _ in range(2)]
     with causal_without_masks():
-        want = own(made, hidden_states=x, past_key_values=caches[0], **given)[0]
-        have = attend(made, x, past_key_values=caches[1], interleaved=interleaved, **given)
+        want = own(made, hidden_states=x, **with_cache(caches[0], given))[0]
+        have = attend(made, x, cache=caches[1], interleaved=interleaved, **given)
     held = [(cache.layers[0].keys, cache.layers[0].values) for cache in caches]
     pairs = zip((want, *held[0]), (have, *held[1]), strict=True)
     return all(bool(((a - b).abs() <= TOLERANCE * a.abs().max()).all()) for a, b in pairs)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kbit.backends.cuda.gated_delta import takes
 from kbit.nn.delta_families import FAMILIES
-from kbit.nn.gated_delta import by_kernels
+from kbit.nn.gated_delta import by_kernels_or
 from kbit.nn.standing_in import standing_in
 
 
@@ -39,10 +39,7 @@ def fused_linear_attention() -> Iterator[None]:
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def forward(
-        layer: Any, hidden_states: Any, cache_params: Any = None, attention_mask: Any = None, **named: Any
-    ) -> Any:
-        y = by_kernels(layer, hidden_states, cache_params, attention_mask, named)
-        return y if y is not None else own(layer, hidden_states, cache_params, attention_mask, **named)
+    def forward(layer: Any, hidden_states: Any, *given: Any, **named: Any) -> Any:
+        return by_kernels_or(functools.partial(own, layer), layer, hidden_states, *given, **named)
 
     return forward

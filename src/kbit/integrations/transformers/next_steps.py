@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.cache_argument import CACHE_NAMES, cache_in, with_cache
 from kbit.integrations.transformers.late_masks import LATE
 from kbit.integrations.transformers.own_methods import is_ours
 from kbit.integrations.transformers.recordings import Following, Recordings, circumstances
@@ -35,7 +36,7 @@ _OTHERS = {"use_cache", "return_dict", "logits_to_keep"}
 # What a loop may hand to the model: tensors that grow, and what stays.
 _GROWING = "attention_mask", "position_ids"
 _LACK = "kbit_lacks"  # an attribute of these: how many steps they lack
-_HANDED = {*_GROWING, "use_cache", "past_key_values", "logits_to_keep"}
+_HANDED = {*_GROWING, *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 
 class _Grown:
@@ -112,7 +113,7 @@ class Loop:
         """The loop's mask and positions, if its arguments hold them still."""
         if self._grown is None or not named.keys() <= _HANDED:
             return None
-        is_its = self._grown.are(named) and named.get("past_key_values") is self._cache()
+        is_its = self._grown.are(named) and cache_in(named) is self._cache()
         return self._grown if is_its else None
 
     def goes_on(self, ids: torch.Tensor, named: dict[str, Any]) -> bool:
@@ -197,8 +198,8 @@ class Prepare:
         loops = self._loops_of(model)
         loop = loops.loop if next_sequence_length == 1 and _is_transformers_own(sys._getframe(1)) else None
         if loop is not None and loop.goes_on(input_ids, named):
-            return {NEXT: input_ids[:, -1:], "past_key_values": named["past_key_values"]}
-        require_room(named.get("past_key_values"), _tokens(input_ids, named))
+            return with_cache(cache_in(named), {NEXT: input_ids[:, -1:]})
+        require_room(cache_in(named), _tokens(input_ids, named))
         named = _made_up(model, named)
         own = getattr(type(model), self.name)
         return own(model, input_ids, next_sequence_length=next_sequence_length, **named)

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 
 from kbit.integrations.devices import is_distributed
+from kbit.integrations.transformers.cache_argument import cache_in, cache_name
 from kbit.integrations.transformers.kept_caches import (
     Conversations,
     Kept,
@@ -215,13 +216,13 @@ class _PrepareCache:
                 hand_on(model, _call.rests_on[0])
             found = _call.conversations.find(_call.prompt, room, _call.rests_on)
             if found is not None and found.cache is not None:
-                model_kwargs["past_key_values"] = _call.cache = found.cache
+                model_kwargs[cache_name()] = _call.cache = found.cache
                 return
             if model.device.type == "cuda" and not is_distributed():
                 _call.conversations.make_room(max_cache_length, _free_memory(model.device))
         given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         type(model)._prepare_cache_for_generation(model, *given)
-        cache = model_kwargs.get("past_key_values")
+        cache = cache_in(model_kwargs)
         if not may or type(cache).__name__ not in _CACHES or not goes_on(model, cache):
             return
         _call.cache = cache

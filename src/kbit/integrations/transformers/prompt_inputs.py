@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.cache_argument import cache_in, without_cache
 from kbit.integrations.transformers.left_padding import moved_left
 
 # What a prompt's call may be given; all else is transformers' own affair.
-KNOWN = {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+KNOWN = {"attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache"}
 # Inputs of recordings: how many tokens of each sequence are there, and how many it had in front that are not.
 COUNT, PADDING = "kbit_count", "kbit_padding"
 
@@ -68,7 +69,8 @@ def prepared(
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
     inputs = {name: value for name, value in inputs.items() if not is_absent(value)}
     inputs.pop("attention_mask", None)
-    is_its = inputs.pop("past_key_values", None) is named.get("past_key_values")
+    is_its = cache_in(inputs) is cache_in(named)
+    inputs = without_cache(inputs)
     return inputs if is_its and inputs.keys() <= KNOWN else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kbit.integrations.transformers.attention import MaskWantedError
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.late_masks import LATE, with_masks
 from kbit.integrations.transformers.prompt_inputs import (
     COUNT,
@@ -63,7 +64,7 @@ class Rests:
             held: how many of the tokens the cache holds.
         """
         model: Any = self._model()
-        cache, mask, (batch, tokens) = named["past_key_values"], named.get("attention_mask"), input_ids.shape
+        cache, mask, (batch, tokens) = cache_in(named), named.get("attention_mask"), input_ids.shape
         rest = tokens - held
         length = recorded_length(batch, rest) if rest > 0 else None
         if self._left_to_model or length is None or held + length > room_of(cache):
@@ -106,10 +107,11 @@ class Rests:
                 rest_kernels(model, lengths, keys) as unmasked,
                 padded_prompts(others.pop(COUNT)) as linear,
             ):
-                output = model(past_key_values=cache, return_dict=True, **with_masks(model, cache, others))
+                given = with_cache(cache, with_masks(model, cache, others))
+                output = model(return_dict=True, **given)
                 if unmasked is not None and unmasked() != len(growing):
                     raise MaskWantedError
-                if linear() != layers_of(cache)[1] or output.keys() - {"logits", "past_key_values"}:
+                if linear() != layers_of(cache)[1] or without_cache(output).keys() - {"logits"}:
                     raise UnlikeOthersError
         except (MaskWantedError, UnlikeOthersError):
             torch._foreach_copy_(changed, before)

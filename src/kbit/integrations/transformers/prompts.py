@@ -23,6 +23,7 @@ import torch
 
 from kbit.integrations.transformers.angles import fused_angles
 from kbit.integrations.transformers.attention import SDPA, MaskWantedError, causal_without_masks
+from kbit.integrations.transformers.cache_argument import cache_in, with_cache, without_cache
 from kbit.integrations.transformers.late_masks import MASKS
 from kbit.integrations.transformers.latent_prompts import fused_latent_prompts
 from kbit.integrations.transformers.left_padding import (
@@ -96,7 +97,7 @@ class Prompts:
             ValueError: the cache has no room for it.
         """
         model: Any = self._model()
-        cache: Any = named.get("past_key_values")
+        cache: Any = cache_in(named)
         if self._left_to_model or not _may_take(model, input_ids, named):
             return None
         require_room(cache, input_ids.shape[1])
@@ -138,8 +139,8 @@ class Prompts:
             causal = stack.enter_context(prompt_kernels(model))
             linear = stack.enter_context(padded_prompts(count))
             moved = None if padding is None else stack.enter_context(states_moved_right(model, padding))
-            output = model(past_key_values=cache, return_dict=True, **others)
-            if (causal(), linear()) != layers_of(cache) or output.keys() - {"logits", "past_key_values"}:
+            output = model(return_dict=True, **with_cache(cache, others))
+            if (causal(), linear()) != layers_of(cache) or without_cache(output).keys() - {"logits"}:
                 raise UnlikeOthersError
         if moved is not None:
             if moved.times != 1:
@@ -172,7 +173,7 @@ def prompt_kernels(model: Any) -> Iterator[Callable[[], int]]:
 
 def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
     """Whether it is the whole prompt of a decoder, and so is what the cache will hold."""
-    config, cache, mask = model.config, named.get("past_key_values"), named.get("attention_mask")
+    config, cache, mask = model.config, cache_in(named), named.get("attention_mask")
     if model.training or config.is_encoder_decoder:
         return False
     if config.get_text_config(decoder=True)._attn_implementation != SDPA:
@@ -181,7 +182,7 @@ def _may_take(model: Any, input_ids: Any, named: dict[str, Any]) -> bool:
         return False
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or why_not_recorded(cache) is not None:
         return False
-    if not all(is_absent(value) for name, value in named.items() if name not in KNOWN):
+    if not all(is_absent(value) for name, value in without_cache(named).items() if name not in KNOWN):
         return False
     if isinstance(named.get("logits_to_keep"), torch.Tensor) or held_by(cache) is None:
         return False

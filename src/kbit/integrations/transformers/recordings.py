@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from kbit.backends.cuda.capture import capture
 from kbit.format.autocast import autocast_dtype
 from kbit.format.words import first_line
+from kbit.integrations.transformers.cache_argument import with_cache, without_cache
 from kbit.integrations.transformers.static_caches import copied, is_same, put_back, states_of, tensors_of
 
 # Called with what runs a call, and its device: returns what runs it again into the same outputs, and these.
@@ -137,7 +138,7 @@ class Following:
                 self._inputs["position_ids"].add_(1)
             one.replay()
             outputs = {name: value.clone() for name, value in one.outputs.items()}
-        return self._output_type(**outputs, past_key_values=cache)
+        return self._output_type(**with_cache(cache, outputs))
 
 
 class Recordings:
@@ -207,7 +208,7 @@ class Recordings:
             outputs = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, one.outputs)
         for state, left in zip(states_of(cache), one.left, strict=False):
             put_back(state, left)
-        return self._output_type(**outputs, past_key_values=cache)
+        return self._output_type(**with_cache(cache, outputs))
 
     def following(self, cache: Any, inputs: dict[str, Any], device: torch.device) -> Following | None:
         """What runs the steps behind one with such arguments, if that is recorded and gives logits alone.
@@ -228,7 +229,7 @@ class Recordings:
         def run() -> dict[str, Any]:
             outputs = self._run(its_cache(), inputs)
             self._output_type = type(outputs)
-            return {name: value for name, value in outputs.items() if name != "past_key_values"}
+            return without_cache(outputs)
 
         layers = states_of(cache)
         found = [copied(layer) for layer in layers]

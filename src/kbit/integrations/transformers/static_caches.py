@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kbit.integrations.transformers.cache_argument import cache_name
 from kbit.integrations.transformers.kept_caches import room_of
 from kbit.nn.standing_in import standing_in
 
@@ -52,7 +53,7 @@ def recorded_length(batch: int, tokens: int) -> int | None:
 def why_not_recorded(cache: Any) -> str | None:
     """Why steps with this cache of transformers cannot be recorded; None if they can."""
     if cache is None:
-        return "it has no past_key_values"
+        return f"it has no {cache_name()}"
     if not getattr(cache, "is_compileable", False):
         return "its cache is not of a fixed size"
     if any(getattr(cache, "is_sliding", ())):
@@ -90,8 +91,8 @@ def require_room(cache: Any, tokens: int) -> int:
         room = _rooms[cache] = sys.maxsize if found is None else found
     if tokens > room:
         raise ValueError(
-            f"generate: {tokens} tokens are to be in a cache that has room for {room}, past_key_values. Give "
-            f"one with max_cache_len={tokens} or more, or ask for fewer by max_new_tokens. With "
+            f"generate: {tokens} tokens are to be in a cache that has room for {room}, {cache_name()}. "
+            f"Give one with max_cache_len={tokens} or more, or ask for fewer by max_new_tokens. With "
             f"cache_implementation='static' generate makes one that is large enough."
         )
     return room
