@@ -111,14 +111,16 @@ def test_nan_and_infinity_choose_experts_that_there_are():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "columns"), [(1, 8), (5, 72), (9, 2048), (4, 2056), (6, 4104)])
 def test_logits(experts, columns, dtype):
-    for tokens, out in itertools.product((1, 2, 3, 8, 21), (dtype, torch.float32)):
-        x, weight = (guarded(torch.randn(rows, columns).to(dtype)) for rows in (tokens, experts))
+    kinds = ((dtype, dtype), (torch.float32, dtype), (torch.float32, torch.float32))
+    for tokens, (out, held) in itertools.product((1, 2, 3, 8, 21), kinds):
+        x = guarded(torch.randn(tokens, columns).to(dtype))
+        weight = guarded(torch.randn(experts, columns).to(held))
         logits = routing.moe_logits(x, weight, out)
         exact = x.double() @ weight.double().T
         bound = x.double().abs() @ weight.double().abs().T * columns * 2.0**-24
         rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out]
         assert bool(((logits.double() - exact).abs() <= bound + exact.abs() * rounding).all())
-        last = guarded(torch.randn(1, columns).to(dtype))
+        last = guarded(torch.randn(1, columns).to(held))
         more = routing.moe_logits(x, weight, out, last)
         assert torch.equal(more[:, :-1], logits)
         assert torch.equal(more[:, -1:], routing.moe_logits(x, last, out))

@@ -162,15 +162,16 @@ def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 9728)])
 def test_logits_with_the_norm_in_front(experts, columns, dtype):
-    for tokens, wide, more in itertools.product((1, 3), (False, True), (False, True)):
+    kinds = ((dtype, dtype), (torch.float32, dtype), (torch.float32, torch.float32))
+    for tokens, (out, held), more in itertools.product((1, 3), kinds, (False, True)):
         x, added = (guarded(torch.randn(tokens, columns).to(dtype)) for _ in range(2))
         weight = guarded(torch.randn(columns).to(dtype))
-        router = guarded(torch.randn(experts, columns).to(dtype))
-        last = guarded(torch.randn(1, columns).to(dtype)) if more else None
-        how, out = (1e-6, more, wide), torch.float32 if wide else dtype
+        router = guarded(torch.randn(experts, columns).to(held))
+        last = guarded(torch.randn(1, columns).to(held)) if more else None
+        how = (1e-6, more, out != dtype)
         made = [guarded(torch.full((tokens, columns), float("nan"), dtype=dtype)) for _ in range(2)]
         made.append(guarded(torch.full((tokens, experts + more), float("nan"), dtype=out)))
-        assert norm_logits.takes(x, added, weight, router, last)
+        assert norm_logits.takes(x, added, weight, router, last) == (held == dtype or columns <= 5632)
         norm_logits.add_rms_norm_logits(x, added, weight, *how, router, last, *made)
         total, normed = torch.empty_like(x), torch.empty_like(x)
         norm.rms_norm(x, weight, *how, normed, added, total)
@@ -194,7 +195,10 @@ def test_rows_that_logits_with_the_norm_in_front_do_not_take():
     for columns in (512, 1020):
         assert not takes(*(one[..., :columns].contiguous() for one in (x, weight, router)))
     assert not takes(*(one[..., :1016] for one in (x, weight, router)))
-    assert not takes(x, weight, router.float())
+    assert takes(x, weight, router.float(), router[:1].float())
+    assert not takes(x, weight, router.float(), router[:1])
+    assert not takes(x, weight, router.bfloat16())
+    assert not takes(x, weight.float(), router)
     assert not takes(x.float(), weight.float(), router.float())
     assert not takes(x, weight, torch.ones(4 * 1024 + 1).half()[1:].view(4, 1024))
     assert not takes(x, weight, router, torch.ones(1025).half()[None, 1:])

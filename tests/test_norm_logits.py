@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kbit
-from kbit.backends.cuda import norm_logits
+from kbit.backends import cuda
+from kbit.backends.cuda import norm_logits, routing
 from kbit.nn import router
 from kbit.nn.residuals import FusedResiduals
 from kbit.ops import direct
@@ -187,8 +188,11 @@ def test_the_kernel_equals_norm_and_logits_bit_for_bit(experts, columns, dtype):
 
     for tokens in (1, 2, 3):
         x, added = random(1, tokens, columns), random(1, tokens, columns)
-        weight, gate, last = random(columns), random(experts, columns), random(1, columns)
-        for plus_one, wide, more in ((False, False, None), (True, True, last)):
+        weight, gates, last = random(columns), random(experts, columns), random(1, columns)
+        kinds = [(False, False, None, gates), (True, True, last, gates)]
+        if columns <= 5632:
+            kinds.append((False, True, last.float(), torch.randn(experts, columns, device="cuda")))
+        for plus_one, wide, more, gate in kinds:
             how = (weight, 1e-6, plus_one, not plus_one)
             out = torch.float32 if wide else None
             total, normed = ops.add_rms_norm(x, added, *how)
@@ -238,3 +242,19 @@ def test_models_on_a_gpu(family, monkeypatch):
         assert len(runs) == len(routers_of(model))
         monkeypatch.setattr(norm_logits, "takes", lambda *_: False)
         assert torch.equal(model(ids).logits, have)
+
+
+@gpu
+def test_weights_of_routers_in_float32(monkeypatch):
+    """As transformers keeps DeepSeek's and GLM's from 5.24 on."""
+    model, ids, runs, run = build("glm4_moe_lite", hidden=1024).cuda(), IDS.cuda(), [], routing.moe_logits
+    with torch.no_grad():
+        for one in routers_of(model):
+            one.weight = torch.nn.Parameter(torch.randn_like(one.weight, dtype=torch.float32))
+        have = model(ids).logits
+        monkeypatch.setattr(cuda, "moe_logits", lambda *given: runs.append(1) or run(*given))
+        assert torch.equal(model(ids).logits, have)
+        assert not runs
+        monkeypatch.setattr(norm_logits, "takes", lambda *_: False)
+        assert torch.equal(model(ids).logits, have)
+        assert len(runs) == len(routers_of(model))

@@ -116,6 +116,7 @@ def test_logits_are_a_product():
     assert torch.equal(ops.moe_logits(x, weight), nn.functional.linear(x, weight))
     wide = ops.moe_logits(x, weight, torch.float32)
     assert torch.equal(wide, nn.functional.linear(x.float(), weight.float()))
+    assert torch.equal(ops.moe_logits(x, weight.float(), torch.float32, weight[:1].float())[:, :-1], wide)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +125,12 @@ def test_logits_are_a_product():
         (torch.zeros(2, 8), torch.zeros(3, 8).half(), None, "weight must be torch.float32 like x"),
         (
             torch.zeros(2, 8).half(),
-            torch.zeros(3, 8).half(),
-            torch.bfloat16,
-            "dtype must be torch.float16 or",
+            torch.zeros(3, 8).bfloat16(),
+            None,
+            "like x or torch.float32",
         ),
+        (torch.zeros(2, 8).half(), torch.zeros(3, 8).half(), torch.bfloat16, "got torch.bfloat16 for x in"),
+        (torch.zeros(2, 8).half(), torch.zeros(3, 8), None, "and a weight in torch.float32"),
         (torch.zeros(2, 8), torch.zeros(3, 7), None, r"got \(2, 8\) on cpu and \(3, 7\) on cpu"),
         (torch.zeros(8), torch.zeros(3, 8), None, r"x must be \[T, K\]"),
         (torch.zeros(2, 8).int(), torch.zeros(3, 8).int(), None, "moe_logits: x must be"),
@@ -166,16 +169,19 @@ LOGITS += [(9, 36)]  # cuBLAS: rows of no whole pieces
 
 
 @gpu
-@pytest.mark.parametrize("out", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("out", "held"), [(None, None), (torch.float32, None), (torch.float32, torch.float32)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("experts", "columns"), LOGITS)
-def test_logits_are_right_and_repeat(experts, columns, dtype, out):
-    weight = torch.randn(experts, columns, device="cuda").to(dtype)
+def test_logits_are_right_and_repeat(experts, columns, dtype, out, held):
+    weight = torch.randn(experts, columns, device="cuda").to(held or dtype)
     for tokens in (0, 1, 2, 3, 4, 8, 9, 33, 64, 300):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         logits = ops.moe_logits(x, weight, out)
         assert logits.dtype == (out or dtype)
-        many = tokens > routing._MOST_TOKENS or tokens * experts > routing.MOST_LOGITS
+        most = routing._MOST_WIDE if held else routing.MOST_LOGITS
+        many = tokens > routing._MOST_TOKENS or tokens * experts > most
         if many or columns % 8:
             kind = out or dtype
             assert torch.equal(logits, nn.functional.linear(x.to(kind), weight.to(kind)))
@@ -186,7 +192,7 @@ def test_logits_are_right_and_repeat(experts, columns, dtype, out):
         bound = sizes * columns * 2.0**-24 + exact.abs() * rounding + 1e-30
         assert bool(((logits.double() - exact).abs() <= bound).all()), tokens
     one_hot = torch.eye(columns, device="cuda", dtype=dtype)[:4]
-    assert torch.equal(ops.moe_logits(one_hot, weight), weight[:, :4].T)
+    assert torch.equal(ops.moe_logits(one_hot, weight, held), weight[:, :4].T)
 
 
 @gpu
@@ -296,6 +302,14 @@ def test_a_fused_router_gives_what_its_class_gives(name):
             assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(want, have, strict=True))
             assert router._equal(want, have)
             assert all(torch.equal(a, b) for a, b in zip(module(x), want, strict=True))  # on a CPU its own
+
+
+def test_a_weight_in_float32_of_activations_in_16_bits():
+    """As transformers keeps DeepSeek's and GLM's from 5.24 on."""
+    for module in routers(quantized("glm4_moe_lite")):
+        module.weight = nn.Parameter(torch.randn(module.weight.shape), requires_grad=False)
+        x = torch.randn(5, module.weight.shape[1]).bfloat16()
+        assert router._equal(module.own.forward(module, x), module.route(x))
 
 
 # Without a tiny model of their own here: (its module, its config, the router, what the config is given).

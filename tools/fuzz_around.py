@@ -317,6 +317,8 @@ def moe_logits(d: Draw) -> Call:  # noqa: D103
     dtype, last = d.of(None, torch.float32), d.normal(1, columns) if d.maybe() else None
     x = d.apart(d.of(d.size(4), d.size(600)), columns)
     weight = d.normal(experts, columns, scale=columns**-0.5)
+    if dtype is not None and d.maybe():
+        weight, last = weight.float(), None if last is None else last.float()
     return Call(ops.moe_logits, [x, weight, dtype, last], roundings=SOME)
 
 

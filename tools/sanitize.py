@@ -110,14 +110,16 @@ def run_around_products() -> None:
             assert bool((ids[:, -1] == routed).all())
             assert torch.isfinite(weights).all()
     weight = torch.randn(19, 2056, device="cuda").half()
-    for tokens, last in ((2, None), (3, weight[:1].clone()), (4, None), (13, weight[:1].clone())):
+    kinds = ((2, None, None), (3, weight[:1].clone(), None), (4, None, None), (13, weight[:1].clone(), None))
+    for tokens, last, dtype in (*kinds, (3, weight[:1].float(), torch.float32)):
         x = torch.randn(tokens, 2056, device="cuda").half()
-        logits = torch.ops.kbit.moe_logits(x, weight, None, last)
+        router = weight if dtype is None else weight.float()
+        logits = torch.ops.kbit.moe_logits(x, router, dtype, last)
         assert torch.isfinite(logits).all()
         if tokens <= 3:
-            made = direct.add_rms_norm_logits(x, x, weight[0], 1e-6, False, True, weight, last, None)
+            made = direct.add_rms_norm_logits(x, x, weight[0], 1e-6, False, True, router, last, dtype)
             assert made is not None
-            assert torch.equal(made[2], torch.ops.kbit.moe_logits(made[1], weight, None, last))
+            assert torch.equal(made[2], torch.ops.kbit.moe_logits(made[1], router, dtype, last))
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)

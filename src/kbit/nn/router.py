@@ -117,7 +117,9 @@ class FusedRouter(MixedIn):
         if grad_checks.wants_grad(x, self.weight) or grad_checks.in_transform() or x.is_meta:
             return False
         plain = type(self.weight) is nn.Parameter  # and no DTensor, nor what a parametrization computes
-        if not plain or x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type):
+        # Of logits in float32 the weight may be, too, as DeepSeek's family has it from transformers 5.24 on.
+        alike = self.weight.dtype in (x.dtype, self.logits_dtype)
+        if not plain or not alike or torch.is_autocast_enabled(x.device.type):
             return False
         return x.is_cuda and _has_kernels(x.device.index)
 

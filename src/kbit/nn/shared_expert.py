@@ -145,7 +145,7 @@ class MergedExperts(Joining):
         if any(layer.codebook is not experts.codebook for layer in layers):
             return False  # since `join` a weight was replaced
         for gate in (parts.router, parts.shared_gate):
-            if gate is not None and not gate.takes(x):
+            if gate is not None and not (gate.takes(x) and gate.weight.dtype == parts.router.weight.dtype):
                 return False
         return 0 < x.shape[:-1].numel() * parts.router.top_k <= _MOST_ROWS * experts.num_experts
 

@@ -21,14 +21,21 @@ def moe_logits(
     """Check the arguments of `kbit::moe_logits`.
 
     Raises:
-        TypeError: x is not float, a weight is of another dtype, or dtype is neither theirs nor float32.
+        TypeError: x is not float, a weight is of another dtype and not float32, or dtype is neither theirs nor
+            float32.
         ValueError: shapes or devices do not belong together.
     """
     checks.float_dtype("moe_logits", "x", x.dtype)
-    if weight.dtype != x.dtype:
-        raise TypeError(f"moe_logits: weight must be {x.dtype} like x, got {weight.dtype}. Cast one of them.")
-    if dtype not in (None, x.dtype, torch.float32):
-        raise TypeError(f"moe_logits: dtype must be {x.dtype} or torch.float32, got {dtype}.")
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise TypeError(
+            f"moe_logits: weight must be {x.dtype} like x or torch.float32, got {weight.dtype}. Cast "
+            f"one of them."
+        )
+    if (dtype or x.dtype) not in (weight.dtype, torch.float32):
+        raise TypeError(
+            f"moe_logits: dtype must be torch.float32, or that of x and weight; got {dtype} for x in "
+            f"{x.dtype} and a weight in {weight.dtype}."
+        )
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.device != weight.device:
         raise ValueError(
             f"moe_logits: x must be [T, K] and weight [E, K] on one device, got {tuple(x.shape)} on "
@@ -36,8 +43,10 @@ def moe_logits(
         )
     if last is None:
         return
-    if last.dtype != x.dtype:
-        raise TypeError(f"moe_logits: last must be {x.dtype} like x, got {last.dtype}. Cast one of them.")
+    if last.dtype != weight.dtype:
+        raise TypeError(
+            f"moe_logits: last must be {weight.dtype} like weight, got {last.dtype}. Cast one of them."
+        )
     if last.shape != (1, x.shape[1]) or last.device != x.device:
         raise ValueError(
             f"moe_logits: last must be [1, {x.shape[1]}] on {x.device}, got {tuple(last.shape)} on "

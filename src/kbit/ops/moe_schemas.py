@@ -8,7 +8,8 @@
     y = torch.ops.kbit.moe_combine(rows, inverse, weights, bounds)
 
 * moe_logits(x [T, K], weight [E, K], dtype?, last?): x @ weight^T [T, E] in `dtype`, which is theirs or
-  float32. `last` [1, K] is one more row of the weight: the gate of a shared expert.
+  float32. The weight may be float32 where x has 16 bits; then `dtype` is, too. `last` [1, K] is one more row
+  of the weight: the gate of a shared expert.
 * moe_route(logits [T, E], top_k, scoring, normalize, bias?, factor, shared): ids int64 [T, top_k] of the
   experts with the largest scores, softmax or sigmoid of the logits in float32, by falling score and of equal
   ones the smallest id first, NaN being the largest; weights of the logits' dtype, those scores, divided by

@@ -12,18 +12,20 @@ from kbit.backends.cuda.compiler import KernelSpec
 _FORMAT = "QQQQQQQQiifii"
 _KEPT, _AT_ONCE = 2, 8  # kPieces, kAtOnce
 # Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to those that go
-# into the shared memory that every GPU has.
-_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1216
+# into the shared memory that every GPU has; of weights in float32 fewer.
+_LEAST_PIECES, _MOST_PIECES, _MOST_WIDE = norm.PIECES[_KEPT - 1] + 1, 1216, 704
 
 
 @functools.cache
-def _spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
-    return KernelSpec.make("norm_logits.cu", bf16=dtype == torch.bfloat16, wide=wide)
+def _spec(dtype: torch.dtype, wide: bool, wide_weight: bool) -> KernelSpec:
+    kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
+    return KernelSpec.make("norm_logits.cu", **kinds)
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return [_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
+    kinds = ((False, False), (True, False), (True, True))
+    return [_spec(dtype, *kind) for dtype in operands.DTYPES for kind in kinds]
 
 
 def takes(
@@ -33,22 +35,27 @@ def takes(
     router: torch.Tensor,
     last: torch.Tensor | None,
 ) -> bool:
-    """Whether the kernel takes x and added [..., D], a norm's weight [D], router [E, D] and last [1, D]."""
+    """Whether the kernel takes x and added [..., D], a norm's weight [D], router [E, D] and last [1, D].
+
+    The last two may be float32; logits must be then.
+    """
     columns, experts = x.shape[-1], router.shape[0] + (last is not None)
-    fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= _MOST_PIECES
-    if x.dtype not in operands.DTYPES or not fits:
+    most = _MOST_PIECES if router.dtype == x.dtype else _MOST_WIDE
+    fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= most
+    if x.dtype not in operands.DTYPES or router.dtype not in (x.dtype, torch.float32) or not fits:
         return False
     tokens = x.numel() // columns
     if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= routing.MOST_LOGITS:
         return False
-    tensors = (x, added, weight, router) if last is None else (x, added, weight, router, last)
+    of_x, of_router = (x, added, weight), (router,) if last is None else (router, last)
+    if any(one.dtype != x.dtype for one in of_x) or any(one.dtype != router.dtype for one in of_router):
+        return False
     return all(
-        one.dtype == x.dtype
-        and one.device == x.device
+        one.device == x.device
         and one.shape[-1] == columns
         and one.is_contiguous()
         and not one.data_ptr() % 16
-        for one in tensors
+        for one in (*of_x, *of_router)
     )
 
 
@@ -69,25 +76,26 @@ def add_rms_norm_logits(
 
     Args:
         x, added, weight, eps, plus_one, round_first, total, out: as in `kbit.backends.cuda.rms_norm`.
-        router: [E, D].
+        router: [E, D], of x's dtype or float32.
         last: None, or one more row [1, D].
-        logits: [tokens, E], or E + 1 with `last`, of x's dtype or float32, written.
+        logits: [tokens, E], or E + 1 with `last`, of x's dtype or float32, written; float32 if the router is.
 
     Raises:
         KbitError: the kernel cannot be compiled or loaded.
     """
     pieces, (tokens, experts) = x.shape[-1] // operands.PIECE, logits.shape
-    prepared = _prepared(x.device.index, x.dtype, logits.dtype == torch.float32, pieces, tokens, experts)
+    kinds = (x.dtype, logits.dtype == torch.float32, router.dtype != x.dtype)
+    prepared = _prepared(x.device.index, kinds, pieces, tokens, experts)
     places = operands.addresses(x, added, weight, total, out, router, last, logits)
     prepared.launch((*places, experts, pieces, eps, plus_one, round_first))
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    index: int, dtype: torch.dtype, wide: bool, pieces: int, tokens: int, experts: int
+    index: int, kinds: tuple[torch.dtype, bool, bool], pieces: int, tokens: int, experts: int
 ) -> launcher.Prepared:
     warps = -(-pieces // (_KEPT * driver.WARP))
     threads = warps * driver.WARP
-    kernel = launcher.load(_spec(dtype, wide), index, _FORMAT)
-    smem = 16 * (_AT_ONCE * threads + pieces)
+    kernel = launcher.load(_spec(*kinds), index, _FORMAT)
+    smem = 16 * (_AT_ONCE * (2 if kinds[2] else 1) * threads + pieces)
     return launcher.Prepared(index, kernel, (-(-experts // warps), tokens, 1), threads, smem)

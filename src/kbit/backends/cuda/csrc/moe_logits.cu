@@ -2,7 +2,7 @@
 // once at the end.
 //
 //   x, weight  float16, or bfloat16 with Config::bf16: [tokens, columns] and [experts, columns], rows of
-//              whole 16-byte pieces
+//              whole 16-byte pieces; the weight float32 with Config::wide_weight
 //   last       null, or one more expert's row: the gate of a shared one. It counts in `experts`
 //   logits     [tokens, experts], of their dtype, or float32 with Config::wide
 //
@@ -19,13 +19,14 @@ constexpr int kAtOnce = 8;  // pieces in flight, of x and of the weight: 2048 co
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_logits(const uint4* x, const uint4* weight, const uint4* last, u8* logits, int experts, int pieces) {
-    __shared__ uint4 staged[2 * kAtOnce * kThreads];
+    constexpr int kEach = 1 + kOfWeight, kStride = kThreads * 16;  // pieces staged for one of x
+    __shared__ uint4 staged[kEach * kAtOnce * kThreads];
     launch_early();
     const int lane = threadIdx.x & 31, expert = blockIdx.x * Config::warps + (threadIdx.x >> 5);
     const int token = blockIdx.y;
     const u32 mine = shared_address(staged) + threadIdx.x * 16;
     const uint4* row = RouterRows{weight, last, experts, pieces}.of(expert);
-    for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
+    for (int line = lane; line < (pieces * kOfWeight + kLine - 1) / kLine; line += 32) {
         prefetch(row + line * kLine);
     }
     wait_for_previous();
@@ -38,14 +39,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kAtOnce; ++i) {
             const int piece = first + i * 32;
             const bool there = piece < pieces;
-            stage16_if(mine + 2 * i * kThreads * 16, x + (there ? piece : 0), there);
-            stage16_if(mine + (2 * i + 1) * kThreads * 16, row + (there ? piece : 0), there);
+            const u32 at = mine + i * kEach * kStride;
+            stage16_if(at, x + (there ? piece : 0), there);
+            stage_weight(at + kStride, kStride, row, piece, there);
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            sum = add_products(sum, load_shared4(mine + 2 * i * kThreads * 16),
-                               load_shared4(mine + (2 * i + 1) * kThreads * 16));
+            const u32 at = mine + i * kEach * kStride;
+            sum = add_products(sum, load_shared4(at), at + kStride, kStride);
         }
     }
     sum = warp_sum(sum);

@@ -1,5 +1,5 @@
 // A router's logits for more tokens than those of moe_logits.cu, by tensor cores: its arguments, and
-// `tokens`.
+// `tokens`. Weights are of x's dtype.
 //
 // A block has 16 experts, the rows of A, and 8 tokens, the columns of B. Its warps take turns at chunks of 32
 // columns, of which a lane loads 16 bytes of a row of each: the four lanes of a row have the columns in the

@@ -5,10 +5,10 @@
 //   x, added         [tokens, pieces * 8], float16, or bfloat16 with Config::bf16, of 16-byte pieces
 //   weight           of the norm, [pieces * 8]; eps, plus_one and round_first as in rms_norm.cu
 //   total, y         like x: the sum, rounded, and its norm
-//   router, last, logits, experts  weight, last, logits and experts of moe_logits.cu
+//   router, last, logits, experts  weight, last, logits and experts of moe_logits.cu, float32 as there
 //
 // A warp has an expert, a thread kPieces pieces of the sum. The router's first pieces are on their way while
-// the norm is made. Shared memory: kAtOnce pieces of every thread, then the normed row.
+// the norm is made. Shared memory: those of kAtOnce pieces of every thread, then the normed row.
 //
 // grid: x experts / warps of a block, y tokens. Threads: whole warps for pieces / kPieces
 #include "config.h"
@@ -27,10 +27,11 @@ extern "C" __global__ void __launch_bounds__(1024)
     launch_early();
     const int threads = int(blockDim.x), lane = threadIdx.x & 31, warp = int(threadIdx.x >> 5);
     const int expert = int(blockIdx.x) * (threads / 32) + warp;
+    const int stride = threads * 16;
     const u32 base = shared_address(staged), mine = base + threadIdx.x * 16,
-              row = base + kAtOnce * threads * 16;
+              row = base + kAtOnce * kOfWeight * stride;
     const uint4* from = RouterRows{router, last, experts, pieces}.of(expert);
-    for (int line = lane; line < (pieces + kLine - 1) / kLine; line += 32) {
+    for (int line = lane; line < (pieces * kOfWeight + kLine - 1) / kLine; line += 32) {
         prefetch(from + line * kLine);
     }
     if (int(threadIdx.x) * kLine < pieces) {
@@ -43,8 +44,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const int piece = first + i * 32;
-            const bool there = piece < pieces;
-            stage16_if(mine + i * threads * 16, from + (there ? piece : 0), there);
+            stage_weight(mine + i * kOfWeight * stride, stride, from, piece, piece < pieces);
         }
     };
     const u64 token = u64(blockIdx.y) * pieces;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             const int piece = first + i * 32;
             if (piece < pieces) {
                 sum =
-                    add_products(sum, load_shared4(row + piece * 16), load_shared4(mine + i * threads * 16));
+                    add_products(sum, load_shared4(row + piece * 16), mine + i * kOfWeight * stride, stride);
             } else {
                 sum = __fadd_rn(sum, 0.0f);  // as products of zeros do to -0
             }
