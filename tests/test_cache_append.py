@@ -114,7 +114,7 @@ def two_layers(monkeypatch):
     config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
     cache = StaticCache(config, max_cache_len=8)
     appended(cache, 2, (3,))
-    monkeypatch.setattr(static_caches, "appends", lambda layer, key, value: key.dtype == layer.dtype)
+    monkeypatch.setattr(static_caches, "appends", lambda layer, key, value: key.dtype == layer.keys.dtype)
     return cache, torch.ones(2, 2, 1, 16)
 
 

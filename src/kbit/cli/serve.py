@@ -77,7 +77,8 @@ def serve(arguments: Sequence[str], cuda_graphs: bool = False, prefix_caches: in
     # transformers lists what is in the hub's cache, none of which this server takes requests for, and answers
     # with status 500 where there is no cache.
     served = {"id": arguments[0], "object": "model", "created": int(time.time()), "owned_by": ""}
-    ModelManager.get_gen_models = staticmethod(lambda *_: [served])
+    for name in ("list_models", "get_gen_models"):  # the second before transformers 5.24
+        setattr(ModelManager, name, staticmethod(lambda *_: [served]))
     refuse_malformed()
     stop_for_clients_that_have_gone()
     bars_on_terminals_only()
