@@ -375,6 +375,46 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_bounded_and_given_back() -> None:
+    """What is prepared of x would be 128 MB."""
+    code = """
+import kbit, torch
+
+def memory(what):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(what)) >> 10  # MB
+
+q, stack = (kbit.quantize(torch.randn(*e, 64, 4096), 4, search=False) for e in ((), (2,)))
+x, offsets = torch.ones(8192, 4096, dtype=torch.float16), torch.tensor([0, 4096, 8192], dtype=torch.int32)
+kbit.linear(x[:4], q), kbit.grouped_linear(x[:8], stack, offsets // 1024)  # which start what they need
+resident, most = memory("VmRSS"), memory("VmHWM")
+kbit.linear(x, q)
+print(memory("VmHWM") - most)
+kbit.grouped_linear(x, stack, offsets)
+print(memory("VmRSS") - resident)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(int(more) < 64 for more in run.stdout.split()), run.stdout
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_more_tokens_than_are_prepared_at_a_time_give_the_same(isa: str) -> None:
+    """Of 8192 features that are 512."""
+    packed, absmax, codebook, scale = make_weight(8, 8192, 4, experts=2)
+    weights = [(packed[e], absmax[e], codebook, scale[e]) for e in range(2)]
+    x, bias = torch.randn(1400, 8192), torch.randn(8)
+    parts = [run_linear(part, weights[0], bias, isa) for part in x.split(256)]
+    assert torch.equal(run_linear(x, weights[0], bias, isa), torch.cat(parts))
+    bounds, out = [3, 600, 1390], torch.full((1400, 8), float("nan"))
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    cpu.grouped_linear(x, packed, absmax, codebook, scale, offsets, 8192, out, isa=isa)
+    for weight, begin, end in zip(weights, bounds, bounds[1:], strict=False):
+        assert torch.equal(out[begin:end], run_linear(x[begin:end], weight, None, isa))
+    assert not out[:3].any()
+    assert not out[1390:].any()
+
+
 def test_panels_are_multiplied_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = make_weight(64, 128, 4), (torch.randn(40, 128) * 1e5).bfloat16()  # no float16
     monkeypatch.setattr(cpu, "panels_win", lambda *_: True)

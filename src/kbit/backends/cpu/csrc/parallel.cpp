@@ -46,8 +46,18 @@ void take_items(void* p) {
 struct Buffer {
     void* data = nullptr;
     size_t bytes = 0;
-    ~Buffer() { std::free(data); }
+    ~Buffer() { release(); }
+    void release() {
+        std::free(data);
+        data = nullptr;
+        bytes = 0;
+    }
 };
+
+Buffer& buffer_for(Purpose purpose) {
+    static thread_local Buffer buffers[2];
+    return buffers[purpose == Purpose::kActivations ? 0 : 1];
+}
 
 }  // namespace
 
@@ -79,19 +89,24 @@ void parallel_for(int64_t items, int threads, ParallelBody body, void* context) 
 }
 
 void* scratch(Purpose purpose, size_t bytes) {
-    static thread_local Buffer buffers[2];
-    constexpr size_t kKeep = size_t(16) << 20;
-    Buffer& buffer = buffers[purpose == Purpose::kActivations ? 0 : 1];
-    if (bytes > buffer.bytes || (buffer.bytes > kKeep && bytes < buffer.bytes / 4)) {
-        std::free(buffer.data);
-        buffer.bytes = (bytes + 4095) / 4096 * 4096;
-        buffer.data = std::aligned_alloc(64, buffer.bytes);
+    Buffer& buffer = buffer_for(purpose);
+    if (bytes > buffer.bytes) {
+        buffer.release();
+        const size_t whole = (bytes + 4095) / 4096 * 4096;
+        buffer.data = std::aligned_alloc(64, whole);
         if (buffer.data == nullptr) {
-            buffer.bytes = 0;
             throw std::bad_alloc();
         }
+        buffer.bytes = whole;
     }
     return buffer.data;
+}
+
+void free_scratch(Purpose purpose, size_t most) {
+    Buffer& buffer = buffer_for(purpose);
+    if (buffer.bytes > most) {
+        buffer.release();
+    }
 }
 
 }  // namespace kbit
