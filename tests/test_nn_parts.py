@@ -217,6 +217,18 @@ def test_experts_that_are_quantized_already_are_refused():
             KbitExperts.from_experts(other, 4, QuantizationPolicy(), name="mlp")
 
 
+@pytest.mark.parametrize("what", ["forward", "parameter"])
+def test_experts_that_compute_more_are_refused(what):
+    experts = Experts()
+    if what == "forward":
+        own = experts.forward
+        experts.forward, reason = lambda *given: 2 * own(*given), "its forward is not that of its class"
+    else:
+        experts.gain, reason = nn.Parameter(torch.ones(6)), "it holds gain, too"
+    with pytest.raises(ValueError, match=f"mlp: cannot quantize these experts: {reason}. Leave them as they"):
+        KbitExperts.from_experts(experts, 4, QuantizationPolicy(), name="mlp")
+
+
 @pytest.mark.parametrize("what", ["nan", "inf", "meta", "double", "progress"])
 def test_nothing_is_quantized_where_something_is_refused(what):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

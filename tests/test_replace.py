@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import prune
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 import kbit
 from kbit.nn import KbitEmbedding, KbitExperts, KbitLinear, quantize_model
@@ -220,6 +221,31 @@ def test_layers_with_a_forward_of_their_own_or_without_a_weight_stay(quantize):
 
 class Subclassed(nn.Linear):
     pass
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_own_forward(layer):
+    layer.forward = lambda *given: 2 * type(layer).forward(layer, *given)
+    return layer
+
+
+def test_layers_are_not_made_of_what_computes_more():
+    refusal = r"takes what computes as nn.{} does, got {} with a forward of its own \(wte\)"
+    for linear in (Doubled(64, 8), with_own_forward(nn.Linear(64, 8))):
+        with pytest.raises(TypeError, match=refusal.format("Linear", type(linear).__name__)):
+            KbitLinear.from_linear(linear, name="wte")
+    scaled = Gemma3TextScaledWordEmbedding(8, 64, padding_idx=0, embed_scale=8.0)
+    for table in (scaled, with_own_forward(nn.Embedding(8, 64))):
+        with pytest.raises(TypeError, match=refusal.format("Embedding", type(table).__name__)):
+            KbitEmbedding.from_embedding(table, name="wte")
+    # Neither a hook of accelerate nor a computed weight is such a forward.
+    KbitLinear.from_linear(add_hook_to_module(nn.Linear(64, 8), ModelHook()))
+    KbitLinear.from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(64, 8)))
+    KbitLinear.from_linear(nn.MultiheadAttention(64, 2).out_proj)
 
 
 def test_layers_are_made_of_unquantized_ones_of_their_kind():

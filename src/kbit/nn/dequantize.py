@@ -14,10 +14,11 @@ from kbit.nn.fused_experts import WEIGHTS
 from kbit.nn.linear import KbitLinear
 from kbit.nn.mixins import take_out
 from kbit.nn.parts import QuantizedModule
-from kbit.nn.refusals import require_progress
+from kbit.nn.refusals import refuse_parallel, require_progress
 from kbit.nn.replace import Progress
 from kbit.nn.support import keep_device_hook, keep_hooks
 from kbit.nn.tiling import TileableModule
+from kbit.nn.unwrap import unwrapped
 
 # Called after a model was dequantized in place; see `kbit.nn.replace.after_quantizing`.
 after_dequantizing: list[Callable[[nn.Module], None]] = []
@@ -33,7 +34,7 @@ def dequantize_model(
     share the weight; biases and hooks on calls stay. New weights require gradients, as those of any layer.
 
     Args:
-        model: any nn.Module that holds quantized layers; not itself one.
+        model: any nn.Module that holds quantized layers, or what torch.compile made of one; not itself one.
         dtype: of the weights, and of all else that is stored in the dtype of most parameters, so that the
             model still runs; by default that of its first floating-point parameter, or PyTorch's if it has
             none, and all else stays.
@@ -43,7 +44,8 @@ def dequantize_model(
         The model.
 
     Raises:
-        TypeError: the model is none, dtype is no floating-point dtype, or `progress` no function.
+        TypeError: the model is none, or wrapped for data parallelism, dtype is no floating-point dtype, or
+            `progress` no function.
         ValueError: the model itself is a layer, is split over ranks or has weights elsewhere; an adapter is
             on a layer; its layers are in NVFP4; or experts were not made from others, so that it is not known
             what they replaced. Nothing is replaced then.
@@ -52,6 +54,8 @@ def dequantize_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dequantize_model: model must be an nn.Module, got {type(model).__name__}.")
+    given, model = model, unwrapped(model)
+    refuse_parallel(model, "dequantize_model")
     if isinstance(model, QuantizedModule):
         raise ValueError(
             "dequantize_model replaces layers inside a model; this model is one layer itself. Use its "
@@ -77,7 +81,7 @@ def dequantize_model(
         _convert_others(model, before, dtype)
     for tell in after_dequantizing:
         tell(model)
-    return model
+    return given
 
 
 def _replace(model: nn.Module, group: list[list[str]], dtype: torch.dtype) -> None:

@@ -12,7 +12,8 @@ from kbit.format.words import at
 from kbit.nn import symbolic
 from kbit.nn.fuse import parts_of
 from kbit.nn.linear import KbitLinear
-from kbit.nn.parts import QuantizedModule, refuse_others
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.refusals import refuse_others
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.ops import api, checks, places
 
@@ -92,7 +93,7 @@ class KbitEmbedding(QuantizedModule, nn.Embedding):
         Raises:
             NonFiniteWeightError: the table holds NaN or Inf.
             TypeError, ValueError: see `kbit.quantize`; also what is no embedding, quantized already, has
-                max_norm, or states other sizes than its table has.
+                max_norm or a forward of its own, or states other sizes than its table has.
         """
         refuse_others("KbitEmbedding.from_embedding", embedding, nn.Embedding, name)
         refuse_other_sizes("KbitEmbedding.from_embedding", embedding, name)

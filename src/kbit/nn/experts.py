@@ -19,7 +19,7 @@ from kbit.nn.fused_experts import WEIGHTS, unsupported_experts, weight_of
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.refusals import require_policy
 from kbit.nn.replaced import Replaced
-from kbit.nn.support import is_silu
+from kbit.nn.support import is_silu, unsupported
 from kbit.ops import api, checks, grad_checks, moe_checks
 
 
@@ -82,11 +82,11 @@ class KbitExperts(QuantizedModule):
         """A module of the same shape with empty parts.
 
         Raises:
-            ValueError: the experts are laid out in a way that this class does not compute.
+            ValueError: the experts compute something that this class does not.
         """
-        reason = unsupported_experts(experts)
-        if reason:
-            raise ValueError(f"{name or type(experts).__name__}: cannot quantize these experts: {reason}.")
+        if reason := unsupported_experts(experts) or unsupported(experts):
+            name = name or type(experts).__name__
+            raise ValueError(f"{name}: cannot quantize these experts: {reason}. Leave them as they are.")
         gate_up = weight_of(experts, "gate_up_proj")
         count, twice, hidden = gate_up.shape
         device = gate_up.device if device is None else device
@@ -111,7 +111,8 @@ class KbitExperts(QuantizedModule):
         Raises:
             NonFiniteWeightError: a weight holds NaN or Inf.
             TypeError: the policy is none.
-            ValueError: the experts are laid out in a way that this class does not compute.
+            ValueError: the experts compute something that this class does not: they are laid out otherwise,
+                hold more than their weights, or have a forward of their own.
         """
         require_policy(policy, "KbitExperts.from_experts")
         layer = cls.empty_like(experts, bits, policy.absmax_format, name, device="meta")

@@ -12,7 +12,8 @@ from kbit.format import type_checks
 from kbit.format.autocast import autocast
 from kbit.nn import symbolic, tied
 from kbit.nn.fuse import parts_of
-from kbit.nn.parts import QuantizedModule, refuse_others
+from kbit.nn.parts import QuantizedModule
+from kbit.nn.refusals import refuse_others
 from kbit.nn.sizes import refuse_other_sizes
 from kbit.nn.tiling import TILED
 from kbit.ops import api, checks, direct, grad_checks
@@ -122,8 +123,8 @@ class KbitLinear(QuantizedModule, nn.Linear):
 
         Raises:
             NonFiniteWeightError: the weight holds NaN or Inf.
-            TypeError, ValueError: see `kbit.quantize`; also what is no linear layer, or quantized already, or
-                states other sizes than its weight has.
+            TypeError, ValueError: see `kbit.quantize`; also what is no linear layer, quantized already, has a
+                forward of its own, or states other sizes than its weight has.
         """
         refuse_others("KbitLinear.from_linear", linear, nn.Linear, name)
         refuse_other_sizes("KbitLinear.from_linear", linear, name)

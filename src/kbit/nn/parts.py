@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from kbit.format import scales
 from kbit.format.codebook import get_codebook
@@ -33,15 +32,6 @@ _LOAD_FIRST = (
     "The state has weights that are not quantized, for layers that are: load it into the unquantized model, "
     "then call kbit.quantize_model."
 )
-
-
-def refuse_others(method: str, module: object, kind: type[nn.Module], name: str) -> None:
-    """Raise TypeError unless `module` is what the constructor `method` quantizes, and is not quantized."""
-    if not isinstance(module, kind) or isinstance(module, QuantizedModule):
-        raise TypeError(
-            f"{method}: takes an unquantized nn.{kind.__name__}, got {type(module).__name__}{at(name)}. "
-            f"kbit.quantize takes tensors, kbit.quantize_model models."
-        )
 
 
 class QuantizedModule(TileableModule, Initialized):

@@ -9,9 +9,24 @@ from torch import nn
 
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.policy import QuantizationPolicy
-from kbit.format.words import counted
+from kbit.format.words import at, counted
 from kbit.nn.parts import QuantizedModule
+from kbit.nn.support import has_own_forward
 from kbit.ops.checks import float_dtype
+
+
+def refuse_others(method: str, module: object, kind: type[nn.Module], name: str) -> None:
+    """Raise TypeError unless `module` is what the constructor `method` quantizes, and is not quantized."""
+    if not isinstance(module, kind) or isinstance(module, QuantizedModule):
+        raise TypeError(
+            f"{method}: takes an unquantized nn.{kind.__name__}, got {type(module).__name__}{at(name)}. "
+            f"kbit.quantize takes tensors, kbit.quantize_model models."
+        )
+    if type(module).forward is not kind.forward or has_own_forward(module):
+        raise TypeError(
+            f"{method}: takes what computes as nn.{kind.__name__} does, got {type(module).__name__} with a "
+            f"forward of its own{at(name)}, which would be lost. Leave the layer as it is."
+        )
 
 
 def require_policy(policy: object, what: str) -> None:
@@ -104,6 +119,18 @@ def other_settings(
         f"kbit quantized nothing: {counted(len(other), 'layer')} keep what they have, such as {other[0]}, "
         f"though the policy says others. Start from the unquantized model."
     )
+
+
+def refuse_parallel(model: nn.Module, what: str) -> None:
+    """Raise TypeError if the model that `what` was given is wrapped for data parallelism.
+
+    Names in it are others than those that a policy knows, and the wrapper keeps to the parameters it found.
+    """
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"{what}: model must be the one inside, got {type(model).__name__}. Call {what} with its .module "
+            f"first, then wrap that."
+        )
 
 
 def refuse_scripted(model: nn.Module) -> None:

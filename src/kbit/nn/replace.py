@@ -21,6 +21,7 @@ from kbit.nn.linear import KbitLinear
 from kbit.nn.parts import QuantizedModule
 from kbit.nn.support import keep_device_hook, keep_hooks, left_alone, refuse_mixed, unsupported
 from kbit.nn.together import run_together
+from kbit.nn.unwrap import unwrapped
 
 Progress = Callable[[int, int, str], None]
 
@@ -76,7 +77,8 @@ def quantize_model(
     layers of one input, such as q, k and v, run as one (`kbit.nn.merged`).
 
     Args:
-        model: any nn.Module with weights on a real device; not itself a linear layer.
+        model: any nn.Module with weights on a real device, or what torch.compile made of one; not itself a
+            linear layer.
         policy: which modules get how many bits; see `QuantizationPolicy.bits_for`. It sees the names of this
             model's modules and, of a model of transformers, those in its checkpoints, which differ for a few.
         progress: called as progress(done, total, name) after each layer.
@@ -88,8 +90,8 @@ def quantize_model(
 
     Raises:
         NonFiniteWeightError: a weight holds NaN or Inf. Nothing is quantized yet, as for what follows.
-        TypeError: the model is no module, or has one of torch.jit, the policy is no policy, `progress` no
-            function, or a weight of another dtype than float32 or 16 bits.
+        TypeError: the model is no module, has one of torch.jit, or is wrapped for data parallelism; the
+            policy is no policy, `progress` no function, or a weight of another dtype than float32 or 16 bits.
         ValueError: the model itself is a layer, or holds weights on the meta device; samples feed NaN or Inf
             to a layer; the policy gives weights of one module, which files have apart, different widths; the
             model has adapters of peft, another method's layers, or those of another codebook or scale format.
@@ -106,6 +108,8 @@ def quantize_model(
             f"quantize_model: model must be an nn.Module, got {type(model).__name__}. kbit.quantize "
             f"takes single tensors; the command kbit quantize takes folders."
         )
+    given, model = model, unwrapped(model)
+    refusals.refuse_parallel(model, "quantize_model")
     refusals.refuse_scripted(model)
     refusals.require_policy(policy, "quantize_model")
     refusals.require_progress(progress, "quantize_model")
@@ -133,7 +137,7 @@ def quantize_model(
         warnings.warn(NOTHING_QUANTIZED, stacklevel=_CALLER)
     for tell in after_quantizing:
         tell(model, policy)
-    return model
+    return given
 
 
 def _layers(model: nn.Module) -> list[list[str]]:

@@ -59,7 +59,7 @@ def enable_cuda_graphs(model: Any, *, compile_layers: bool = False) -> None:
     run as the model runs them: a hook would see padding. A warning names the first of these.
 
     Args:
-        model: a causal language model of transformers, or one of peft around it.
+        model: a causal language model of transformers, or one of peft or of torch.compile around it.
         compile_layers: torch.compile each decoder layer for these steps, too, which makes few kernels of many
             and takes a minute or so, once for each batch size. See `overlap_kernels`.
 

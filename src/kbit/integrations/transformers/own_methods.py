@@ -5,10 +5,13 @@ from __future__ import annotations
 import types
 from typing import Any
 
+from kbit.nn.unwrap import unwrapped
+
 
 def generating(model: Any) -> Any:
-    """The model whose `generate` runs: the one inside, for models of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model whose `generate` runs: the one inside, for models of peft and what torch.compile returned."""
+    model = unwrapped(model)
+    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def is_ours(value: Any) -> bool:

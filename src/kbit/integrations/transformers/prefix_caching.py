@@ -52,7 +52,7 @@ def enable_prefix_caching(model: Any, conversations: int = 2) -> None:
     behind the model's back are not noticed.
 
     Args:
-        model: a causal language model of transformers, or one of peft around it.
+        model: a causal language model of transformers, or one of peft or of torch.compile around it.
         conversations: how many caches are kept, each as large as the prompt and answer that it is of; those
             used last.
 
