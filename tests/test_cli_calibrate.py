@@ -149,10 +149,11 @@ def test_a_short_text_is_warned_of(tmp_path, text, monkeypatch):
     assert "tokens only" not in run(source, tmp_path / "again", "--calibrate", text).output
 
 
-def test_windows_are_as_long_as_a_model_knows_positions(tmp_path, text):
+@pytest.mark.parametrize("more", [{}, {"text_config": None}])
+def test_windows_are_as_long_as_a_model_knows_positions(tmp_path, text, more):
     source = build_with_tokenizer("llama", tmp_path / "in")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24} | more))
     result = run(source, tmp_path / "out", "--calibrate", text)
     assert result.exit_code == 0, result.output
     assert texts.calibration_samples(source, WORDS, text).shape[1] == 24

@@ -342,7 +342,14 @@ def expert_pair(experts, bits=4):
     return layer, twin
 
 
-@pytest.mark.parametrize("act_fn", [nn.SiLU(), F.silu, nn.GELU()], ids=["SiLU", "silu", "GELU"])
+class HalfSiLU(nn.SiLU):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "act_fn", [nn.SiLU(), F.silu, nn.GELU(), HalfSiLU()], ids=["SiLU", "silu", "GELU", "half SiLU"]
+)
 @pytest.mark.parametrize("extra", [0, 1], ids=["all mine", "some not mine"])
 def test_prepared_experts(extra, act_fn):
     experts = Experts()

@@ -200,7 +200,10 @@ def test_compiled_experts_have_the_same_bits(activations: str) -> None:
     assert torch.equal(torch.compile(experts)(x, ids, weights), experts(x, ids, weights))
 
 
-@pytest.mark.parametrize("change", [lambda ids: ids + 10, lambda ids: ids.float(), lambda ids: ids[:, :0]])
+@pytest.mark.parametrize(
+    "change",
+    [lambda ids: ids + 10, lambda ids: ids + 2**32, lambda ids: ids.float(), lambda ids: ids[:, :0]],
+)
 def test_ids_of_no_expert_name_the_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     experts = NVFP4Experts.from_experts(Experts(), NVFP4Settings(), "mlp.experts")
     x, ids, weights = inputs()

@@ -59,7 +59,8 @@ def encode_windows(
 
 def _stated_positions(folder: Path) -> int | None:
     config = read_config(folder)
-    most = config.get("text_config", config).get("max_position_embeddings")
+    text = config.get("text_config")
+    most = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     return most if isinstance(most, int) and most > 0 else None
 
 

@@ -54,7 +54,8 @@ _READERS = (
     (r"^EsmFold2", r"(atom|coords)_linear|(pair|noise)_proj|(pae|distogram)_head|embed|token_bonds"),
     (r"^(FSMT|Vits)Model$", r"(decoder|text_encoder)\.embed_tokens"),
     (r"Indexer$", "weights_proj"),  # sparse attention of DeepSeek-V3.2 and models like it
-    (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$", "lm_head"),
+    (r"^(Falcon)?Mamba2?ForCausalLM$|^(xLSTM|HYV4)ForCausalLM$|^HYV4VLFor", "lm_head"),
+    (r"^Inkling2LoopMessageGate$", "down_proj"),
 )
 
 _HOOKS = (
@@ -156,7 +157,8 @@ def is_silu(function: Any) -> bool:
     if function is F.silu:
         return True
     # The other is transformers' own since 5.23; importing it here would import transformers.
-    silu = isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"
+    kind = type(function)
+    silu = getattr(kind, "forward", None) is nn.SiLU.forward or kind.__name__ == "SiLUActivation"
     return silu and not is_apart(function)
 
 

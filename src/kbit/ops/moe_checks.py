@@ -21,8 +21,8 @@ def moe_logits(
     """Check the arguments of `kbit::moe_logits`.
 
     Raises:
-        TypeError: x is not float, a weight is of another dtype and not float32, or dtype is neither theirs nor
-            float32.
+        TypeError: x is not float, a weight is of another dtype and not float32, or dtype is neither theirs
+            nor float32.
         ValueError: shapes or devices do not belong together.
     """
     checks.float_dtype("moe_logits", "x", x.dtype)

@@ -110,7 +110,7 @@ class NVFP4Experts(NVFP4Module):
     def _summed(self, x: torch.Tensor, top_k_index: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """`forward` of arguments that were checked, without gradients."""
         settings = self.settings
-        routing = route(top_k_index.int(), self.num_experts, self.layer_name)
+        routing = route(top_k_index, self.num_experts, self.layer_name)
         if settings.activations == "16bit":
             return combine_sorted(self._of_16_bits(x, routing), routing.inverse, p)
         a = quantize_for_experts(
