@@ -197,6 +197,7 @@ def test_rows_that_logits_with_the_norm_in_front_do_not_take():
     assert not takes(*(one[..., :1016] for one in (x, weight, router)))
     assert takes(x, weight, router.float(), router[:1].float())
     assert not takes(x, weight, router.float(), router[:1])
+    assert not takes(x, weight, torch.ones(1, 1024).expand(171, 1024).contiguous())
     assert not takes(x, weight, router.bfloat16())
     assert not takes(x, weight.float(), router)
     assert not takes(x.float(), weight.float(), router.float())

@@ -180,7 +180,7 @@ def test_logits_are_right_and_repeat(experts, columns, dtype, out, held):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         logits = ops.moe_logits(x, weight, out)
         assert logits.dtype == (out or dtype)
-        most = routing._MOST_WIDE if held else routing.MOST_LOGITS
+        most = routing.MOST_WIDE if held else routing.MOST_LOGITS
         many = tokens > routing._MOST_TOKENS or tokens * experts > most
         if many or columns % 8:
             kind = out or dtype

@@ -40,12 +40,13 @@ def takes(
     The last two may be float32; logits must be then.
     """
     columns, experts = x.shape[-1], router.shape[0] + (last is not None)
-    most = _MOST_PIECES if router.dtype == x.dtype else _MOST_WIDE
+    alike = router.dtype == x.dtype
+    most, logits = (_MOST_PIECES, routing.MOST_LOGITS) if alike else (_MOST_WIDE, routing.MOST_WIDE)
     fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= most
     if x.dtype not in operands.DTYPES or router.dtype not in (x.dtype, torch.float32) or not fits:
         return False
     tokens = x.numel() // columns
-    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= routing.MOST_LOGITS:
+    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= logits:
         return False
     of_x, of_router = (x, added, weight), (router,) if last is None else (router, last)
     if any(one.dtype != x.dtype for one in of_x) or any(one.dtype != router.dtype for one in of_router):

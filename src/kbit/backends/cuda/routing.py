@@ -35,7 +35,7 @@ _ROUTER_WARPS = 4
 FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
 # Logits up to which moe_logits.cu is faster than cuBLAS where weights are float32. On an H200, 8 tokens of 64
 # experts of 2048 columns take 5 us, and 10.
-_MOST_WIDE = 8 * 64
+MOST_WIDE = 8 * 64
 _MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
 _MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
 _MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
@@ -105,7 +105,7 @@ def moe_logits(
     given = operands.addresses(x, weight, last)
     whole = columns % operands.PIECE == 0 and not any(place % 16 for place in given)
     wide_weight = weight.dtype != x.dtype
-    most = _MOST_WIDE if wide_weight else MOST_LOGITS
+    most = MOST_WIDE if wide_weight else MOST_LOGITS
     taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= most
     if x.dtype not in operands.DTYPES or not taken or not columns or not whole:
         return reference.moe_logits(x, weight, dtype, last)
