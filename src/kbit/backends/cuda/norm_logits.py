@@ -10,10 +10,10 @@ from kbit.backends.cuda import driver, launcher, norm, operands, routing
 from kbit.backends.cuda.compiler import KernelSpec
 
 _FORMAT = "QQQQQQQQiifii"
-_KEPT, _AT_ONCE = 2, 8  # kPieces, kAtOnce
+_KEPT, _AT_ONCE = 2, 8  # kPieces, and pieces of the weight that a thread has in flight
 # Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to those that go
-# into the shared memory that every GPU has; of weights in float32 fewer.
-_LEAST_PIECES, _MOST_PIECES, _MOST_WIDE = norm.PIECES[_KEPT - 1] + 1, 1216, 704
+# into the shared memory that every GPU has.
+_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1216
 
 
 @functools.cache
@@ -40,13 +40,12 @@ def takes(
     The last two may be float32; logits must be then.
     """
     columns, experts = x.shape[-1], router.shape[0] + (last is not None)
-    alike = router.dtype == x.dtype
-    most, logits = (_MOST_PIECES, routing.MOST_LOGITS) if alike else (_MOST_WIDE, routing.MOST_WIDE)
-    fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= most
+    most = routing.MOST_LOGITS if router.dtype == x.dtype else routing.MOST_WIDE
+    fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= _MOST_PIECES
     if x.dtype not in operands.DTYPES or router.dtype not in (x.dtype, torch.float32) or not fits:
         return False
     tokens = x.numel() // columns
-    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= logits:
+    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= most:
         return False
     of_x, of_router = (x, added, weight), (router,) if last is None else (router, last)
     if any(one.dtype != x.dtype for one in of_x) or any(one.dtype != router.dtype for one in of_router):
@@ -98,5 +97,5 @@ def _prepared(
     warps = -(-pieces // (_KEPT * driver.WARP))
     threads = warps * driver.WARP
     kernel = launcher.load(_spec(*kinds), index, _FORMAT)
-    smem = 16 * (_AT_ONCE * (2 if kinds[2] else 1) * threads + pieces)
+    smem = 16 * (_AT_ONCE * threads + pieces)
     return launcher.Prepared(index, kernel, (-(-experts // warps), tokens, 1), threads, smem)

@@ -15,8 +15,8 @@
 #include "heads.cuh"
 #include "moe_logits.cuh"
 
-constexpr int kPieces = 2;  // as rms_norm.cu has for rows of so many columns
-constexpr int kAtOnce = 8;  // pieces of a lane in flight, as moe_logits.cu
+constexpr int kPieces = 2;              // as rms_norm.cu has for rows of so many columns
+constexpr int kAtOnce = 8 / kOfWeight;  // pieces of x that a lane has those of the weight of in flight
 
 extern "C" __global__ void __launch_bounds__(1024)
     norm_logits(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y,
