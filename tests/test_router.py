@@ -122,12 +122,12 @@ def test_logits_are_a_product():
 @pytest.mark.parametrize(
     ("x", "weight", "dtype", "message"),
     [
-        (torch.zeros(2, 8), torch.zeros(3, 8).half(), None, "weight must be torch.float32 like x"),
+        (torch.zeros(2, 8), torch.zeros(3, 8).half(), None, "weight must be torch.float32 beside x in"),
         (
             torch.zeros(2, 8).half(),
             torch.zeros(3, 8).bfloat16(),
             None,
-            "like x or torch.float32",
+            "must be torch.float16 or torch.float32 beside",
         ),
         (torch.zeros(2, 8).half(), torch.zeros(3, 8).half(), torch.bfloat16, "got torch.bfloat16 for x in"),
         (torch.zeros(2, 8).half(), torch.zeros(3, 8), None, "and a weight in torch.float32"),

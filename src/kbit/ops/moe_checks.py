@@ -26,10 +26,11 @@ def moe_logits(
         ValueError: shapes or devices do not belong together.
     """
     checks.float_dtype("moe_logits", "x", x.dtype)
-    if weight.dtype not in (x.dtype, torch.float32):
+    wanted = dict.fromkeys((x.dtype, torch.float32))
+    if weight.dtype not in wanted:
         raise TypeError(
-            f"moe_logits: weight must be {x.dtype} like x or torch.float32, got {weight.dtype}. Cast "
-            f"one of them."
+            f"moe_logits: weight must be {' or '.join(map(str, wanted))} beside x in {x.dtype}, got "
+            f"{weight.dtype}. Cast one of them."
         )
     if (dtype or x.dtype) not in (weight.dtype, torch.float32):
         raise TypeError(

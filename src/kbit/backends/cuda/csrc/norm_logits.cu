@@ -16,7 +16,7 @@
 #include "moe_logits.cuh"
 
 constexpr int kPieces = 2;              // as rms_norm.cu has for rows of so many columns
-constexpr int kAtOnce = 8 / kOfWeight;  // pieces of x that a lane has those of the weight of in flight
+constexpr int kAtOnce = 8 / kOfWeight;  // pieces of x whose weights a lane has in flight
 
 extern "C" __global__ void __launch_bounds__(1024)
     norm_logits(const uint4* x, const uint4* added, const uint4* weight, uint4* total, uint4* y,
