@@ -20,6 +20,7 @@ from torch import nn
 
 from kbit.backends.cuda import driver
 from kbit.backends.cuda.gated_delta import takes, takes_steps
+from kbit.nn.attention_layers import CACHE, FORMER_STATES
 from kbit.nn.delta_families import FAMILIES, Family, family_of, has_own_norm, ratio_of
 from kbit.nn.linear import KbitLinear
 from kbit.nn.merged import MergedProjections
@@ -30,8 +31,7 @@ from kbit.ops import grad_checks
 
 # A function beside the layer's class, in its module.
 _MASKED = "apply_mask_to_padding_states"
-# What forwards call their cache: the second from transformers 5.24 on.
-_CACHES = ("cache_params", "cache")
+_CACHES = (FORMER_STATES, CACHE)
 _ARGUMENTS = [["self", "hidden_states", cache, "attention_mask", "kwargs"] for cache in _CACHES]
 _PACKED = ("cu_seq", "seq_idx")  # how arguments begin that say where sequences in one row end
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.nn.attention_layers import FORMER_CACHE, FORMER_STATES
 from kbit.nn.mixins import MixedIn, attributes, mix_in, mixed, stand_in
 from kbit.nn.norm import FusedNorm
 from kbit.nn.shared_expert import router_of
@@ -24,8 +25,6 @@ from kbit.nn.support import has_own_forward, is_apart
 
 _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x and what is added to it, to the sum
-# What transformers before 5.24 calls a cache. Later layers take this name from others, too, and rename it.
-_OLD_CACHE = "past_key_values"
 _FOLLOWING = "_kbit_following"  # of a layer: the norm behind its last sum, in a tuple, or it were a submodule
 
 
@@ -45,7 +44,7 @@ class FusedResiduals(MixedIn):
         """As its own class, and by that class's forward where the norms go by that of theirs."""
         own: Any = self.own
         norm = self.post_attention_layernorm
-        renamed = _OLD_CACHE in named and _OLD_CACHE not in _defaults(own)
+        renamed = FORMER_CACHE in named and FORMER_CACHE not in _defaults(own)
         if more or renamed or not (isinstance(norm, FusedNorm) and norm.takes(hidden_states)):
             return super().forward(hidden_states, *more, **named)
         add, router = norm.add, router_of(self.mlp)
@@ -93,8 +92,8 @@ class _LinearAttention(FusedResiduals):
             for name, value in named.items()
             if name not in ("position_embeddings", "position_ids")
         }
-        if _OLD_CACHE in rest:
-            rest["cache_params"] = rest.pop(_OLD_CACHE)
+        if FORMER_CACHE in rest:
+            rest[FORMER_STATES] = rest.pop(FORMER_CACHE)
         mixed: torch.Tensor = self.linear_attn(hidden_states=x, **rest)
         return mixed
 

@@ -144,9 +144,9 @@ class MergedExperts(Joining):
             return False
         if any(layer.codebook is not experts.codebook for layer in layers):
             return False  # since `join` a weight was replaced
-        for gate in (parts.router, parts.shared_gate):
-            if gate is not None and not (gate.takes(x) and gate.weight.dtype == parts.router.weight.dtype):
-                return False
+        gates = [gate for gate in (parts.router, parts.shared_gate) if gate is not None]
+        if not all(gate.takes(x) for gate in gates) or len({gate.weight.dtype for gate in gates}) > 1:
+            return False
         return 0 < x.shape[:-1].numel() * parts.router.top_k <= _MOST_ROWS * experts.num_experts
 
     def join(self) -> None:

@@ -24,8 +24,7 @@ def _spec(dtype: torch.dtype, wide: bool, wide_weight: bool) -> KernelSpec:
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    kinds = ((False, False), (True, False), (True, True))
-    return [_spec(dtype, *kind) for dtype in operands.DTYPES for kind in kinds]
+    return [_spec(dtype, *kind) for dtype in operands.DTYPES for kind in routing.LOGITS_KINDS]
 
 
 def takes(

@@ -36,6 +36,8 @@ FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
 # Logits up to which moe_logits.cu is faster than cuBLAS where weights are float32. On an H200, 8 tokens of 64
 # experts of 2048 columns take 5 us, and 10.
 MOST_WIDE = 8 * 64
+# Of kernels of logits: whether these are float32, and whether the weight is.
+LOGITS_KINDS = ((False, False), (True, False), (True, True))
 _MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
 _MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
 _MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
@@ -45,7 +47,7 @@ _MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver
 
 
 @functools.cache
-def logits_spec(dtype: torch.dtype, wide: bool, wide_weight: bool = False) -> KernelSpec:
+def logits_spec(dtype: torch.dtype, wide: bool, wide_weight: bool) -> KernelSpec:
     """The kernel that multiplies few tokens of a 16-bit dtype by a router's weight, to float32 if `wide`."""
     kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
     return KernelSpec.make("moe_logits.cu", warps=_ROUTER_WARPS, **kinds)
@@ -81,10 +83,9 @@ def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
-    kinds = [(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
-    logits = [of(*kind) for of in (logits_spec, mma_spec) for kind in kinds]
-    logits += [logits_spec(dtype, True, True) for dtype in operands.DTYPES]
-    return [*logits, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
+    logits = [logits_spec(dtype, *kind) for dtype in operands.DTYPES for kind in LOGITS_KINDS]
+    mma = [mma_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
+    return [*logits, *mma, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
 def moe_logits(

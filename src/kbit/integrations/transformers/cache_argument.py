@@ -10,7 +10,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-CACHE_NAMES = ("cache", "past_key_values")
+from kbit.nn.attention_layers import CACHE, FORMER_CACHE
+
+CACHE_NAMES = (CACHE, FORMER_CACHE)
 
 
 @functools.cache

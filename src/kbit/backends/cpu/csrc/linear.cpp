@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kTokensPerPass = 256;  // bounds the workspace; weights are decoded again for the next pass
 // Bounds prepared activations, which are as large as x or twice that; kTokensPerPass of them may be larger.
-constexpr int64_t kStageBytes = int64_t(20) << 20;
+constexpr int64_t kPreparedBytes = int64_t(20) << 20;
 constexpr int64_t kSerialWork = int64_t(1) << 17;  // decoded weights: below ~10 us waking threads costs more
 
 int64_t rows_per_item(int64_t rows, int threads) {
@@ -105,12 +105,12 @@ struct Span {
     int64_t expert, begin, end;
 };
 
-// Multiplies spans that follow each other, as much of them at a time as kStageBytes hold. They are cut
+// Multiplies spans that follow each other, as much of them at a time as kPreparedBytes hold. They are cut
 // between passes, so results do not depend on it.
 void run_spans(const Kernels& isa, const WeightArgs& w, const Activations& a, const std::vector<Span>& spans,
                int threads) {
     Prepared p = unprepared(isa, w, a);
-    const int64_t passes = kStageBytes / p.row_bytes() / kTokensPerPass,
+    const int64_t passes = kPreparedBytes / p.row_bytes() / kTokensPerPass,
                   most = std::max<int64_t>(passes, 1) * kTokensPerPass;
     std::vector<Span> parts;
     for (const Span& span : spans) {
@@ -128,7 +128,7 @@ void run_spans(const Kernels& isa, const WeightArgs& w, const Activations& a, co
         }
         run_tasks(p, tasks, w.n, threads);
     }
-    free_scratch(Purpose::kActivations, size_t(kStageBytes));
+    free_scratch(Purpose::kActivations, size_t(kPreparedBytes));
 }
 
 }  // namespace

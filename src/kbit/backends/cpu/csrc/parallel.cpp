@@ -89,8 +89,9 @@ void parallel_for(int64_t items, int threads, ParallelBody body, void* context) 
 }
 
 void* scratch(Purpose purpose, size_t bytes) {
+    constexpr size_t kKeep = size_t(16) << 20;
     Buffer& buffer = buffer_for(purpose);
-    if (bytes > buffer.bytes) {
+    if (bytes > buffer.bytes || (buffer.bytes > kKeep && bytes < buffer.bytes / 4)) {
         buffer.release();
         const size_t whole = (bytes + 4095) / 4096 * 4096;
         buffer.data = std::aligned_alloc(64, whole);

@@ -22,7 +22,7 @@ void parallel_for(int64_t items, int threads, F&& f) {
 }
 
 // Memory of the calling thread that lives until its next call with the same `purpose`: 64-byte aligned, grown
-// on demand.
+// on demand, given back once a request is far smaller.
 enum class Purpose { kActivations, kWorkspace };
 void* scratch(Purpose purpose, size_t bytes);
 
