@@ -11,7 +11,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import routing
+from kbit.backends.cuda import router_logits, routing
 from moe_routings import ROUTINGS, not_all_mine, routed
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -109,21 +109,33 @@ def test_nan_and_infinity_choose_experts_that_there_are():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "columns"), [(1, 8), (5, 72), (9, 2048), (4, 2056), (6, 4104)])
-def test_logits(experts, columns, dtype):
+@pytest.mark.parametrize(
+    ("experts", "columns"), [(1, 8), (5, 72), (9, 2048), (4, 2056), (6, 4104), (2, 8200), (70, 264)]
+)
+@pytest.mark.parametrize("kernel", ["of a token", "of tokens", "mma"])
+def test_logits(experts, columns, dtype, kernel, monkeypatch):
+    if kernel == "of tokens":
+        monkeypatch.setattr(router_logits, "_SHARED_BYTES", 0)
+    elif kernel == "mma":
+        monkeypatch.setattr(router_logits, "_FEW", 0)
+    router_logits.few_block.cache_clear()
+    router_logits.launch_of.cache_clear()
     kinds = ((dtype, dtype), (torch.float32, dtype), (torch.float32, torch.float32))
-    for tokens, (out, held) in itertools.product((1, 2, 3, 8, 21), kinds):
+    kinds = kinds[:2] if kernel == "mma" else kinds
+    for tokens, (out, held) in itertools.product((1, 3, 4, 13), kinds):
         x = guarded(torch.randn(tokens, columns).to(dtype))
         weight = guarded(torch.randn(experts, columns).to(held))
-        logits = routing.moe_logits(x, weight, out)
+        logits = router_logits.moe_logits(x, weight, out)
         exact = x.double() @ weight.double().T
         bound = x.double().abs() @ weight.double().abs().T * columns * 2.0**-24
         rounding = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out]
         assert bool(((logits.double() - exact).abs() <= bound + exact.abs() * rounding).all())
         last = guarded(torch.randn(1, columns).to(held))
-        more = routing.moe_logits(x, weight, out, last)
+        more = router_logits.moe_logits(x, weight, out, last)
         assert torch.equal(more[:, :-1], logits)
-        assert torch.equal(more[:, -1:], routing.moe_logits(x, last, out))
+        assert torch.equal(more[:, -1:], router_logits.moe_logits(x, last, out))
+    router_logits.few_block.cache_clear()
+    router_logits.launch_of.cache_clear()
 
 
 # One block; several warps that sort; several blocks, in two launches.

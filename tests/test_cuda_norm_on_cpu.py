@@ -12,7 +12,7 @@ import cuda_on_cpu
 import cuda_rows_on_cpu
 from guards import guarded, untouched
 from kbit.backends import reference
-from kbit.backends.cuda import driver, norm, norm_logits, routing
+from kbit.backends.cuda import driver, norm, norm_logits, router_logits
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -160,10 +160,12 @@ def test_nor_does_it_take_a_sum_with_what_is_elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 9728)])
+@pytest.mark.parametrize(
+    ("experts", "columns"), [(1, 520), (5, 2048), (6, 2056), (19, 4104), (3, 8192), (70, 520)]
+)
 def test_logits_with_the_norm_in_front(experts, columns, dtype):
     kinds = ((dtype, dtype), (torch.float32, dtype), (torch.float32, torch.float32))
-    for tokens, (out, held), more in itertools.product((1, 3), kinds, (False, True)):
+    for tokens, (out, held), more in itertools.product((1, 3, 16), kinds, (False, True)):
         x, added = (guarded(torch.randn(tokens, columns).to(dtype)) for _ in range(2))
         weight = guarded(torch.randn(columns).to(dtype))
         router = guarded(torch.randn(experts, columns).to(held))
@@ -175,7 +177,7 @@ def test_logits_with_the_norm_in_front(experts, columns, dtype):
         norm_logits.add_rms_norm_logits(x, added, weight, *how, router, last, *made)
         total, normed = torch.empty_like(x), torch.empty_like(x)
         norm.rms_norm(x, weight, *how, normed, added, total)
-        want = total, normed, routing.moe_logits(normed, router, out, last)
+        want = total, normed, router_logits.moe_logits(normed, router, out, last)
         assert all(torch.equal(one, other) for one, other in zip(made, want, strict=True))
         assert all(map(untouched, made))
 
@@ -188,16 +190,21 @@ def test_rows_that_logits_with_the_norm_in_front_do_not_take():
 
     assert takes(x, weight, router)
     assert takes(x[None], weight, router, router[:1])
-    assert not takes(torch.ones(4, 1024).half(), weight, router)
+    assert takes(torch.ones(16, 1024).half(), weight, router)
+    assert not takes(torch.ones(17, 1024).half(), weight, router)
     assert not takes(x[:0], weight, router)
     assert not takes(x, weight, router[:0])
-    assert not takes(x, weight, torch.ones(1, 1024).half().expand(11094, 1024))
+    assert takes(x, weight, torch.ones(426, 1024).half())
+    assert not takes(x, weight, torch.ones(427, 1024).half())
     for columns in (512, 1020):
         assert not takes(*(one[..., :columns].contiguous() for one in (x, weight, router)))
     assert not takes(*(one[..., :1016] for one in (x, weight, router)))
     assert takes(x, weight, router.float(), router[:1].float())
     assert not takes(x, weight, router.float(), router[:1])
-    assert not takes(x, weight, torch.ones(1, 1024).expand(171, 1024).contiguous())
+    long, wide = torch.ones(16, 8192).half(), torch.ones(28, 8192)
+    assert takes(long, long[0], wide[:27])
+    assert not takes(long, long[0], wide)  # whose blocks share weights
+    assert not takes(*(torch.ones(rows, 8200).half() for rows in (1, 1, 4)))
     assert not takes(x, weight, router.bfloat16())
     assert not takes(x, weight.float(), router)
     assert not takes(x.float(), weight.float(), router.float())

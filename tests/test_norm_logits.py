@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kbit
 from kbit.backends import cuda
-from kbit.backends.cuda import norm_logits, routing
+from kbit.backends.cuda import norm_logits, router_logits
 from kbit.nn import router
 from kbit.nn.residuals import FusedResiduals
 from kbit.ops import direct
@@ -180,19 +180,21 @@ def test_logits_that_nobody_asked_for_are_forgotten(kernels, monkeypatch):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("experts", "columns"), [(512, 2048), (128, 2048), (64, 2048), (8, 4096), (7, 2056), (3, 9728)]
+    ("experts", "columns"), [(512, 2048), (128, 2048), (64, 2048), (8, 4096), (7, 2056), (3, 8192)]
 )
 def test_the_kernel_equals_norm_and_logits_bit_for_bit(experts, columns, dtype):
     def random(*shape):
         return torch.randn(*shape, device="cuda").to(dtype)
 
-    for tokens in (1, 2, 3):
+    for tokens in (1, 2, 3, 8):
         x, added = random(1, tokens, columns), random(1, tokens, columns)
         weight, gates, last = random(columns), random(experts, columns), random(1, columns)
         kinds = [(False, False, None, gates), (True, True, last, gates)]
-        if tokens * (experts + 1) <= routing.MOST_WIDE:
-            kinds.append((False, True, last.float(), torch.randn(experts, columns, device="cuda")))
+        kinds.append((False, True, last.float(), torch.randn(experts, columns, device="cuda")))
         for plus_one, wide, more, gate in kinds:
+            if not norm_logits.takes(x, added, weight, gate, more):
+                assert tokens * experts > 1024
+                continue
             how = (weight, 1e-6, plus_one, not plus_one)
             out = torch.float32 if wide else None
             total, normed = ops.add_rms_norm(x, added, *how)
@@ -247,7 +249,12 @@ def test_models_on_a_gpu(family, monkeypatch):
 @gpu
 def test_weights_of_routers_in_float32(monkeypatch):
     """As transformers keeps DeepSeek's and GLM's from 5.24 on."""
-    model, ids, runs, run = build("glm4_moe_lite", hidden=1024).cuda(), IDS.cuda(), [], routing.moe_logits
+    model, ids, runs, run = (
+        build("glm4_moe_lite", hidden=1024).cuda(),
+        IDS.cuda(),
+        [],
+        router_logits.moe_logits,
+    )
     with torch.no_grad():
         for one in routers_of(model):
             one.weight = torch.nn.Parameter(torch.randn_like(one.weight, dtype=torch.float32))

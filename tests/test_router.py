@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import kbit
 from kbit.backends import cuda, reference
-from kbit.backends.cuda import routing
+from kbit.backends.cuda import router_logits
 from kbit.nn import router
 from tiny_models import build
 
@@ -180,9 +180,8 @@ def test_logits_are_right_and_repeat(experts, columns, dtype, out, held):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         logits = ops.moe_logits(x, weight, out)
         assert logits.dtype == (out or dtype)
-        most = routing.MOST_WIDE if held else routing.MOST_LOGITS
-        many = tokens > routing._MOST_TOKENS or tokens * experts > most
-        if many or columns % 8:
+        kinds = (dtype, logits.dtype == torch.float32, held is not None)
+        if router_logits.launch_of(kinds, tokens, experts, columns) is None or columns % 8:
             kind = out or dtype
             assert torch.equal(logits, nn.functional.linear(x.to(kind), weight.to(kind)))
             continue

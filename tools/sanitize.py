@@ -109,17 +109,23 @@ def run_around_products() -> None:
             ids, weights = torch.ops.kbit.moe_route(logits, 10, "softmax", True, None, 1.0, shared)
             assert bool((ids[:, -1] == routed).all())
             assert torch.isfinite(weights).all()
-    weight = torch.randn(19, 2056, device="cuda").half()
-    kinds = ((2, None, None), (3, weight[:1].clone(), None), (4, None, None), (13, weight[:1].clone(), None))
-    for tokens, last, dtype in (*kinds, (3, weight[:1].float(), torch.float32)):
-        x = torch.randn(tokens, 2056, device="cuda").half()
-        router = weight if dtype is None else weight.float()
-        logits = torch.ops.kbit.moe_logits(x, router, dtype, last)
-        assert torch.isfinite(logits).all()
-        if tokens <= 3:
-            made = direct.add_rms_norm_logits(x, x, weight[0], 1e-6, False, True, router, last, dtype)
-            assert made is not None
-            assert torch.equal(made[2], torch.ops.kbit.moe_logits(made[1], router, dtype, last))
+    # Blocks of a token and one, two and four experts; of four tokens; tensor cores.
+    for tokens, experts, wide in (
+        (2, 9, False),
+        (3, 19, True),
+        (2, 99, False),
+        (31, 60, True),
+        (13, 170, False),
+    ):
+        x, weight = (torch.randn(rows, 2056, device="cuda").half() for rows in (tokens, experts))
+        router, dtype = (weight.float(), torch.float32) if wide else (weight, None)
+        for last in (None, router[:1].clone()):
+            logits = torch.ops.kbit.moe_logits(x, router, dtype, last)
+            assert torch.isfinite(logits).all()
+            if tokens <= 3:
+                made = direct.add_rms_norm_logits(x, x, weight[0], 1e-6, False, True, router, last, dtype)
+                assert made is not None
+                assert torch.equal(made[2], torch.ops.kbit.moe_logits(made[1], router, dtype, last))
     ids = torch.randint(0, 300, (2500, 2), device="cuda", dtype=torch.int32)
     source, bounds, _ = torch.ops.kbit.moe_align(ids, 300)
     assert torch.equal(source.long().sort().values, torch.arange(5000, device="cuda") // 2)

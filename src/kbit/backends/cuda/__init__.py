@@ -26,7 +26,8 @@ from kbit.backends.cuda.norm import rms_norm
 from kbit.backends.cuda.position import rotary, rotary_angles
 from kbit.backends.cuda.products import experts_tiled, grouped_linear_tiled, linear_tiled
 from kbit.backends.cuda.ranks import one_shot
-from kbit.backends.cuda.routing import moe_align, moe_combine, moe_logits, moe_route
+from kbit.backends.cuda.router_logits import moe_logits
+from kbit.backends.cuda.routing import moe_align, moe_combine, moe_route
 from kbit.backends.cuda.rows import (
     dequantize,
     dequantize_tiled,

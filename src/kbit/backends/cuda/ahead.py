@@ -25,6 +25,7 @@ from kbit.backends.cuda import (
     operands,
     position,
     resident,
+    router_logits,
     routing,
     rows,
     sorted_rows,
@@ -99,7 +100,7 @@ def kernels(
                 found |= dict.fromkeys(_of_one(count, dtype, weight, known))
     between = [spec for module in BETWEEN for spec in module.specs()]
     if any(product.experts for product in kinds):
-        between += [*routing.specs(), *norm_logits.specs()]
+        between += [*routing.specs(), *router_logits.specs(), *norm_logits.specs()]
     return [*found, *(spec for spec in (*between, *others) if _is_of(spec, dtype))]
 
 

@@ -6,25 +6,20 @@ import functools
 
 import torch
 
-from kbit.backends.cuda import driver, launcher, norm, operands, routing
+from kbit.backends.cuda import launcher, norm, operands, router_logits
 from kbit.backends.cuda.compiler import KernelSpec
 
 _FORMAT = "QQQQQQQQiifii"
-_KEPT, _AT_ONCE = 2, 8  # kPieces, and pieces of the weight that a thread has in flight
-# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to those that go
-# into the shared memory that every GPU has.
-_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1216
-
-
-@functools.cache
-def _spec(dtype: torch.dtype, wide: bool, wide_weight: bool) -> KernelSpec:
-    kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
-    return KernelSpec.make("norm_logits.cu", **kinds)
+_SOURCE, _KEPT = "norm_logits.cu", 2  # kPieces
+# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to kLogitsThreads.
+_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1024
+# Up to which a norm of its own for each block is faster than a launch of one.
+_MOST_TOKENS, _MOST_LOGITS = 16, 1280
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return [_spec(dtype, *kind) for dtype in operands.DTYPES for kind in routing.LOGITS_KINDS]
+    return router_logits.few_specs(_SOURCE, router_logits.OF_A_TOKEN)
 
 
 def takes(
@@ -39,12 +34,12 @@ def takes(
     The last two may be float32; logits must be then.
     """
     columns, experts = x.shape[-1], router.shape[0] + (last is not None)
-    most = routing.MOST_LOGITS if router.dtype == x.dtype else routing.MOST_WIDE
     fits = not columns % operands.PIECE and _LEAST_PIECES <= columns // operands.PIECE <= _MOST_PIECES
     if x.dtype not in operands.DTYPES or router.dtype not in (x.dtype, torch.float32) or not fits:
         return False
     tokens = x.numel() // columns
-    if not 1 <= tokens <= routing.FEW_TOKENS or not 1 <= tokens * experts <= most:
+    block = router_logits.few_block(tokens, experts, columns, router.dtype != x.dtype)
+    if block not in router_logits.OF_A_TOKEN or tokens > _MOST_TOKENS or tokens * experts > _MOST_LOGITS:
         return False
     of_x, of_router = (x, added, weight), (router,) if last is None else (router, last)
     if any(one.dtype != x.dtype for one in of_x) or any(one.dtype != router.dtype for one in of_router):
@@ -93,8 +88,8 @@ def add_rms_norm_logits(
 def _prepared(
     index: int, kinds: tuple[torch.dtype, bool, bool], pieces: int, tokens: int, experts: int
 ) -> launcher.Prepared:
-    warps = -(-pieces // (_KEPT * driver.WARP))
-    threads = warps * driver.WARP
-    kernel = launcher.load(_spec(*kinds), index, _FORMAT)
-    smem = 16 * (_AT_ONCE * threads + pieces)
-    return launcher.Prepared(index, kernel, (-(-experts // warps), tokens, 1), threads, smem)
+    block = router_logits.few_block(tokens, experts, pieces * operands.PIECE, kinds[-1])
+    assert block is not None  # `takes` allowed it
+    launch = router_logits.few_launch(_SOURCE, kinds, (tokens, experts, pieces), block)
+    kernel = launcher.load(launch.spec, index, _FORMAT)
+    return launcher.Prepared(index, kernel, launch.grid, launch.threads)

@@ -17,8 +17,7 @@ from kbit.backends.dtype_codes import DTYPES
 from kbit.backends.reference import moe as reference
 from kbit.ops.moe_checks import SHARED
 
-_LOGITS_FORMAT, _MMA_FORMAT, _ROUTE_FORMAT = "QQQQii", "QQQQiii", "QQQQiiiiiif"
-_ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQQiiiiii", "QQQQQiiii"
+_ROUTE_FORMAT, _ALIGN_FORMAT, _COMBINE_FORMAT = "QQQQiiiiiif", "QQQQQiiiiii", "QQQQQiiii"
 _MAX_THREADS = 1024
 # Up to so many ids one block sorts them all, in one launch.
 MAX_ALONE = 4096
@@ -28,36 +27,11 @@ _TABLE_WORDS = 48 * 1024 // 4 - 32  # what a block has without asking for more, 
 MAX_EXPERTS = _TABLE_WORDS - 1
 _WHOLE, _COUNT, _PLACE = 0, 1, 2  # Phase in moe_align.cu
 _COMBINE_THREADS = 128
-# Warps of a block of moe_logits.cu, each with an expert, and of moe_route.cu.
+# Warps of a block of moe_route.cu.
 _ROUTER_WARPS = 4
-# Tokens up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
-# faster than cuBLAS; experts and tokens of a block of it, and its warps.
-FEW_TOKENS, _MOST_TOKENS, MOST_LOGITS = 3, 256, 64 * 520
-# Logits up to which moe_logits.cu is faster than cuBLAS where weights are float32. On an H200, 8 tokens of 64
-# experts of 2048 columns take 5 us, and 10.
-MOST_WIDE = 8 * 64
-# Of kernels of logits: whether these are float32, and whether the weight is.
-LOGITS_KINDS = ((False, False), (True, False), (True, True))
-_MMA_EXPERTS, _MMA_TOKENS, _MMA_WARPS = 16, 8, 8
-_MMA_AT_ONCE = 8  # chunks of a warp in flight, three pieces of a thread
-_MMA_BYTES = _MMA_WARPS * driver.WARP * _MMA_AT_ONCE * 3 * 16
 # moe_route.cu: warps of a token, experts that a lane of them takes; and choices of a token.
 _TEAMS = ((1, 1), (1, 4), (4, 4), (4, 8))
 _MAX_ROUTED, _MOST_CHOICES = driver.WARP * _TEAMS[-1][0] * _TEAMS[-1][1], driver.WARP
-
-
-@functools.cache
-def logits_spec(dtype: torch.dtype, wide: bool, wide_weight: bool) -> KernelSpec:
-    """The kernel that multiplies few tokens of a 16-bit dtype by a router's weight, to float32 if `wide`."""
-    kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
-    return KernelSpec.make("moe_logits.cu", warps=_ROUTER_WARPS, **kinds)
-
-
-@functools.cache
-def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
-    """The kernel for more of them, by a weight of their dtype."""
-    rest = {"wide_weight": False, "warps": _MMA_WARPS, "at_once": _MMA_AT_ONCE}
-    return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, **rest)
 
 
 @functools.cache
@@ -83,44 +57,7 @@ def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     combine = [combine_spec(dtype, vector) for dtype in DTYPES for vector in (False, True)]
     route = [route_spec(dtype, *team) for dtype in DTYPES for team in _TEAMS]
-    logits = [logits_spec(dtype, *kind) for dtype in operands.DTYPES for kind in LOGITS_KINDS]
-    mma = [mma_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
-    return [*logits, *mma, *route, align_spec(torch.int32), align_spec(torch.int64), *combine]
-
-
-def moe_logits(
-    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, last: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x @ weight^T of a router; see `kbit.ops.moe_schemas`.
-
-    Args:
-        x: [T, K], float32, float16 or bfloat16.
-        weight: [E, K] of x's dtype, or float32.
-        dtype: of the result, x's or float32; float32 if the weight is.
-        last: None, or one more row [1, K] of the weight.
-
-    Returns:
-        [T, E], or [T, E + 1] with `last`.
-    """
-    (tokens, columns), experts = x.shape, weight.shape[0] + (last is not None)
-    given = operands.addresses(x, weight, last)
-    whole = columns % operands.PIECE == 0 and not any(place % 16 for place in given)
-    wide_weight = weight.dtype != x.dtype
-    most = MOST_WIDE if wide_weight else MOST_LOGITS
-    taken = 1 <= tokens <= _MOST_TOKENS and 1 <= tokens * experts <= most
-    if x.dtype not in operands.DTYPES or not taken or not columns or not whole:
-        return reference.moe_logits(x, weight, dtype, last)
-    logits, index, wide = x.new_empty((tokens, experts), dtype=dtype), x.device.index, dtype == torch.float32
-    args = (*given, *operands.addresses(logits), experts, columns // operands.PIECE)
-    if tokens <= FEW_TOKENS or wide_weight:
-        kernel = launcher.load(logits_spec(x.dtype, wide, wide_weight), index, _LOGITS_FORMAT)
-        grid, warps, smem = (-(-experts // _ROUTER_WARPS), tokens, 1), _ROUTER_WARPS, 0
-    else:
-        kernel, args = launcher.load(mma_spec(x.dtype, wide), index, _MMA_FORMAT), (*args, tokens)
-        grid = (-(-experts // _MMA_EXPERTS), -(-tokens // _MMA_TOKENS), 1)
-        warps, smem = _MMA_WARPS, _MMA_BYTES
-    launcher.launch_on(index, kernel, grid, warps * driver.WARP, args, smem=smem, pdl=True)
-    return logits
+    return [*route, align_spec(torch.int32), align_spec(torch.int64), *combine]
 
 
 def moe_route(

@@ -14,6 +14,7 @@ from kbit.backends.cuda import (
     norm_logits,
     ranks,
     resident,
+    router_logits,
     routing,
     rows,
     stream_config,
@@ -23,7 +24,7 @@ from kbit.backends.cuda import (
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import specs as nvfp4
 
-_AROUND = (routing, norm_logits, latent_prompts, ranks, *ahead.BETWEEN)  # the products
+_AROUND = (routing, router_logits, norm_logits, latent_prompts, ranks, *ahead.BETWEEN)  # the products
 _KIB = 1024
 # Most shared memory of a block, by architecture (CUDA C++ Programming Guide, table of compute capabilities);
 # others, from Hopper on, have as much as Hopper.
