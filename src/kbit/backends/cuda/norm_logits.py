@@ -19,7 +19,7 @@ _MOST_TOKENS, _MOST_LOGITS = 16, 1280
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return router_logits.few_specs(_SOURCE, router_logits.OF_A_TOKEN)
+    return router_logits.few_specs(_SOURCE, shared=False)
 
 
 def takes(
@@ -39,7 +39,7 @@ def takes(
         return False
     tokens = x.numel() // columns
     block = router_logits.few_block(tokens, experts, columns, router.dtype != x.dtype)
-    if block not in router_logits.OF_A_TOKEN or tokens > _MOST_TOKENS or tokens * experts > _MOST_LOGITS:
+    if block is None or block[0] > 1 or tokens > _MOST_TOKENS or tokens * experts > _MOST_LOGITS:
         return False
     of_x, of_router = (x, added, weight), (router,) if last is None else (router, last)
     if any(one.dtype != x.dtype for one in of_x) or any(one.dtype != router.dtype for one in of_router):

@@ -7,7 +7,6 @@ that device and nothing waits; which kernel, and how it is launched, follow from
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +18,9 @@ from kbit.backends.reference import moe as reference
 _FORMAT = "QQQQiii"
 _SOURCE = "moe_logits.cu"
 _KEPT, _MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
-# Experts of a block of moe_logits.cu, from how many logits on; and what it has where blocks of a token each
-# would read so many bytes of weights.
-_EACH, _SHARED, _SHARED_BYTES = {1: 1, 33: 2, 192: 4}, (4, 4), 14 * 2**20
-OF_A_TOKEN = tuple((1, each) for each in _EACH.values())
+# Tokens and experts of a block of moe_logits.cu: up to so few logits, beyond, and where blocks of a token each
+# would read so many bytes of weights. With fewer experts each, logits took less time, but a model's step more.
+_LEAST, _BLOCKS, _SHARED, _SHARED_BYTES = 32, ((1, 1), (1, 4)), (4, 4), 14 * 2**20
 # Of kernels of logits: whether these are float32, and whether the weight is.
 _KINDS = ((False, False), (True, False), (True, True))
 # Logits up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
@@ -49,16 +47,17 @@ def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
     return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, **rest)
 
 
-def few_specs(source: str, blocks: Iterable[tuple[int, int]]) -> list[KernelSpec]:
-    """Every kernel of such a source, of so many tokens and experts of a block."""
+def few_specs(source: str, shared: bool) -> list[KernelSpec]:
+    """Every kernel of such a source; whether one of them has blocks of more tokens."""
     kinds = [(dtype, *kind) for dtype in operands.DTYPES for kind in _KINDS]
+    blocks = (*_BLOCKS, _SHARED) if shared else _BLOCKS
     return [few_spec(source, kind, *block) for kind in kinds for block in blocks]
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
     mma = [mma_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
-    return [*few_specs(_SOURCE, (*OF_A_TOKEN, _SHARED)), *mma]
+    return [*few_specs(_SOURCE, shared=True), *mma]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tup
         return None
     if tokens >= _SHARED[0] and products * (4 if wide_weight else 2) >= _SHARED_BYTES:
         return _SHARED
-    return 1, next(each for least, each in reversed(_EACH.items()) if logits >= least)
+    return _BLOCKS[logits > _LEAST]
 
 
 def few_launch(
