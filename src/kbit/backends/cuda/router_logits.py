@@ -18,9 +18,11 @@ from kbit.backends.reference import moe as reference
 _FORMAT = "QQQQiii"
 _SOURCE = "moe_logits.cu"
 _KEPT, _MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
-# Tokens and experts of a block of moe_logits.cu: up to so few logits, beyond, and where blocks of a token each
-# would read so many bytes of weights. With fewer experts each, logits took less time, but a model's step more.
-_LEAST, _BLOCKS, _SHARED, _SHARED_BYTES = 32, ((1, 1), (1, 4)), (4, 4), 14 * 2**20
+# Experts of a block of moe_logits.cu, from how many logits on, by whether the weight is float32. With fewer,
+# logits took less time, but a model's step more.
+_EACH = {False: {1: 1, 33: 5, 193: 4}, True: {1: 1, 33: 4}}
+# Tokens and experts of a block where those of a token each would read so many bytes of weights.
+_SHARED, _SHARED_BYTES = (4, 4), 14 * 2**20
 # Of kernels of logits: whether these are float32, and whether the weight is.
 _KINDS = ((False, False), (True, False), (True, True))
 # Logits up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
@@ -50,8 +52,8 @@ def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
 def few_specs(source: str, shared: bool) -> list[KernelSpec]:
     """Every kernel of such a source; whether one of them has blocks of more tokens."""
     kinds = [(dtype, *kind) for dtype in operands.DTYPES for kind in _KINDS]
-    blocks = (*_BLOCKS, _SHARED) if shared else _BLOCKS
-    return [few_spec(source, kind, *block) for kind in kinds for block in blocks]
+    alone = [few_spec(source, kind, 1, each) for kind in kinds for each in _EACH[kind[-1]].values()]
+    return [*alone, *(few_spec(source, kind, *_SHARED) for kind in kinds if shared)]
 
 
 def specs() -> list[KernelSpec]:
@@ -84,7 +86,7 @@ def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tup
         return None
     if tokens >= _SHARED[0] and products * (4 if wide_weight else 2) >= _SHARED_BYTES:
         return _SHARED
-    return _BLOCKS[logits > _LEAST]
+    return 1, next(each for least, each in reversed(_EACH[wide_weight].items()) if logits >= least)
 
 
 def few_launch(
