@@ -108,20 +108,27 @@ def test_nan_and_infinity_choose_experts_that_there_are():
     assert all(len(set(row)) == 6 and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
 
 
+@pytest.fixture(params=["of a token", "of experts", "of tokens", "mma"])
+def blocks(request, monkeypatch):
+    """Which kernel of logits is taken, of which blocks."""
+    changes = {"of experts": ("_EACH", {1: 4}), "of tokens": ("_SHARED_BYTES", 0), "mma": ("_FEW", 0)}
+    if request.param in changes:
+        monkeypatch.setattr(router_logits, *changes[request.param])
+    chosen = router_logits.few_block, router_logits.launch_of
+    for choose in chosen:
+        choose.cache_clear()
+    yield request.param
+    for choose in chosen:
+        choose.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("experts", "columns"), [(1, 8), (5, 72), (9, 2048), (4, 2056), (6, 4104), (2, 8200), (70, 264)]
 )
-@pytest.mark.parametrize("kernel", ["of a token", "of tokens", "mma"])
-def test_logits(experts, columns, dtype, kernel, monkeypatch):
-    if kernel == "of tokens":
-        monkeypatch.setattr(router_logits, "_SHARED_BYTES", 0)
-    elif kernel == "mma":
-        monkeypatch.setattr(router_logits, "_FEW", 0)
-    router_logits.few_block.cache_clear()
-    router_logits.launch_of.cache_clear()
+def test_logits(experts, columns, dtype, blocks):
     kinds = ((dtype, dtype), (torch.float32, dtype), (torch.float32, torch.float32))
-    kinds = kinds[:2] if kernel == "mma" else kinds
+    kinds = kinds[:2] if blocks == "mma" else kinds
     for tokens, (out, held) in itertools.product((1, 3, 4, 13), kinds):
         x = guarded(torch.randn(tokens, columns).to(dtype))
         weight = guarded(torch.randn(experts, columns).to(held))
@@ -134,8 +141,6 @@ def test_logits(experts, columns, dtype, kernel, monkeypatch):
         more = router_logits.moe_logits(x, weight, out, last)
         assert torch.equal(more[:, :-1], logits)
         assert torch.equal(more[:, -1:], router_logits.moe_logits(x, last, out))
-    router_logits.few_block.cache_clear()
-    router_logits.launch_of.cache_clear()
 
 
 # One block; several warps that sort; several blocks, in two launches.

@@ -109,7 +109,7 @@ def run_around_products() -> None:
             ids, weights = torch.ops.kbit.moe_route(logits, 10, "softmax", True, None, 1.0, shared)
             assert bool((ids[:, -1] == routed).all())
             assert torch.isfinite(weights).all()
-    # Blocks of a token and one, four and five experts; of four tokens; tensor cores.
+    # Blocks of a token and an expert, and of more; of four tokens; tensor cores.
     for tokens, experts, wide in (
         (2, 9, False),
         (3, 19, True),

@@ -13,13 +13,20 @@ _FORMAT = "QQQQQQQQiifii"
 _SOURCE, _KEPT = "norm_logits.cu", 2  # kPieces
 # Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to kLogitsThreads.
 _LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1024
+# Experts of a block, from how many logits on, by whether the weight is float32. With fewer, which made logits
+# take less time, a model's step took more.
+_EACH = {False: {1: 1, 33: 5, 193: 4}, True: {1: 1, 33: 4}}
 # Up to which a norm of its own for each block is faster than a launch of one.
 _MOST_TOKENS, _MOST_LOGITS = 16, 1280
 
 
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
-    return router_logits.few_specs(_SOURCE, shared=False)
+    return [
+        router_logits.few_spec(_SOURCE, kind, 1, each)
+        for kind in router_logits.KINDS
+        for each in _EACH[kind[-1]].values()
+    ]
 
 
 def takes(
@@ -88,8 +95,7 @@ def add_rms_norm_logits(
 def _prepared(
     index: int, kinds: tuple[torch.dtype, bool, bool], pieces: int, tokens: int, experts: int
 ) -> launcher.Prepared:
-    block = router_logits.few_block(tokens, experts, pieces * operands.PIECE, kinds[-1])
-    assert block is not None  # `takes` allowed it
-    launch = router_logits.few_launch(_SOURCE, kinds, (tokens, experts, pieces), block)
+    each = next(each for least, each in reversed(_EACH[kinds[-1]].items()) if tokens * experts >= least)
+    launch = router_logits.few_launch(_SOURCE, kinds, (tokens, experts, pieces), (1, each))
     kernel = launcher.load(launch.spec, index, _FORMAT)
     return launcher.Prepared(index, kernel, launch.grid, launch.threads)

@@ -18,13 +18,14 @@ from kbit.backends.reference import moe as reference
 _FORMAT = "QQQQiii"
 _SOURCE = "moe_logits.cu"
 _KEPT, _MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
-# Experts of a block of moe_logits.cu, from how many logits on, by whether the weight is float32. With fewer,
-# logits took less time, but a model's step more.
-_EACH = {False: {1: 1, 33: 5, 193: 4}, True: {1: 1, 33: 4}}
+# Experts of a block of moe_logits.cu, from how many logits on.
+_EACH = {1: 1, 1601: 4}
 # Tokens and experts of a block where those of a token each would read so many bytes of weights.
 _SHARED, _SHARED_BYTES = (4, 4), 14 * 2**20
-# Of kernels of logits: whether these are float32, and whether the weight is.
-_KINDS = ((False, False), (True, False), (True, True))
+# Of kernels of logits: x's dtype, whether logits are float32, and whether the weight is.
+KINDS = [
+    (dtype, *kind) for dtype in operands.DTYPES for kind in ((False, False), (True, False), (True, True))
+]
 # Logits up to which moe_logits.cu is faster than moe_logits_mma.cu; tokens and logits up to which this is
 # faster than cuBLAS; and products with a weight in float32 up to which moe_logits.cu is.
 _FEW, _MOST_TOKENS, _MOST_LOGITS, _MOST_WIDE = 2048, 256, 64 * 520, 56 * 2**20
@@ -49,17 +50,11 @@ def mma_spec(dtype: torch.dtype, wide: bool) -> KernelSpec:
     return KernelSpec.make("moe_logits_mma.cu", bf16=dtype == torch.bfloat16, wide=wide, **rest)
 
 
-def few_specs(source: str, shared: bool) -> list[KernelSpec]:
-    """Every kernel of such a source; whether one of them has blocks of more tokens."""
-    kinds = [(dtype, *kind) for dtype in operands.DTYPES for kind in _KINDS]
-    alone = [few_spec(source, kind, 1, each) for kind in kinds for each in _EACH[kind[-1]].values()]
-    return [*alone, *(few_spec(source, kind, *_SHARED) for kind in kinds if shared)]
-
-
 def specs() -> list[KernelSpec]:
     """Every kernel of this module."""
+    blocks = (*((1, each) for each in _EACH.values()), _SHARED)
     mma = [mma_spec(dtype, wide) for dtype in operands.DTYPES for wide in (False, True)]
-    return [*few_specs(_SOURCE, shared=True), *mma]
+    return [*(few_spec(_SOURCE, kind, *block) for kind in KINDS for block in blocks), *mma]
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Launch:
 
 @functools.lru_cache(maxsize=4096)
 def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tuple[int, int] | None:
-    """Tokens and experts of a block of moe_logits.cu, or None: more are for moe_logits_mma.cu or cuBLAS.
+    """Tokens and experts of a block of moe_logits.cu, or None: so many are for moe_logits_mma.cu or cuBLAS.
 
     Args:
         tokens, experts, columns: how many, of experts with the row of a shared one's gate.
@@ -86,7 +81,7 @@ def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tup
         return None
     if tokens >= _SHARED[0] and products * (4 if wide_weight else 2) >= _SHARED_BYTES:
         return _SHARED
-    return 1, next(each for least, each in reversed(_EACH[wide_weight].items()) if logits >= least)
+    return 1, next(each for least, each in reversed(_EACH.items()) if logits >= least)
 
 
 def few_launch(
@@ -108,7 +103,7 @@ def few_launch(
 
 @functools.lru_cache(maxsize=4096)
 def launch_of(kind: tuple[torch.dtype, bool, bool], tokens: int, experts: int, columns: int) -> Launch | None:
-    """None: cuBLAS."""
+    """Which kernel makes logits, and how; None: cuBLAS."""
     dtype, wide, wide_weight = kind
     block = few_block(tokens, experts, columns, wide_weight)
     if block is not None:
