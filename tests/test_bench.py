@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -46,10 +47,15 @@ def test_rotated_copies_exceed_the_cache_three_times(nbytes):
     assert (copies - 1) * nbytes >= 3 * cache
 
 
-def test_machine_says_what_a_result_was_measured_on():
+def test_machine_says_what_a_result_was_measured_on(monkeypatch):
+    import transformers
+
     about = machine.describe()
     assert {"date", "commit", "torch", "cpu", "threads", "isa"} <= set(about)
     assert about["torch"] == torch.__version__
+    assert about["transformers"] == transformers.__version__
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert machine.describe()["transformers"] is None
     json.dumps(about)
 
 

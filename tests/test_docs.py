@@ -197,6 +197,8 @@ def test_experts_show_their_file_once_there_is_one(render_docs, monkeypatch):
     text = render_docs.experts()
     assert "A GPU, driver 1, CUDA 2, torch 3, kbit at 0123456." in text
     assert "| gu, 8 experts, k=4 | 5.0 (1.46) | 7.0 (1.46) |" in text
+    machine["transformers"] = "5"
+    assert "torch 3, transformers 5, kbit at 0123456." in render_docs.experts()
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

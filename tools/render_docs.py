@@ -68,9 +68,10 @@ def about(*results: dict[str, Any]) -> str:
     machine = results[0]["machine"]
     commits = " and ".join(dict.fromkeys(result["machine"]["commit"][:7] for result in results))
     notes = "".join(f" {result['note']}" for result in results if "note" in result)
+    models = f"transformers {machine['transformers']}, " if machine.get("transformers") else ""
     return (
         f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, "
-        f"kbit at {commits}.{notes}"
+        f"{models}kbit at {commits}.{notes}"
     )
 
 

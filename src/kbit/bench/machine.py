@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from kbit.backends import cpu
 
 
 def describe() -> dict[str, object]:
-    """CPU, threads, versions and commit, as JSON values."""
+    """CPU, threads, versions and commit, as JSON values; of transformers None where it is not loaded."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "kbit": __version__,
         "torch": torch.__version__,
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
         "python": platform.python_version(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
