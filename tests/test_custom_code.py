@@ -127,15 +127,17 @@ def test_a_model_of_a_quantized_ones_config_is_saved_without_it(config, tmp_path
     assert model.config.quantization_config["quant_method"] == config.quant_method
 
 
-def test_a_model_that_is_loaded_in_inference_mode_runs(tmp_path, tiles_pay):
+def test_a_model_that_is_made_in_inference_mode_runs(tmp_path, tiles_pay):
     """Its biases are tensors whose data cannot be replaced, so layers are not merged."""
     sizes = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    options = {"quantization_config": kbit.KbitConfig(bits=4), "dtype": torch.bfloat16}
     ids = torch.ones(1, 4, dtype=torch.long)
     with torch.inference_mode():
-        wanted = Qwen2ForCausalLM.from_pretrained(tmp_path, **options)(ids).logits
+        made = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+        made.save_pretrained(tmp_path)
+        wanted = kbit.quantize_model(made, kbit.KbitConfig(bits=4))(ids).logits
+        assert made.model.layers[0].self_attn.q_proj.bias.is_inference()
+    options = {"quantization_config": kbit.KbitConfig(bits=4), "dtype": torch.bfloat16}
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path, **options)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, wanted)

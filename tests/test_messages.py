@@ -146,6 +146,16 @@ REFUSED = {
         ValueError,
         r"shape \(3, 32\).*\(up\)\. Make",
     ),
+    "out negated": (
+        lambda g: kbit.linear(g.x, g.q, out=torch.zeros(3, 64, dtype=torch.cfloat).conj().imag, where="up"),
+        ValueError,
+        r"out must hold its values as they are, got a view that PyTorch negates .* \(up\)\. Make it with",
+    ),
+    "out conjugate": (
+        lambda g: kbit.dequantize(g.q, out=torch.zeros(64, 64, dtype=torch.cfloat).conj()),
+        ValueError,
+        "out must hold its values as they are, got a view that PyTorch .* conjugates",
+    ),
     "out of what": (lambda g: kbit.linear(g.x, g.q, out=0, where="up"), TypeError, r"got int \(up\)"),
     "out and gradients": (
         lambda g: kbit.linear(g.x.clone().requires_grad_(), g.q, out=torch.empty(3, 64), where="up"),

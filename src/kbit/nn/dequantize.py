@@ -24,6 +24,8 @@ from kbit.nn.unwrap import unwrapped
 after_dequantizing: list[Callable[[nn.Module], None]] = []
 
 
+@torch.inference_mode(False)  # gradients may be asked for later
+@torch.no_grad()
 def dequantize_model(
     model: nn.Module, dtype: torch.dtype | None = None, progress: Progress | None = None
 ) -> nn.Module:
@@ -136,7 +138,9 @@ def _convert_others(model: nn.Module, before: torch.dtype, dtype: torch.dtype) -
         ]
         for tensor in (*module._parameters.values(), *stored):
             if tensor is not None and tensor.dtype == before:
-                tensor.data = tensor.data.to(dtype)
+                # One of inference mode stays one: with the data of another it could be read in no mode.
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.data = tensor.data.to(dtype)
 
 
 def _layers(model: nn.Module) -> list[list[str]]:

@@ -12,9 +12,10 @@ from kbit.format.codebook import get_codebook
 from kbit.format.errors import NonFiniteWeightError
 from kbit.format.tensor import QuantizedTensor
 from kbit.format.words import at
-from kbit.ops import checks, forms, grad_checks, places
+from kbit.ops import checks, forms, grad_checks, operand_checks, places
 
 
+@torch.inference_mode(False)  # gradients may be asked for later
 def quantize(
     w: torch.Tensor,
     bits: int = 4,
@@ -97,7 +98,7 @@ def dequantize(
     else:
         op = torch.ops.kbit.dequantize_tiled
         arguments = (q.tiled, q.codebook, q.scale, *q.shape[-2:], dtype)
-    _check_out("dequantize", out, False)
+    operand_checks.given_out("dequantize", out, False)
     return _run(op, arguments, out)
 
 
@@ -195,7 +196,7 @@ def _multiply(
     where: str,
 ) -> torch.Tensor:
     """Call the op that multiplies q's form; `extra` is the bias or the offsets."""
-    _check_out(name, out, needs_grad, where)
+    operand_checks.given_out(name, out, needs_grad, where)
     if q.tiled is None and forms.should_tile(q, name, q.device, q.absmax.dtype):
         q.tile()
     if q.tiled is None:
@@ -223,17 +224,6 @@ def _run(op: Any, arguments: tuple[Any, ...], out: torch.Tensor | None) -> torch
         return op(*arguments)
     op.out(*arguments, out=out)
     return out
-
-
-def _check_out(name: str, out: torch.Tensor | None, needs_grad: bool, where: str = "") -> None:
-    """Check that `out` is a dense tensor, and that no gradient is wanted, of the inputs or of itself."""
-    if out is None:
-        return
-    type_checks.tensor(name, "out", out, where)
-    if needs_grad or grad_checks.wants_grad(out):
-        raise ValueError(
-            f"{name}: out= cannot be combined with gradients{at(where)}. Drop out=, or use torch.no_grad()."
-        )
 
 
 def silu_and_mul(merged: torch.Tensor) -> torch.Tensor:
@@ -289,7 +279,7 @@ def embedding(
     type_checks.quantized("embedding", q)
     type_checks.tensor("embedding", "ids", ids)
     checks.float_dtype("embedding", "dtype", dtype)
-    _check_out("embedding", out, False)
+    operand_checks.given_out("embedding", out, False)
     try:
         return _run(torch.ops.kbit.embedding, (ids, *_parts(q), q.shape[-1], dtype), out)
     except IndexError as error:

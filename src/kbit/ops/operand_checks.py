@@ -1,10 +1,14 @@
-"""Checks of ops that take many tensors, and write some of them."""
+"""Checks of ops that take many tensors, and of what they write."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+
+from kbit.format import type_checks
+from kbit.format.words import at
+from kbit.ops import grad_checks
 
 
 def operands(
@@ -59,3 +63,25 @@ def one_length(
         raise TypeError(f"{op}: {name} must be one int64, got {length.numel()} of {length.dtype}.")
     if device is not None and length.device != device:
         raise _elsewhere(op, name, length, device)
+
+
+def given_out(op: str, out: torch.Tensor | None, needs_grad: bool, where: str = "") -> None:
+    """Check a caller's `out=` as far as an op cannot, before one is called; the rest is `checks.output`'s.
+
+    Raises:
+        TypeError: it is no dense tensor.
+        ValueError: PyTorch negates or conjugates it to read it, or a gradient is wanted, of it or the inputs.
+    """
+    if out is None:
+        return
+    type_checks.tensor(op, "out", out, where)
+    # PyTorch would give the op a copy, and fails to write that back. A tracer cannot ask.
+    if not torch.compiler.is_compiling() and (out.is_neg() or out.is_conj()):
+        raise ValueError(
+            f"{op}: out must hold its values as they are, got a view that PyTorch negates or conjugates to "
+            f"read it{at(where)}. Make it with torch.empty."
+        )
+    if needs_grad or grad_checks.wants_grad(out):
+        raise ValueError(
+            f"{op}: out= cannot be combined with gradients{at(where)}. Drop out=, or use torch.no_grad()."
+        )

@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from kbit.format.names import PACKED
 from kbit.integrations.on_import import wrap_method
-from kbit.nn import replace
+from kbit.nn import KbitExperts, replace
 
-__all__ = ["guard_merging", "guard_models", "merge", "register"]
+__all__ = ["guard_loading", "guard_merging", "guard_models", "merge", "register"]
 
 
 def register(module: ModuleType) -> None:
@@ -93,16 +95,52 @@ def guard_models(module: ModuleType) -> None:
     Args:
         module: peft.peft_model.
     """
+    from peft.mixed_model import PeftMixedModel
     from peft.tuners.adaption_prompt.layer import _BaseAdaptedAttention
     from peft.tuners.adaption_prompt.model import AdaptionPromptModel
     from peft.tuners.lora.model import LoraModel
     from peft.tuners.unilora.layer import UniLoraLayer
 
     wrap_method(module.PeftModel, "_setup_prompt_encoder", _finding_tables)
+    wrap_method(module.PeftModel, "load_adapter", _whole)
+    wrap_method(module.PeftModel, "from_pretrained", _whole_on_base)
+    wrap_method(PeftMixedModel, "from_pretrained", _whole_on_base)
     wrap_method(_BaseAdaptedAttention, "__init__", _of_floats)
     wrap_method(AdaptionPromptModel, "add_adapter", _on_whole_layers)
     wrap_method(UniLoraLayer, "update_scaling", _of_float_scales)
     wrap_method(LoraModel, "add_weighted_adapter", _without_experts)
+
+
+def guard_loading(module: ModuleType) -> None:
+    """Have transformers, which loads adapters itself, refuse those of which it would leave weights out.
+
+    Args:
+        module: transformers.modeling_utils.
+    """
+    wrap_method(module.PreTrainedModel, "load_adapter", _whole)
+
+
+def _whole(original: Any) -> Any:
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _load_whole(self, partial(original, self, *args, **kwargs))
+
+    return load_adapter
+
+
+def _whole_on_base(original: Any) -> Any:
+    def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return _load_whole(model, partial(original, cls, model, *args, **kwargs))
+
+    return from_pretrained
+
+
+def _load_whole(model: Any, load: Callable[[], Any]) -> Any:
+    # Asked first, so that other models need no release of peft that kbit knows.
+    if not isinstance(model, nn.Module) or not any(isinstance(one, KbitExperts) for one in model.modules()):
+        return load()
+    from kbit.integrations.peft.loading import load_whole
+
+    return load_whole(model, load)
 
 
 def _of_floats(original: Any) -> Any:

@@ -19,7 +19,7 @@ from kbit.nn.parts import QuantizedModule
 _ALL_LINEAR = "all-linear"
 
 # What a layer is called inside that of an adapter.
-_WRAPPED = "base_layer"
+WRAPPED = "base_layer"
 
 # What 16-bit experts have inside, fused or by the names of files, by which peft adapts them as parameters.
 _PROJECTIONS = ("gate_proj", "up_proj", "w1", "w2", "w3", *experts.NAMES)
@@ -103,7 +103,7 @@ def refuse_trained_codes(model: nn.Module, config: Any) -> None:
             inner = next((n for n, m in module.named_modules() if isinstance(m, QuantizedModule)), None)
             if inner is None:
                 continue
-            inner = inner.removesuffix(_WRAPPED).removesuffix(".")
+            inner = inner.removesuffix(WRAPPED).removesuffix(".")
             what = f"{name} holds {inner}, which is quantized" if inner else f"{name} is quantized"
             pattern = f"{end}\\." if inner else f"{end}$"
             raise ValueError(
@@ -124,7 +124,7 @@ def warn_of_left_out(model: nn.Module, config: Any) -> None:
     wanted: set[str] = set()
     left: list[str] = []
     for name, module in model.named_modules():
-        name = name.removesuffix(f".{_WRAPPED}")
+        name = name.removesuffix(f".{WRAPPED}")
         if not isinstance(module, KbitExperts) or any(_matches(one, targets, name) for one in listed):
             continue
         inside = [f"{name}.{projection}" for projection in _PROJECTIONS]

@@ -8,6 +8,7 @@ transformers; asking it for `KbitConfig` does.
     in_memory                        what this quantizer and that of NVFP4 share
     config_parts                     configs that a config holds
     key_mapping                      what else tensors are called in the files of a load
+    inference_loads                  loads within `torch.inference_mode`
     sections                         loads of codes by a config that does not say kbit, or is damaged
     plan, refusals, names            which parameters are quantized, by the names in the files; what cannot be
     placement, operations            empty layers before a load, and what the load does with tensors

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from kbit.integrations import flops
 from kbit.integrations.on_import import when_imported
+from kbit.integrations.peft import guard_loading as guard_adapters
 from kbit.integrations.peft import guard_merging, guard_models
 from kbit.integrations.peft import register as register_peft
 from kbit.integrations.transformers import inplace
@@ -43,6 +44,7 @@ def install() -> None:
 
 
 def _guard_models(module: ModuleType) -> None:
+    guard_adapters(module)
     guard_counting(module)
     guard_loading(module)
     guard_resizing(module)

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from kbit.integrations.on_import import wrap_method
+from kbit.integrations.transformers.inference_loads import may_leave
 
 _given: ContextVar[Mapping[str, str] | None] = ContextVar("key_mapping", default=None)
 
@@ -21,7 +22,7 @@ def key_mapping() -> Mapping[str, str] | None:
 
 
 def guard_loading(module: ModuleType) -> None:
-    """Have loads of models say what theirs is.
+    """Have loads of models say what theirs is, and kbit's leave `torch.inference_mode`.
 
     Args:
         module: transformers.modeling_utils.
@@ -33,7 +34,8 @@ def _remembering(original: Any) -> Any:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         before = _given.set(kwargs.get("key_mapping"))
         try:
-            return original(cls, *args, **kwargs)
+            with may_leave():
+                return original(cls, *args, **kwargs)
         finally:
             _given.reset(before)
 
