@@ -121,7 +121,7 @@ def test_a_source_that_cannot_be_read_is_named(source, tmp_path, monkeypatch):
 def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch):
     real = shutil.disk_usage
     monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
-    assert "free" in refuse(source, tmp_path / "out")
+    assert "0 MB free, the output needs 17 MB." in refuse(source, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

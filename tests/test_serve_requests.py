@@ -264,6 +264,19 @@ def test_a_body_larger_than_any_prompt(one_by_one):
     assert completed(one_by_one, "1 2", max_tokens=3) == (3, "length")
 
 
+@pytest.mark.parametrize("path", [*SAID, "/v1/completions"])
+def test_a_text_longer_than_any_prompt(path, served):
+    """It is not tokenized to its end, and so its tokens are not told."""
+    text = "1 " * 2**20
+    given = {
+        CHAT: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+        RESPONSES: {"input": text},
+    }
+    message, field = refused(served, path, **given.get(path, {"prompt": text}))
+    assert f" characters have more tokens than the {POSITIONS} positions that the model knows" in message
+    assert field == {CHAT: "messages", RESPONSES: "input"}.get(path, "prompt")
+
+
 def test_a_field_that_is_echoed(one_by_one):
     message, field = refused(one_by_one, RESPONSES, **SAID[RESPONSES], parallel_tool_calls="x")
     assert (message, field) == ("parallel_tool_calls must be true or false.", "parallel_tool_calls")

@@ -1,7 +1,6 @@
-"""Requests larger than any prompt are refused, before they are read as JSON and made tokens of.
+"""Requests that are larger than any prompt with its images are refused, before they are read as JSON.
 
-A text's tokens take 130 bytes for each character, and nobody else is answered while they are made: for 40 MB
-that was 5 GB and a minute, only to say that the model has fewer positions.
+Much less text is too much for most models: `serve_texts` looks at it, just before it is tokenized.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from kbit.cli.serve_app import Message, Receive, when_built
 from kbit.cli.serve_fields import RequestError
 from kbit.cli.serve_routes import answer_to
 
-MOST_BYTES = 2**25  # a million tokens of English are 5 MB; the rest is for images
+MOST_BYTES = 2**25  # a million tokens of English are 5 MB; the rest is for images, as base64
 _STATUS = 413  # "content too large"
 
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kbit.cli.serve_answers import parse_answers_alone
 from kbit.cli.serve_bodies import refuse_large_bodies
 from kbit.cli.serve_fields import (
     RequestError,
@@ -22,6 +23,7 @@ from kbit.cli.serve_fitting import fit_requests
 from kbit.cli.serve_gone import ClientGoneError, answer_to_nobody
 from kbit.cli.serve_routes import answer_to, refuse_other_models
 from kbit.cli.serve_streams import StreamFailedError, note_streams, wait_for_stream
+from kbit.cli.serve_texts import refuse_long_texts
 
 # What is wrong with a field's value, or None.
 Check = Callable[[Any], str | None]
@@ -56,6 +58,8 @@ def refuse_malformed() -> None:
     ModelManager.process_model_name = staticmethod(_of_text(ModelManager.process_model_name))
     fit_requests()
     note_streams()
+    parse_answers_alone()
+    refuse_long_texts()
     refuse_other_models()
     refuse_large_bodies()
 

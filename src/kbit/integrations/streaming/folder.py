@@ -26,6 +26,8 @@ from kbit.format.words import counted, first_of
 from kbit.integrations.streaming.jobs import Job, assign_shards
 from kbit.integrations.streaming.other_files import is_model, others_folders
 
+_OTHER_BYTES = 2**24  # kept for what is copied beside the weights: a tokenizer, say
+
 
 def partial_of(target: Path) -> Path:
     """The work folder of a target."""
@@ -176,10 +178,12 @@ def _is_whole(path: Path, jobs: list[Job]) -> bool:
 
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
-    if free < needed + 16 * 2**20:
+    needed += _OTHER_BYTES
+    if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{folder} has {free / 1e6:.0f} MB free, the output needs {needed / 1e6:.0f} MB. "
+            # Rounded apart, or the two could read the same.
+            f"{folder} has {free // 10**6} MB free, the output needs {-(-needed // 10**6)} MB. "
             f"Make room, or write elsewhere.",
         )
 
