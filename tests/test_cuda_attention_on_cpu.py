@@ -57,6 +57,14 @@ def test_steps(batch, heads, columns, turned, room, lengths, how, dtype, monkeyp
             attention_steps.require(*written, tensors, how)
 
 
+def test_all_tokens_count_where_the_mask_is_the_least_number_everywhere(monkeypatch, kernels):
+    tensors = attention_steps.operands(1, (2, 1), 64, 64, torch.bfloat16, length=40, norms=False)
+    tensors["mask"].fill_(torch.finfo(torch.bfloat16).min)
+    out, _, values = run(tensors, attention_steps.HOW, monkeypatch, kernels)
+    mean = values[:, :, :41].float().mean(2).expand_as(out)
+    assert torch.allclose(out.float(), mean, atol=0.02)
+
+
 def test_a_head_without_numbers_stays_without(monkeypatch, kernels):
     tensors = attention_steps.operands(1, (2, 1), 64, 64, torch.float16, length=40, norms=False)
     tensors["query"][0, 1, 3] = float("nan")

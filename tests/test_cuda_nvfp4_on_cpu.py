@@ -12,6 +12,8 @@ from kbit.backends import reference
 from kbit.backends.cuda import driver, wgmma, wgmma_config
 from kbit.backends.cuda.compiler import KernelSpec
 from kbit.backends.cuda.nvfp4 import constants, exact, exact_wgmma, moe, products
+from kbit.format import nvfp4_layout
+from kbit.nvfp4 import reference as nvfp4_reference
 from kbit.nvfp4.exact import fma
 
 if (REASON := cuda_on_cpu.unavailable_reason()) is not None:
@@ -119,6 +121,36 @@ def test_chained_products() -> None:
 
 def test_the_largest_exact_sum() -> None:
     cases.check_largest_sum(DEVICE, 2**16)
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+@pytest.mark.parametrize("tiles", [508, 509, 511])
+def test_small_units_of_all_tiles_have_room(tiles: int) -> None:
+    """Every tile of K leaves half a large unit, of one sign, and the last is added in four parts."""
+    w, a = (torch.zeros(rows, tiles * 64, dtype=torch.uint8) for rows in (64, 16))
+    w_scales, a_scales = (torch.zeros(codes.shape[0], tiles * 4, dtype=torch.uint8) for codes in (w, a))
+    half, one, four, six = 1, 2, 6, 7
+    first = torch.arange(tiles) * 64
+    w[0, first + 32], w_scales[0, 2::4] = one, 7 << 3
+    a[0, first + 32], a_scales[0, 2::4] = four, 9 << 3
+    last = (tiles - 1) * 64 + torch.arange(4) * 16
+    w[0, last], w_scales[0, -4:] = one, 7 << 3
+    a[0, last], a_scales[0, -4:] = four, 9 << 3
+    # The largest scales are of another row, and those of the last tile more than 2^8 apart.
+    w[63, (first[:, None] + torch.arange(16)).flatten()], w_scales[63, 0::4] = six, 11 << 3 | 7
+    w[63, first + 16], w_scales[63, 1::4], w_scales[63, -3] = half, 8 << 3, 2 << 3
+    a[1], a_scales[1] = six, 9 << 3 | 7
+    dense = [
+        nvfp4_reference.dequantize(_packed(x), s, 1.0, None, torch.float32)
+        for x, s in ((a, a_scales), (w, w_scales))
+    ]
+    y = torch.full((16, 64), float("nan"))
+    tiled = nvfp4_layout.to_tiled(_packed(w), w_scales)
+    exact_wgmma.multiply(_packed(a), a_scales, tiled, 1.0, None, y, exact_wgmma.Plan(16, 1, 1))
+    assert torch.equal(y, (dense[0].double() @ dense[1].double().T).float())
 
 
 def test_one_step_rounds_reciprocals_of_scales() -> None:

@@ -201,6 +201,16 @@ def test_latent_attention(batch, heads, room, lengths, how, dtype, monkeypatch):
             latent_steps.require(*written, tensors, how)
 
 
+def test_latent_attention_by_a_mask_of_least_numbers():
+    tensors = latent_steps.operands(1, 5, 512, 64, torch.bfloat16, "cpu", 40)
+    tensors["mask"].fill_(torch.finfo(torch.bfloat16).min)
+    given = {name: one.clone() for name, one in tensors.items()}
+    out = torch.empty_like(tensors["absorbed"].contiguous())
+    latent.latent_attention_step(*given.values(), *latent_steps.HOW, out)
+    mean = given["latents"][0, :41].float().mean(0).expand_as(out)
+    assert torch.allclose(out.float(), mean, atol=0.02)
+
+
 def test_latent_attention_without_numbers():
     tensors = latent_steps.operands(1, 5, 512, 64, torch.float16, "cpu", 40)
     tensors["query"][0, 2, 3] = float("nan")

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import kbit
 from kbit.backends import cuda, reference
-from kbit.backends.cuda import router_logits
+from kbit.backends.cuda import driver, router_logits
 from kbit.nn import router
 from tiny_models import build
 
@@ -162,6 +162,12 @@ def test_choices_are_distinct_and_by_falling_score(tokens, experts, data):
 
 SIZES = [(1, 1), (8, 2), (31, 31), (32, 8), (33, 32), (64, 6), (128, 8), (160, 6), (256, 8), (512, 10)]
 SIZES += [(513, 22), (1000, 32), (1024, 1), (1025, 4), (128, 33)]  # the last two: torch's sort
+
+
+def test_more_tokens_than_a_grid_has_go_to_cublas():
+    kinds = (torch.bfloat16, True, True)
+    assert router_logits.launch_of(kinds, 65535, 4, 8).grid[1] <= driver.MAX_GRID_Y
+    assert router_logits.launch_of(kinds, 65536, 4, 8) is None
 
 
 LOGITS = [(1, 8), (8, 64), (64, 576), (128, 2048), (512, 2048), (5, 2040), (513, 2056), (160, 5120)]

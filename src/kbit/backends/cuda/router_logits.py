@@ -77,7 +77,8 @@ def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tup
     """
     logits = tokens * experts
     products = logits * columns
-    if not logits or (products > _MOST_WIDE if wide_weight else logits > _FEW):
+    many = products > _MOST_WIDE if wide_weight else logits > _FEW
+    if not logits or many or tokens > driver.MAX_GRID_Y:
         return None
     if tokens >= _SHARED[0] and products * (4 if wide_weight else 2) >= _SHARED_BYTES:
         return _SHARED

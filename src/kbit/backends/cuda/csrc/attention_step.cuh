@@ -144,7 +144,7 @@ struct Softmax {
         float score[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float total = scores[i] * scaling + H::widen(mask[i / 2]) * kLog2E;
+            const float total = scores[i] * scaling + masking(H::widen(mask[i / 2]));
             score[i] = first + i / 2 * 8 + lane / 4 < tokens ? total : minus_infinity();
         }
 #pragma unroll

@@ -145,7 +145,7 @@ struct Softmax {
         }
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) {
-            const float total = score[i] * scaling + H::widen(mask[i]) * kLog2E;
+            const float total = score[i] * scaling + masking(H::widen(mask[i]));
             score[i] = first + i * kLanes + lane <= last ? total : minus_infinity();
             chunk = fmaxf(chunk, score[i]);
         }

@@ -48,6 +48,7 @@ struct Lane {
             rests.clear();
             has_rests = true;
         }
+        sums.carry();
 #pragma unroll 1
         for (int j = 0; j < 4; ++j) {
             const u32 block[4] = {pick(a, j, 0), pick(a, j, 1), pick(a, j, 2), pick(a, j, 3)};

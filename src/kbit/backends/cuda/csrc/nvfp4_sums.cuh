@@ -11,8 +11,9 @@
 // what rounding to these leaves, at most 2^(e - 7), is half a range in units of `small`, 2^(e - 29). A
 // product with a scale of field f is a multiple of 2^(max(f, 1) - 21): nothing is left where f >= e - 8.
 //
-// Integers are 32 bits wide, and 511 sums of 256 columns or less stay within: large ones since all of them
-// together are below 2^(e + 24.9), small ones since each adds at most 2^22.
+// Integers are 32 bits wide, and 511 tiles of K stay within: large ones since all of them together are below
+// 2^(e + 24.9), small ones since each sum adds at most 2^22. A tile that is added in four parts is between
+// two carries, which leave less than 2^23.
 struct Units {
     int top;
     float large, small;
@@ -75,7 +76,7 @@ struct Sums {
         small[i] += Units::integer(second, units.small);
         return __fsub_rn(rest, __fsub_rn(second, units.small));
     }
-    // From small to large units, which are 2^23 times as large: after a tile that was added in four parts.
+    // From small to large units, which are 2^23 times as large.
     DEVICE void carry() {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
