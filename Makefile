@@ -20,6 +20,7 @@ in_parallel := -n $(TEST_JOBS) --dist loadfile
 sources := src tests tools examples
 cxx_sources := $(wildcard src/kbit/backends/cpu/csrc/*.h src/kbit/backends/cpu/csrc/*.cpp)
 # Compiled where they run, so that an installation does not depend on them.
+test_headers := $(wildcard tests/*.h tests/*/*.h)
 cuda_sources := $(wildcard src/kbit/backends/cuda/csrc/*.cu src/kbit/backends/cuda/csrc/*.cuh)
 build_inputs := pyproject.toml constraints.txt tools/setup.sh $(wildcard CMakeLists.txt) $(cxx_sources)
 export PYTHON VENV TORCH_INDEX
@@ -32,6 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      install, then quantize a real model to 4, 3 and 2 bits and talk to it"
 	@echo "make test      install, then run every test that needs no GPU"
+	@echo "make test-oldest   what differs between releases of transformers, on the oldest supported"
 	@echo "make test-vllm the tests of the plugin for vLLM, in an environment of their own"
 	@echo "make lint      formatting, style and types;  make format  repairs the first two"
 	@echo "make readme    put the figures of benchmarks/results/ and the command line's options into README.md and docs/"
@@ -65,12 +67,12 @@ lint: $(VENV)/.lint-installed
 	@$(bin)/ruff check $(sources)
 	@$(bin)/ruff format --check $(sources)
 	@$(bin)/mypy
-	@$(bin)/clang-format --dry-run -Werror $(cxx_sources) $(cuda_sources)
+	@$(bin)/clang-format --dry-run -Werror $(cxx_sources) $(cuda_sources) $(test_headers)
 
 format: $(VENV)/.lint-installed
 	@$(bin)/ruff check --fix-only --quiet $(sources)
 	@$(bin)/ruff format $(sources)
-	@$(bin)/clang-format -i $(cxx_sources) $(cuda_sources)
+	@$(bin)/clang-format -i $(cxx_sources) $(cuda_sources) $(test_headers)
 
 readme: $(VENV)/.installed
 	@$(bin)/python tools/render_readme.py

@@ -43,6 +43,25 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def sources_of_models() -> list[str]:
+    """The source of every model of transformers."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    return [file.read_text() for file in sorted(folder.glob("*/modeling_*.py"))]
+
+
+@pytest.fixture
+def small_heads(monkeypatch):
+    """Linear attention of tiny models goes by kernels, and on a CPU, too."""
+    from kbit.backends.cuda import gated_delta
+    from kbit.nn import gated_delta as layers
+
+    monkeypatch.setattr(layers, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(gated_delta, "DIM", 16)
+
+
 @pytest.fixture
 def tiles_pay():
     """As if the CPU had kernels that multiply tiles."""

@@ -1,5 +1,5 @@
-// CUDA as far as stream.cu, grouped.cu and the NVFP4 kernels need it, on a CPU: threads of a block, and blocks
-// of a cluster, take turns, each until it waits for others; clusters run one after the other.
+// CUDA as far as the kernels of products need it, but wgmma's, on a CPU: threads of a block, and blocks of a
+// cluster, take turns, each until it waits for others; clusters run one after the other.
 //
 // Stands in for common.cuh, stage16.cuh, hopper.cuh and the PTX of rows.cuh. Exchanges among a warp, matrix
 // products included, go through memory between two barriers; misaligned accesses abort, as they fault on a
@@ -54,8 +54,7 @@ inline int launch_bytes;  // of shared memory, of each block
 
 // Shared memory that a launch has not asked for belongs to another block, or to none.
 inline void require_inside(u32 address, u64 bytes) {
-    if (address / kWindowBytes >= u32(cluster_blocks) ||
-        address % kWindowBytes + bytes > u64(launch_bytes)) {
+    if (address / kWindowBytes >= u32(cluster_blocks) || address % kWindowBytes + bytes > u64(launch_bytes)) {
         std::abort();
     }
 }

@@ -1,4 +1,4 @@
-"""Run stream.cu, grouped.cu and the CUDA sources of NVFP4 on the CPU.
+"""Run the CUDA kernels of products on the CPU: stream, grouped, resident, mma, and NVFP4's.
 
 They are compiled by g++ with cuda_on_cpu.h instead of PTX.
 
@@ -106,7 +106,7 @@ def translated(name: str, seen: set[str]) -> str:
 
 
 def host_source(spec: KernelSpec) -> str:
-    """C++ with a function `run`, of a kernel of stream.cu or NVFP4."""
+    """C++ with a function `run`, of a kernel of products."""
     together = spec.entry in TOGETHER
     return with_run(spec, translated(spec.source, set()), "cuda_on_cpu.h", together)
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from bits import assert_same
 from kbit.backends.cuda import driver
 from kbit.backends.cuda import nvfp4 as cuda
 from kbit.backends.cuda.nvfp4 import exact_wgmma, moe, products
@@ -22,21 +23,6 @@ from kbit.nvfp4 import reference
 F32 = torch.float32
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOTH = (False, True)
-
-
-def assert_same(name: str, have: torch.Tensor, want: torch.Tensor, *context: object) -> None:
-    """Equal bit for bit, else the first index that differs and both values."""
-    assert have.dtype == want.dtype, (name, have.dtype, want.dtype, context)
-    assert have.shape == want.shape, (name, have.shape, want.shape, context)
-    have, want = have.cpu().contiguous(), want.cpu().contiguous()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[have.element_size()]
-    differs = have.view(integers) != want.view(integers)
-    if bool(differs.any()):
-        index = tuple(int(i) for i in differs.nonzero()[0])
-        raise AssertionError(
-            f"{name}{list(index)}: got {have[index]!r}, expected {want[index]!r}; "
-            f"{int(differs.sum())} of {differs.numel()} differ; {context}"
-        )
 
 
 def generator(seed: int = 0) -> torch.Generator:

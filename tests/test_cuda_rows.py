@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from bits import assert_same
 from codebooks import asymmetric
 from kbit.backends import reference as backend
 from kbit.backends.cuda import rows
@@ -44,21 +45,6 @@ def codebook_for(kind: str, bits: int) -> torch.Tensor:
 def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * 0.05).to(dtype)
-
-
-def assert_same(name: str, have: torch.Tensor, want: torch.Tensor, *context: object) -> None:
-    """Equal bit for bit, else the first index that differs and both values."""
-    assert have.dtype == want.dtype, (name, have.dtype, want.dtype, context)
-    assert have.shape == want.shape, (name, have.shape, want.shape, context)
-    have, want = have.cpu().contiguous(), want.cpu().contiguous()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[have.element_size()]
-    differs = have.view(integers) != want.view(integers) if have.dim() else (have != want)
-    if bool(differs.any()):
-        index = tuple(int(i) for i in differs.nonzero()[0])
-        raise AssertionError(
-            f"{name}{list(index)}: got {have[index]!r}, expected {want[index]!r}; "
-            f"{int(differs.sum())} of {differs.numel()} differ; {context}"
-        )
 
 
 def guarded(*shape: int, dtype: torch.dtype, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

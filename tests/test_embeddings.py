@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -57,13 +56,6 @@ TINY = {
 def tiny(model_type: str, kind=AutoModel):
     torch.manual_seed(0)
     return kind.from_config(AutoConfig.for_model(model_type, vocab_size=96, **TINY[model_type])).eval()
-
-
-@pytest.fixture(scope="module")
-def sources_of_models() -> list[str]:
-    """The source of every model of transformers."""
-    folder = Path(transformers.__file__).parent / "models"
-    return [file.read_text() for file in sorted(folder.glob("*/modeling_*.py"))]
 
 
 # -- the lists -----------------------------------------------------------------------------------------------

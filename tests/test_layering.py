@@ -205,7 +205,14 @@ import_all_in("kbit")
 
 
 @pytest.mark.parametrize(
-    "package", ["kbit.bench", "kbit.integrations.transformers", "kbit.integrations.vllm"]
+    "package",
+    [
+        "kbit.nn",
+        "kbit.backends.cuda",
+        "kbit.bench",
+        "kbit.integrations.transformers",
+        "kbit.integrations.vllm",
+    ],
 )
 def test_large_packages_say_where_what_is(package):
     module = importlib.import_module(package)

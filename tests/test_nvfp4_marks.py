@@ -10,7 +10,7 @@ import nvfp4_cuda_cases as cases
 from kbit.format import nvfp4_layout, nvfp4_marks
 from kbit.nvfp4 import reference
 
-CHAINED = 48  # kMostNorms of csrc/nvfp4_exact_wgmma.cu
+CHAINED = 48  # kMostNorms of csrc/nvfp4_exact_wgmma.cuh
 NARROW, WIDE = 64, 256
 
 

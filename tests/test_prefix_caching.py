@@ -24,12 +24,10 @@ from transformers import (
 
 import kbit
 from graph_tape import Recorder, enable_on_cpu
-from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import attention, prompt_rests, static_caches
 from kbit.integrations.transformers.cache_argument import with_cache
 from kbit.integrations.transformers.kept_caches import Conversations, Kept, length_of, lent
-from kbit.nn import gated_delta as layers
 from tiny_models import ARCHITECTURES, build
 
 NEW, FIRST = 8, 40
@@ -421,13 +419,6 @@ def test_what_cannot_be_enabled():
     with pytest.raises(ValueError, match="conversations must be at least 1, got 0"):
         kbit.enable_prefix_caching(model_of(), 0)
     kbit.disable_prefix_caching(torch.nn.Linear(2, 2))
-
-
-@pytest.fixture
-def small_heads(monkeypatch):
-    """Linear attention of tiny models goes by kernels, and on a CPU, too."""
-    monkeypatch.setattr(layers, "is_on_gpu", lambda x: True)
-    monkeypatch.setattr(gated_delta, "DIM", 16)
 
 
 @pytest.mark.parametrize("architecture", SOME)

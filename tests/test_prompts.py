@@ -12,7 +12,6 @@ from transformers import DynamicCache, StaticCache
 
 import kbit
 from graph_tape import REFUSED, Recorder, enable_on_cpu
-from kbit.backends.cuda import gated_delta
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers import (
     cuda_graphs,
@@ -28,6 +27,8 @@ from kbit.integrations.transformers.static_caches import padded_length
 from kbit.nn import gated_delta as layers
 from static_steps import take_caches_of_a_cpu
 from tiny_models import ARCHITECTURES, build
+
+pytestmark = pytest.mark.usefixtures("small_heads")
 
 TOKENS, ROOM = 6, 64
 SETTINGS = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
@@ -50,13 +51,6 @@ def logits(model, ids, **more):
     """Of every token of the answer."""
     found = answer(model, ids, output_logits=True, return_dict_in_generate=True, **more)
     return torch.stack(found.logits)
-
-
-@pytest.fixture(autouse=True)
-def small_heads(monkeypatch):
-    """Linear attention of tiny models goes by kernels, and on a CPU, too."""
-    monkeypatch.setattr(layers, "is_on_gpu", lambda x: True)
-    monkeypatch.setattr(gated_delta, "DIM", 16)
 
 
 class Enabled:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,12 +97,6 @@ def reads_in(kind: ast.ClassDef) -> Iterator[list[str]]:
                 yield path_of(node.value)
 
 
-@pytest.fixture(scope="module")
-def sources() -> list[str]:
-    folder = Path(transformers.__file__).parent / "models"
-    return [file.read_text() for file in sorted(folder.glob("*/modeling_*.py"))]
-
-
 def stays(kind: str, path: list[str]) -> bool:
     """Whether a linear layer stays at a path of a module of a class that is called so."""
     *parents, name = path
@@ -128,19 +121,19 @@ def unknown_readers(text: str) -> Iterator[tuple[str, str]]:
                 yield from ((kind, name) for kind in kinds if not stays(kind, own))
 
 
-def test_layers_stay_whose_weight_is_read(sources):
+def test_layers_stay_whose_weight_is_read(sources_of_models):
     if not PINNED:
         pytest.skip(f"transformers {transformers.__version__} is none of constraints.txt")
-    found = {one for text in sources for one in unknown_readers(text)}
+    found = {one for text in sources_of_models for one in unknown_readers(text)}
     assert found - HARMLESS == set()
     if sys.version_info >= (3, 11):  # which has the newest
         assert HARMLESS - found == set()
 
 
-def test_every_entry_is_of_a_class(sources):
+def test_every_entry_is_of_a_class(sources_of_models):
     if not PINNED or sys.version_info < (3, 11):
         pytest.skip("other versions may lack some")
-    kinds = {name for text in sources for name in re.findall(r"(?m)^class (\w+)", text)}
+    kinds = {name for text in sources_of_models for name in re.findall(r"(?m)^class (\w+)", text)}
     assert [kind for kind, _ in _READERS if not any(re.search(kind, name) for name in kinds)] == []
 
 

@@ -204,14 +204,11 @@ JOBS = (
         after=("widths", "moe-widths"),
     ),
     Job("plots", "bench plot {results}/{gpu}-kernels.json --out {plots}", gpus=0, after=("kernels",)),
-    *(
-        Job(
-            f"{short}-profile-plot",
-            f"bench plot {{results}}/{{gpu}}-profile-{MODELS[short]}.json --out {{plots}}",
-            gpus=0,
-            after=(f"{short}-profile",),
-        )
-        for short in ("30b", "coder-next")
+    Job(
+        "30b-profile-plot",
+        f"bench plot {{results}}/{{gpu}}-profile-{MODELS['30b']}.json --out {{plots}}",
+        gpus=0,
+        after=("30b-profile",),
     ),
     Job(
         "generate-plot",
@@ -228,6 +225,7 @@ JOBS = (
     # Its figures come from `kbit eval` on a CPU, with a model that is not in the repository.
     Job("quality-plot", "bench plot {results}/quality-tiny-moe.json --out docs/plots", gpus=0),
 )
+WIDTH = max(len(job.name) for job in JOBS)  # of a column of names
 
 
 @dataclass
@@ -285,11 +283,11 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], gpu: str, logs: Path) -> dict[
                 seconds = time.monotonic() - each.start
                 done[each.job.name] = (each.process.returncode, seconds)
                 state = "done" if each.process.returncode == 0 else f"exit code {each.process.returncode}"
-                print(f"{each.job.name:16} {seconds:6.0f} s  {state}", flush=True)
+                print(f"{each.job.name:{WIDTH}} {seconds:6.0f} s  {state}", flush=True)
             while (job := without_results(waiting, done)) is not None:
                 waiting.remove(job)
                 done[job.name] = (NOT_RUN, 0.0)
-                print(f"{job.name:16}             not run: it needs one that failed", flush=True)
+                print(f"{job.name:{WIDTH}}             not run: it needs one that failed", flush=True)
     finally:
         for each in running:
             each.process.terminate()
@@ -325,7 +323,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.list:
         for job in JOBS:
-            print(f"{job.name:16} {job.words}")
+            print(f"{job.name:{WIDTH}} {job.words}")
         return 0
     import torch
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from kbit.bench import machine, model_build
+from kbit.bench.model import BASELINE
 from kbit.bench.repeats import MIN_REPEATS, check_repeats, median_and_spread
 from kbit.format.policy import QuantizationPolicy
 from kbit.nn.fused_experts import is_experts
 
-BASELINE = "bf16"
 ATTENTION = "q_proj|k_proj|v_proj|o_proj"
 DENSE = "gate_proj|up_proj|down_proj"
 

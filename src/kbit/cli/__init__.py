@@ -1,4 +1,9 @@
-"""The `kbit` command. One file per subcommand; each imports what is slow only when it runs."""
+"""The `kbit` command; each file imports what is slow only when it runs.
+
+A command has a file of its name. bench_*: those of `kbit bench`; bench_kernels has check, dequant and plot,
+too. serve_*: what is changed of transformers' server, one concern a file. model_folder, hub, texts: what
+commands are given; options, outputs, consoles, tables: options, files, and what is printed.
+"""
 
 from __future__ import annotations
 

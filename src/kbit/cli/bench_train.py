@@ -23,7 +23,9 @@ console = Console()
 
 
 def _table(results: Sequence[ArmResult], tokens: int) -> Table:
-    base = next((result for result in results if result.name == "bf16"), None)
+    from kbit.bench.train import BASELINE
+
+    base = next((result for result in results if result.name == BASELINE), None)
     headers = ("arm", "weights GB", "adapters MB", "peak GB", "ms/step", "spread", "tok/s", "vs bf16", "loss")
     table = text_table(f"LoRA, {tokens} tokens a step", headers, left=("arm",))
     for row in results:

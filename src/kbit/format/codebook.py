@@ -36,9 +36,7 @@ def check_bits(bits: int, name: str = "bits", or_0: str = "", where: str = "") -
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in SUPPORTED_BITS:
         known = f"{SUPPORTED_BITS}, or 0 to {or_0}" if or_0 else f"{SUPPORTED_BITS}"
-        raise ValueError(
-            f"{name} must be one of {known}, got {bits!r}{at(where)}. Pick a whole number from 2 to 5."
-        )
+        raise ValueError(f"{name} must be one of {known}, got {bits!r}{at(where)}. Pick one of these.")
     return bits
 
 
@@ -75,7 +73,7 @@ def normal_float(bits: int) -> torch.Tensor:
     return torch.tensor(_NORMAL_FLOAT[check_bits(bits)], dtype=torch.float32, device="cpu")
 
 
-# Upper halves. Of 2^24 normal numbers by `kbit.quantizers.fit_codebook`, twice; the last digit is noise.
+# Upper halves. Of 2^24 normal numbers by `kbit.fit_codebook`, twice; the last digit is noise.
 _BLOCK_OPTIMAL = {
     2: (0.2892, 1.0),
     3: (0.1062, 0.3313, 0.6014, 1.0),

@@ -20,7 +20,7 @@ PARTS = (PACKED, ABSMAX, SCALE)
 _EXPERT_TENSOR = re.compile(r"^((?:.*\.)?experts)\.(?:\d+\.)?\w+(?:\.(?:weight|bias))?$")
 # Only these parameters are ever replaced by parts; a plain "input_scale" or "weight_scale_inv" is no part.
 _PARAMETER = r"(weight|(?:^|(?<=\.))(?:gate_up_proj|down_proj|gate_proj|up_proj))"
-_PART = re.compile(_PARAMETER + r"(_packed|_absmax|_scale)$")
+_PART = re.compile(f"{_PARAMETER}({'|'.join(PARTS)})$")
 
 
 def original_of(tensor_name: str) -> str:

@@ -3,6 +3,21 @@
 Functions take contiguous tensors of one CUDA device that the op layer has checked; they launch on the current
 stream. `quantize` waits for the device, once, to report NaN and Inf, and so do products of experts that no
 kernel takes (float32, say).
+
+    products, preference, tables     y = x W^T: by which kernel; what was measured; grouped_preference alike
+    stream, wgmma, mma, decoded      kernels of one weight; stream_config, wgmma_config, mma_config: what is
+                                     compiled of them; stream_preference, wgmma_estimate: which launch
+    grouped, resident, one_token     experts; sorted_rows, routing: around their products
+    router_logits, norm_logits       a router's logits, alone and with the norm in front
+    rows, row_launch, gradients      whole rows: quantize, decode, both layouts; gradients in x of experts
+    norm, position, masks, caches, heads, elementwise              around attention
+    attention, attention_rests, latent, latent_prompts             attention
+    gated_delta, delta_rule          linear attention
+    ranks                            sums over GPUs
+    compiler, libraries, driver, launcher, tensor_map, capture     from a source to a launch
+    operands, weights, weight_shape  what launches ask of tensors and weights
+    variants, ahead                  every kernel there is; those that a model will use
+    nvfp4                            the kernels of `kbit.nvfp4`
 """
 
 from __future__ import annotations

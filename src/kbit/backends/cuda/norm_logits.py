@@ -10,9 +10,10 @@ from kbit.backends.cuda import launcher, norm, operands, router_logits
 from kbit.backends.cuda.compiler import KernelSpec
 
 _FORMAT = "QQQQQQQQiifii"
-_SOURCE, _KEPT = "norm_logits.cu", 2  # kPieces
-# Pieces of 16 bytes of a row: from those of which rms_norm.cu keeps two in a thread, too, to kLogitsThreads.
-_LEAST_PIECES, _MOST_PIECES = norm.PIECES[_KEPT - 1] + 1, 1024
+_SOURCE = "norm_logits.cu"
+# Pieces of 16 bytes of a row: from those on of which rms_norm.cu keeps as many in a thread.
+_LEAST_PIECES = norm.PIECES[router_logits.KEPT - 1] + 1
+_MOST_PIECES = router_logits.KEPT * router_logits.MOST_THREADS
 # Experts of a block, from how many logits on, by whether the weight is float32. With fewer, which made logits
 # take less time, a model's step took more.
 _EACH = {False: {1: 1, 33: 5, 193: 4}, True: {1: 1, 33: 4}}
@@ -95,7 +96,7 @@ def add_rms_norm_logits(
 def _prepared(
     index: int, kinds: tuple[torch.dtype, bool, bool], pieces: int, tokens: int, experts: int
 ) -> launcher.Prepared:
-    each = next(each for least, each in reversed(_EACH[kinds[-1]].items()) if tokens * experts >= least)
+    each = router_logits.each_of(_EACH[kinds[-1]], tokens * experts)
     launch = router_logits.few_launch(_SOURCE, kinds, (tokens, experts, pieces), (1, each))
     kernel = launcher.load(launch.spec, index, _FORMAT)
     return launcher.Prepared(index, kernel, launch.grid, launch.threads)

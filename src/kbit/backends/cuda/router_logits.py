@@ -17,7 +17,7 @@ from kbit.backends.reference import moe as reference
 
 _FORMAT = "QQQQiii"
 _SOURCE = "moe_logits.cu"
-_KEPT, _MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
+KEPT, MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
 # Experts of a block of moe_logits.cu, from how many logits on.
 _EACH = {1: 1, 1601: 4}
 # Tokens and experts of a block where those of a token each would read so many bytes of weights.
@@ -40,7 +40,8 @@ def few_spec(source: str, kind: tuple[torch.dtype, bool, bool], tokens: int, exp
     """moe_logits.cu, or norm_logits.cu: x of a 16-bit dtype, logits and weight in float32 or not."""
     dtype, wide, wide_weight = kind
     kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
-    return KernelSpec.make(source, **kinds, tokens=tokens, experts=experts)
+    block = {"tokens": tokens} if source == _SOURCE else {}  # norm_logits.cu has one
+    return KernelSpec.make(source, **kinds, **block, experts=experts)
 
 
 @functools.cache
@@ -67,6 +68,11 @@ class Launch:
     shared_bytes: int = 0
 
 
+def each_of(table: dict[int, int], logits: int) -> int:
+    """Experts of a block, of a table by the least number of logits."""
+    return next(each for least, each in reversed(table.items()) if logits >= least)
+
+
 @functools.lru_cache(maxsize=4096)
 def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tuple[int, int] | None:
     """Tokens and experts of a block of moe_logits.cu, or None: so many are for moe_logits_mma.cu or cuBLAS.
@@ -82,7 +88,7 @@ def few_block(tokens: int, experts: int, columns: int, wide_weight: bool) -> tup
         return None
     if tokens >= _SHARED[0] and products * (4 if wide_weight else 2) >= _SHARED_BYTES:
         return _SHARED
-    return 1, next(each for least, each in reversed(_EACH.items()) if logits >= least)
+    return 1, each_of(_EACH, logits)
 
 
 def few_launch(
@@ -97,7 +103,7 @@ def few_launch(
         block: tokens and experts of a block.
     """
     tokens, experts, pieces = sizes
-    threads = min(_MOST_THREADS, -(-pieces // (_KEPT * driver.WARP)) * driver.WARP)
+    threads = min(MOST_THREADS, -(-pieces // (KEPT * driver.WARP)) * driver.WARP)
     grid = (-(-experts // block[1]), -(-tokens // block[0]), 1)
     return Launch(few_spec(source, kind, *block), grid, threads)
 

@@ -65,7 +65,7 @@ class NVFP4Tensor:
     layout: str = "nv"
     row_scale: torch.Tensor | None = None
 
-    # What does with one of these what the key does with a k-bit weight; `kbit.ops.type_checks` names it.
+    # What does with one of these what the key does with a k-bit weight; `kbit.format.type_checks` names it.
     functions: ClassVar[dict[str, str]] = {
         "dequantize": "kbit.nvfp4.dequantize_nvfp4",
         "linear": "kbit.nvfp4.linear_nvfp4",
