@@ -135,7 +135,7 @@ def test_a_user_without_a_home_has_a_cache_among_temporary_files(answer, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("platformdirs.user_cache_dir", answer)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    assert cubin_folder().parent.parent == tmp_path / "temporary"
+    assert cubin_folder().parent == tmp_path / "temporary"
     assert CubinCache().folder == cubin_folder()
     row = row_of("cache folder", CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert (str(row["found"]).startswith(str(cubin_folder())), row["remedy"]) == (True, "")

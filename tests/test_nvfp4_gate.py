@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kbit.cli import app
 from kbit.nvfp4 import gate, moe, reference
-from kbit.nvfp4.model import Levers, TinyMoE, seeded
+from kbit.nvfp4.model import seeded
 from kbit.nvfp4.record import Recorder
 
 
@@ -29,26 +29,27 @@ def test_a_reference_has_no_verdicts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("toggle", gate.TOGGLES)
 def test_every_lever_holds(toggle: str) -> None:
     verdicts = list(gate.run_gate(toggle, [1, 8]))
-    assert len(verdicts) == 2 * {"dedup": 3, "fold": 2, "tile": 4}[toggle]
+    assert len(verdicts) == 2 * {"dedup": 5, "fold": 2, "tile": 5}[toggle]
     for verdict in verdicts:
         assert verdict.failure is None
         assert verdict.compared == "off and the stored reference"
     fired = {
-        "dedup": "rows quantized for experts 32 -> 8",
-        "fold": "folded norms 0 -> 12",
+        "dedup": "rows gathered 0 -> 160, rows quantized 428 -> 340",
+        "fold": "folded norms 0 -> 24, norms 24 -> 0, rows gathered 0 -> 160, rows quantized 428 -> 0",
         "tile": "products with",
     }
     assert fired[toggle] in verdicts[0].fired
 
 
-@pytest.mark.parametrize("accum", ["exact", "seq16"])
-def test_the_stored_reference_is_what_the_cpu_computes(accum: str) -> None:
-    recorder = Recorder()
-    TinyMoE().generate(7, gate.STEPS, Levers(accum=accum), recorder)
-    assert gate.stored_digests(accum, 7) == recorder.digests()
-    names = recorder.digests()
-    for kind in ("gathered", "quantized", "gemm", "tokens"):
-        assert any(kind in name for name in names)
+def test_the_stored_reference_is_what_the_cpu_computes() -> None:
+    made = gate.make_reference([7])["1"]
+    assert tuple(made) == ("exact", "seq16")
+    for accum, arms in made.items():
+        assert arms["plain"]["7"] == gate.stored_digests(accum, 7)
+        assert arms["row_scale"]["7"] == gate.stored_digests(accum, 7, row_scale=True)
+    for part in gate.MODELS:
+        for kind in ("gathered", "quantized", "gemm", "tokens"):
+            assert any(part in name and kind in name for name in made["exact"]["plain"]["7"])
 
 
 def test_tc_has_no_stored_reference() -> None:
@@ -78,7 +79,7 @@ def test_a_flipped_bit_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> No
     verdicts = {each.lever: each for each in gate.run_gate("dedup", [8])}
     failure = verdicts["dedup=gather"].failure
     assert failure is not None
-    assert "off and on differ first in layer0.gathered #0, element [1, 3]" in failure
+    assert "off and on differ first in small.layer0.gathered #0, element [1, 3]" in failure
     assert verdicts["dedup=scatter"].failure is None
     result = run("--toggle", "dedup", "--tokens", "8")
     assert result.exit_code == 1
@@ -97,8 +98,9 @@ def test_a_change_in_both_arms_is_found_by_the_stored_reference(monkeypatch: pyt
 def test_a_lever_that_does_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "DEDUP", ("off", "off"))
     monkeypatch.setattr(gate, "DEDUP", ("off", "off"))
-    (verdict,) = gate.run_gate("dedup", [1])
-    assert verdict.failure == "dedup=off did not fire: both runs did the same"
+    verdicts = list(gate.run_gate("dedup", [1]))
+    failures = [verdict.failure for verdict in verdicts]
+    assert failures == [f"{verdict.lever} did not fire: both runs did the same" for verdict in verdicts]
 
 
 def test_differences_of_shape_order_and_sign_of_zero() -> None:
@@ -124,7 +126,10 @@ def test_command_line(tmp_path: Path) -> None:
     result = run("--toggle", "fold", "--tokens", "1", "--json", str(file))
     assert result.exit_code == 0
     assert "holds  fold=on, 1 tokens" in result.output
-    assert "fired: folded activations 0 -> 8, folded norms 0 -> 12" in result.output
+    assert (
+        "fired: activations 16 -> 0, folded activations 0 -> 16, folded norms 0 -> 24, norms 24 -> 0"
+        in result.output
+    )
     about = json.loads(file.read_text())
     assert (about["contract"], about["version"], about["device"]) == ("exact", 1, "cpu")
     assert [row["failure"] for row in about["verdicts"]] == [None, None]
@@ -134,7 +139,7 @@ def test_command_line_writes_the_reference(tmp_path: Path) -> None:
     file = tmp_path / "reference.json"
     assert run("--tokens", "1", "--write-reference", str(file)).exit_code == 0
     written = json.loads(file.read_text())["1"]
-    assert written["exact"]["1"] == gate.stored_digests("exact", 1)
+    assert written["exact"]["plain"]["1"] == gate.stored_digests("exact", 1)
 
 
 @pytest.mark.parametrize(

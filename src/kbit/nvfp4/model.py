@@ -27,7 +27,12 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model. K of the expert products is no multiple of 64, so padding is exercised."""
+    """Sizes of the model. K of the expert products is no multiple of 64, so padding is exercised.
+
+    `WIDE` is for what `SMALL` does not reach: K of three strides of 2048, the last one not whole, fills all
+    256 partial sums of a norm, and is 17 chains of 256 columns in products. Its weights' scales span
+    `spread` powers of two: with one scale for all, float32 would hold any order's sums exactly.
+    """
 
     vocabulary: int = 96
     hidden: int = 80
@@ -35,6 +40,11 @@ class Sizes:
     choices: int = 4
     width: int = 48
     layers: int = 2
+    spread: int = 1
+
+
+SMALL = Sizes()
+WIDE = Sizes(hidden=4112, experts=4, choices=2, spread=9)
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,16 @@ class Levers:
         fold: norm and activation quantize in the same pass.
         tile: a forced tile or split choice of the products.
         tiled: weights in the layout "tiled", as layers hold them on a GPU.
-        accum: the accumulation contract; not a lever, the same in both arms.
+        row_scale: each row of activations has a factor; not a lever, the same in both arms. Without fold
+            and "scatter", which have none.
+        accum: the accumulation contract; not a lever either.
     """
 
     dedup: str = "off"
     fold: bool = False
     tile: str | None = None
     tiled: bool = False
+    row_scale: bool = False
     accum: str = "exact"
 
 
@@ -84,11 +97,16 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def _parts(t: NVFP4Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes and scales, and the rows' factors if it has them."""
+    return t.nv() if t.row_scale is None else (*t.nv(), t.row_scale)
+
+
 class TinyMoE:
     """Greedy decoding of batches; each layer mixes over time by a decaying sum, then runs its experts."""
 
     def __init__(self, device: torch.device | str = "cpu", sizes: Sizes | None = None) -> None:
-        self.sizes = size = sizes or Sizes()
+        self.sizes = size = sizes or SMALL
         self.device = torch.device(device)
         self.embedding = self._seeded((size.vocabulary, size.hidden), 1)
         self.norms = [
@@ -110,6 +128,8 @@ class TinyMoE:
         return seeded(shape, seed).to(self.device)
 
     def _matrix(self, weight: torch.Tensor) -> NVFP4Tensor:
+        spread = [2.0 ** -(column // 16 % self.sizes.spread) for column in range(weight.shape[1])]
+        weight = weight * torch.tensor(spread, device=self.device)
         return quantize_nvfp4(weight, global_scale=global_scale_for(weight))
 
     def _experts(self, shape: tuple[int, ...], seed: int) -> NVFP4Tensor:
@@ -151,7 +171,7 @@ class TinyMoE:
             states[index] = mixed.float()
             y, h = self._layer(index, y.to(mixed.dtype), mixed, levers, recorder)
         a, _, _ = self._norm(self.sizes.layers, y, h, levers, recorder)
-        head = self._held(self.head, levers, recorder)
+        head = self._held(self.head, levers)
         logits = gemm_nvfp4(a, head, levers.accum, torch.float32, levers.tile)
         recorder.add("head.gemm", logits)
         # argmax takes any of equal logits; the gate wants the first.
@@ -165,15 +185,14 @@ class TinyMoE:
         """(quantized norm, norm, y + h) of token rows."""
         weight = self.norms[index]
         if levers.fold:
-            recorder.count("folded norms")
             folded = rmsnorm_quantize_nvfp4(y, weight, EPS, h)
             assert folded.norm is not None
             result = (folded.quantized, folded.norm, folded.residual)
         else:
             norm, h = rmsnorm(y, weight, EPS, h)
-            result = (quantize_nvfp4(norm), norm, h)
+            result = (quantize_nvfp4(norm, row_scale=levers.row_scale), norm, h)
         recorder.add(f"norm{index}", result[1], result[2])
-        recorder.add(f"norm{index}.quantized", *result[0].nv())
+        recorder.add(f"norm{index}.quantized", *_parts(result[0]))
         return result
 
     def _layer(
@@ -183,28 +202,23 @@ class TinyMoE:
         ids, p = self._choose(index, norm)
         routing = route(ids, self.sizes.experts)
         a = self._expert_input(quantized, norm, routing, levers)
-        recorder.count("rows quantized for experts", a.quantized_rows)
-        recorder.count("rows copied", a.copied_rows)
         rows = torch.arange(len(routing.source), device=self.device) if a.rows is None else a.rows
         recorder.add(f"layer{index}.routing", ids, p, routing.source, routing.bounds)
-        recorder.add(f"layer{index}.gathered", *(part[rows.long()] for part in a.tensor.nv()))
+        recorder.add(f"layer{index}.gathered", *(part[rows.long()] for part in _parts(a.tensor)))
         common = (levers.accum, norm.dtype, levers.tile)
-        gate_up = expert_product(a, routing, self._held(self.gate_up[index], levers, recorder), *common)
+        gate_up = expert_product(a, routing, self._held(self.gate_up[index], levers), *common)
         recorder.add(f"layer{index}.gate_up.gemm", gate_up)
-        activated = self._quantized_activation(gate_up, levers, recorder)
-        recorder.add(f"layer{index}.activated.quantized", *activated.tensor.nv())
-        down = expert_product(activated, routing, self._held(self.down[index], levers, recorder), *common)
-        if levers.tile is not None:
-            recorder.count(f"products with tile {levers.tile}", 2)
+        activated = self._quantized_activation(gate_up, levers)
+        recorder.add(f"layer{index}.activated.quantized", *_parts(activated.tensor))
+        down = expert_product(activated, routing, self._held(self.down[index], levers), *common)
         result = combine_sorted(down, routing.inverse, p)
         recorder.add(f"layer{index}.down.gemm", down, result)
         return result, h
 
-    def _held(self, weight: NVFP4Tensor, levers: Levers, recorder: Recorder) -> NVFP4Tensor:
+    def _held(self, weight: NVFP4Tensor, levers: Levers) -> NVFP4Tensor:
         """A weight in the layout that a product is to take it in."""
         if not levers.tiled:
             return weight
-        recorder.count("products with weights in tiles")
         if id(weight) not in self._tiled:
             self._tiled[id(weight)] = repack_nvfp4(weight, "tiled")
         return self._tiled[id(weight)]
@@ -213,26 +227,28 @@ class TinyMoE:
         self, quantized: NVFP4Tensor, norm: torch.Tensor, routing: Routing, levers: Levers
     ) -> ExpertInput:
         if not levers.fold:
-            return quantize_for_experts(norm, routing, levers.dedup)
+            return quantize_for_experts(norm, routing, levers.dedup, row_scale=levers.row_scale)
         # The fold has quantized each token already; what is left is the copy, or none.
         if levers.dedup == "indirect":
             return ExpertInput(quantized, routing.source, len(norm), 0)
         return ExpertInput(gather_rows(quantized, routing.source), None, len(norm), len(routing.source))
 
-    def _quantized_activation(self, gate_up: torch.Tensor, levers: Levers, recorder: Recorder) -> ExpertInput:
+    def _quantized_activation(self, gate_up: torch.Tensor, levers: Levers) -> ExpertInput:
         if levers.fold:
-            recorder.count("folded activations")
             return ExpertInput(silu_mul_quantize_nvfp4(gate_up), None, len(gate_up), 0)
-        return ExpertInput(quantize_nvfp4(silu_mul(gate_up)), None, len(gate_up), 0)
+        quantized = quantize_nvfp4(silu_mul(gate_up), row_scale=levers.row_scale)
+        return ExpertInput(quantized, None, len(gate_up), 0)
 
     def _choose(self, index: int, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids int32 [T, U], p float32 [T, U]); reads the unquantized norm.
 
-        Multiples of 2^-10 below 2^6 times 12-bit integers: 80 products stay below 2^36, exact in float64
-        whatever the order.
+        Multiples of 2^-10 below 2^6 times 12-bit integers: 4112 products stay below 2^41, exact in float64
+        whatever the order. A power of two keeps the logits of wide rows as large as those of 80 columns, so
+        that no choice gets all of the weight.
         """
+        spread = (self.sizes.hidden.bit_length() - 7) // 2
         fixed = torch.round(norm.float().clamp(-64, 64) * 2**10).double()
-        logits = ((fixed @ self.routers[index].t()) * 2.0**-20).float()
+        logits = ((fixed @ self.routers[index].t()) * 2.0 ** -(20 + spread)).float()
         ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)
         chosen = ordered[:, : self.sizes.choices]
         weights = exact.exp(chosen - chosen[:, :1])

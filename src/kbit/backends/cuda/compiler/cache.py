@@ -43,20 +43,21 @@ class Entry:
 
 
 def cubin_folder() -> Path:
-    """Where cubins are: KBIT_CACHE, or kbit's folder among the user's caches, and "cubin" in it."""
-    return Path(os.environ.get("KBIT_CACHE") or _user_folder()) / "cubin"
+    """Where cubins are: in KBIT_CACHE, or among the user's caches.
 
-
-def _user_folder() -> Path:
-    """kbit's folder among the user's caches; among temporary files for a container's user without a home."""
+    Among temporary files for a container's user without a home.
+    """
     import platformdirs
 
+    if given := os.environ.get("KBIT_CACHE"):
+        return Path(given, "cubin")
     # No home is an error of new versions; old ones give "~/.cache", to be made where the process runs.
     with contextlib.suppress(RuntimeError):
         folder = Path(platformdirs.user_cache_dir("kbit"))
         if folder.is_absolute():
-            return folder
-    return Path(tempfile.gettempdir(), f"kbit-{getattr(os, 'geteuid', int)()}")
+            return folder / "cubin"
+    # Not in a folder of kbit's: that could be another user's, who would put others in place of this one.
+    return Path(tempfile.gettempdir(), f"kbit-{getattr(os, 'geteuid', int)()}-cubin")
 
 
 def content_key(sources: Sources, options: tuple[str, ...], compiler: str) -> str:
