@@ -193,6 +193,28 @@ def test_the_fastest_16_bit_arm_is_the_baseline():
     assert [row["tokens_s"] for row in written] == [666.67, 4000.0]
 
 
+def test_the_peak_kept_is_of_the_way_whose_speed_is_kept(monkeypatch):
+    """And each is counted from the way's own beginning."""
+    peaks, resets = iter([5, 30, 20, 10, 25]), []  # prefill, then two ways of two batches
+    monkeypatch.setattr(bench.machine, "reset_gpu_peak", resets.append)
+    monkeypatch.setattr(bench.machine, "gpu_peak_bytes", lambda device: next(peaks))
+    monkeypatch.setattr(bench.model_decode, "prefill", lambda *_: model_decode.Timing(1.0, 0.0, None))
+    times = {("bf16 grouped_mm", 1): 3.0, ("bf16 batched_mm", 1): 2.0}
+    times |= {("bf16 grouped_mm", 4): 2.0, ("bf16 batched_mm", 4): 3.0}
+
+    def decode(model, arm, batch, *more):
+        return bench.DecodeRow(arm, batch, times[arm, batch], 0.0, None)
+
+    monkeypatch.setattr(bench, "_decode", decode)
+    monkeypatch.setattr(bench, "ways", lambda *_: ("bf16 grouped_mm", "bf16 batched_mm"))
+    built, plan = model_build.Built(None, 1, 99), bench.Plan(batches=(1, 4))
+    result = bench._run("bf16", built, 1, plan, CPU, lambda words: None)
+    assert len(resets) == 5
+    assert [row["peak_bytes"] for row in bench.as_json([result])[0]["decode"]] == [30, 20, 10, 25]
+    assert (result.prefill_peak_bytes, result.run_peak_bytes, result.build_peak_bytes) == (5, 20, 99)
+    assert bench.kept_peak(bench.ArmResult("on a CPU")) is None
+
+
 @pytest.mark.parametrize("config_file", MIXTURES, indirect=True)
 def test_the_command_on_a_cpu(config_file, tmp_path):
     out = tmp_path / "result.json"

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import typer
+from render_options import commands, options
 from render_readme import (
     GPU_BITS,
     GPU_FILE,
@@ -26,6 +23,7 @@ from render_readme import (
     RESULTS,
     ROOT,
     WIDTHS_FILE,
+    after_prompts,
     gpu,
     gpu_name,
     load,
@@ -34,13 +32,17 @@ from render_readme import (
     models,
     named_layer,
     peer_ratios,
+    short,
 )
 from render_readme import SECTIONS as README_SECTIONS
 from render_readme import render as render_sections
 
 from kbit.bench import check, kernel_rows, profile_plot, shapes
-from kbit.cli import app
-from kbit.format import CODEBOOKS, SUPPORTED_BITS
+from kbit.bench.model import BASELINE
+from kbit.bench.quantize import PROJECTED_WEIGHTS
+from kbit.format import BLOCK_SIZE, CODEBOOKS, SUPPORTED_BITS
+from kbit.format.policy import QuantizationPolicy
+from kbit.integrations.transformers.static_caches import MOST_TOKENS
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 H100_FILES = {name: f"{H100}{name}.json" for name in ("kernels", "widths", "moe")}
@@ -57,7 +59,6 @@ CHAT_FILES, PROFILE_FILES = "h200-chat-*.json", "h200-profile-*.json"
 PARALLEL_FILES, TRAIN_FILE = ("h100-*-parallel-*.json", "h200-parallel-*.json"), "h200-train.json"
 # Column -> (key of a level, digits).
 _SERVED = {"tokens/s": ("tokens_per_second", 0), "p50 s": ("p50_s", 2), "p95 s": ("p95_s", 2)}
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 # -- figures -----------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 def about(*results: dict[str, Any]) -> str:
     """The machine and software of a GPU's result files, their commits, and what they note."""
     machine = results[0]["machine"]
-    commits = " and ".join(dict.fromkeys(result["machine"]["commit"][:7] for result in results))
+    commits = " and ".join(dict.fromkeys(short(result["machine"]["commit"]) for result in results))
     notes = "".join(f" {result['note']}" for result in results if "note" in result)
     models = f"transformers {machine['transformers']}, " if machine.get("transformers") else ""
     return (
@@ -234,9 +235,12 @@ def parallel() -> str:
     """Decoding on several GPUs against one; a table for each kind of GPU."""
     found = [[load(path.name) for path in sorted(RESULTS.glob(files))] for files in PARALLEL_FILES]
     tables = [_parallel(results) for results in found if results]
-    text = "Tokens a second of decoding (in brackets: times as fast as one GPU), all layers."
     if not tables:
         return "Not measured yet: `kbit bench model --gpus 1,2` does."
+    text = (
+        f"Tokens a second of decoding {after_prompts(itertools.chain(*found))} (in brackets: times as fast "
+        "as one GPU), all layers, random weights."
+    )
     return "\n\n".join([text, *tables])
 
 
@@ -257,18 +261,31 @@ def training() -> str:
     result = load_if_there(TRAIN_FILE)
     if not result:
         return "Not measured yet: `kbit bench train` does."
+    base = next(arm["spread"] for arm in result["arms"] if arm["name"] == BASELINE)
+    about_equal = {
+        arm["name"]: abs(arm["time_vs_bf16"] - 1) < max(arm["spread"], base)
+        for arm in result["arms"]
+        if arm["name"] != BASELINE
+    }
     body = [
         [
             f"{result['model']}, {arm['name']}",
             f"{arm['weight_bytes'] / 1e9:.1f}",
             f"{arm['peak_bytes'] / 1e9:.1f}",
-            f"{arm['ms']:.0f} ({arm['time_vs_bf16']:.2f})",
+            f"{arm['ms']:.0f} ({'~' if about_equal.get(arm['name']) else ''}{arm['time_vs_bf16']:.2f})",
+            f"{100 * arm['spread']:.0f}%",
             f"{arm['first_loss']:.2f} to {arm['last_loss']:.2f}",
         ]
         for arm in result["arms"]
     ]
-    text = "A LoRA step of 4096 tokens, all layers, checkpointing, random weights and tokens."
-    header = ["base", "weights GB", "peak GB", "ms (times bf16's)", "loss"]
+    plan = result["plan"]
+    text = (
+        f"A LoRA step of {plan['sequences'] * plan['tokens']} tokens, all layers, checkpointing, random "
+        f"weights and tokens; medians of {plan['repeats']} steps, and the spread from least to most."
+    )
+    if any(about_equal.values()):
+        text += " ~: no further from 1 than the larger spread."
+    header = ["base", "weights GB", "peak GB", "ms (times bf16's)", "spread", "loss"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
 
 
@@ -287,6 +304,8 @@ def serving() -> str:
         "Llama-3-8B's shape, random weights, answers of 64 tokens, `--cuda-graphs --continuous-batching`; "
         "the paged cache takes what memory is free."
     )
+    if not result["plan"].get("warm_up"):
+        text += " The first requests of each level, which record graphs, are included."
     header = ["model", "clients", "errors", *_SERVED, "resident GB", "GPU GB"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
 
@@ -305,8 +324,9 @@ def chats() -> str:
             body.append([f"{result['model']}, {arm.removeprefix('kbit ')}", way, *of_turns])
     prompts = dict.fromkeys(row["prompt"] for row in results[0]["rows"])
     text = (
-        "`kbit bench chat`: milliseconds until the first token, from CUDA graphs, random weights, messages "
-        f"of {plan['message']} tokens and answers of {plan['new_tokens']}."
+        "`kbit bench chat`: milliseconds until the first token, random weights, messages of "
+        f"{plan['message']} tokens and answers of {plan['new_tokens']}. Prompts, or what no cache holds of "
+        f"them, of up to {MOST_TOKENS} tokens come from CUDA graphs; longer ones run kernel by kernel."
     )
     header = ["model", "", *(f"{tokens} tokens" for tokens in prompts)]
     return f"{text} {about(*results)}\n\n{markdown(header, body)}"
@@ -333,16 +353,31 @@ def quantizing() -> str:
     result = load_if_there(QUANTIZE_FILE)
     if not result:
         return "Not measured yet: `kbit bench quantize` does."
-    body = [
-        [str(run["jobs"]), f"{run['weights_per_second'] / 1e6:.0f}", f"{run['seconds_for_80b']:.0f}"]
-        for run in result["runs"]
-    ]
+    policy, body = QuantizationPolicy.from_dict(result["policy"]), []
+    for run in result["runs"]:
+        speed = _quantized_weights(run, policy) / run["seconds"]
+        body.append([str(run["jobs"]), f"{speed / 1e6:.0f}", f"{PROJECTED_WEIGHTS / speed:.0f}"])
+    first = result["runs"][0]
+    count = _quantized_weights(first, policy)
     text = (
-        f"{result['layers']} layers of {result['model']}'s shape, {result['runs'][0]['weights'] / 1e9:.1f} "
-        f"billion weights, from disk to disk on one GPU, scale search included."
+        f"{result['layers']} layers of {result['model']}'s shape, from disk to disk on one GPU, scale search "
+        f"included: {count / 1e9:.1f} billion weights that are quantized, which alone are counted, and "
+        f"{(first['weights'] - count) / 1e9:.1f} billion that are only copied."
     )
     header = ["jobs", "million weights a second", "seconds for 80 billion"]
     return f"{text} {about(result)}\n\n{markdown(header, body)}"
+
+
+def _quantized_weights(run: dict[str, Any], policy: QuantizationPolicy) -> float:
+    """Of the weights of a run, those that were not only copied.
+
+    Files that do not tell tell it by their bytes: what is copied keeps its own, what is quantized has a scale
+    of a byte for each block beside its codes.
+    """
+    if "quantized_weights" in run:
+        return run["quantized_weights"]
+    before, after = run["bytes_in"] / run["weights"], policy.bits / 8 + 1 / BLOCK_SIZE
+    return (run["bytes_in"] - run["bytes_out"]) / (before - after)
 
 
 def dequantizing() -> str:
@@ -448,39 +483,9 @@ def provenance() -> str:
     for file in sorted(RESULTS.glob("*.json")):
         machine = load(file.name).get("machine", {})
         hardware = str(machine.get("gpu") or machine.get("cpu", ""))
-        rest = (machine.get("torch", ""), machine.get("commit", "")[:7], machine.get("date", ""))
+        rest = (machine.get("torch", ""), short(machine.get("commit", "")), machine.get("date", ""))
         body.append([f"`{file.name}`", hardware, *rest])
     return markdown(["file", "machine", "torch", "commit", "date"], body)
-
-
-# -- the format --------------------------------------------------------------------------------------------
-
-
-def codebooks() -> str:
-    """The positive half of every named codebook: its float32 numbers, in decimal where they are short."""
-    body = []
-    for name, bits in itertools.product(CODEBOOKS, SUPPORTED_BITS):
-        upper = CODEBOOKS[name](bits)[2 ** (bits - 1) :]
-        short = [f"{level:.4f}" for level in upper.tolist()]
-        exact = torch.equal(torch.tensor(list(map(float, short))), upper)
-        levels = short if exact else [level.hex() for level in upper.tolist()]
-        body.append([name, str(bits), ", ".join(f"`{level}`" for level in levels)])
-    return markdown(["name", "bits", "positive levels as float32, ascending"], body)
-
-
-# -- the command line --------------------------------------------------------------------------------------
-
-
-def commands() -> dict[str, Any]:
-    """Every command by its words after `kbit`."""
-
-    def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(child, (*words, name))
-        if not hasattr(command, "commands"):
-            yield " ".join(words), command
-
-    return dict(walk(typer.main.get_command(app), ()))
 
 
 def head() -> str:
@@ -509,45 +514,19 @@ def head() -> str:
     )
 
 
-def options(command: Any) -> str:
-    """The arguments and options of a command."""
-    hints = typing.get_type_hints(command.callback)
+# -- the format --------------------------------------------------------------------------------------------
+
+
+def codebooks() -> str:
+    """The positive half of every named codebook: its float32 numbers, in decimal where they are short."""
     body = []
-    for parameter in command.params:
-        names = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
-        metavar, many = _metavar(parameter, hints.get(parameter.name))
-        if parameter.param_type_name == "argument":
-            names = [f"`{parameter.metavar or parameter.name.upper()}`"]
-        elif metavar:
-            names[-1] = f"{names[-1][:-1]} {metavar}`"
-        many = many and "repeatable" not in (parameter.help or "")
-        meaning = " ".join(filter(None, [parameter.help, "Repeatable." if many else ""]))
-        body.append([", ".join(names), _default(parameter), meaning.replace("|", "\\|")])
-    rows = [" | ".join(cells) for cells in (["option", "default", "meaning"], ["---"] * 3, *body)]
-    return "\n".join(f"| {row} |" for row in rows)
-
-
-def _default(parameter: Any) -> str:
-    default = parameter.default
-    if isinstance(default, bool):
-        return ("`on`" if default else "`off`") if parameter.secondary_opts else ""
-    if parameter.required or default is None or default in ("", (), []):
-        return ""
-    return f"`{getattr(default, 'value', default)}`"
-
-
-def _metavar(parameter: Any, hint: Any) -> tuple[str, bool]:
-    """What stands for the value of an option, and whether it may be given several times."""
-    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = arms[0]
-    many = typing.get_origin(hint) is list
-    if many:
-        hint = typing.get_args(hint)[0]
-    if hint is bool:
-        return "", False
-    values = [choice.value for choice in hint] if hasattr(hint, "__members__") else []
-    return parameter.metavar or "/".join(values) or _METAVARS.get(hint, "VALUE"), many
+    for name, bits in itertools.product(CODEBOOKS, SUPPORTED_BITS):
+        upper = CODEBOOKS[name](bits)[2 ** (bits - 1) :]
+        short = [f"{level:.4f}" for level in upper.tolist()]
+        exact = torch.equal(torch.tensor(list(map(float, short))), upper)
+        levels = short if exact else [level.hex() for level in upper.tolist()]
+        body.append([name, str(bits), ", ".join(f"`{level}`" for level in levels)])
+    return markdown(["name", "bits", "positive levels as float32, ascending"], body)
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

@@ -31,6 +31,9 @@ GENERATE_FILES = "h200-generate-*.json"
 GPU_SHAPES = ("l70b", "sq8k", "l8b", "glm_gu", "gateup", "down", "q", "kv")
 GPU_TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 GPU_BITS = 4
+# A ratio below this is a loss: runs of one problem differ by about 2%.
+LOSS = 0.97
+BY_MORE = f"by more than {100 * (1 - LOSS):.0f}%"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -41,6 +44,12 @@ def load(name: str) -> dict[str, Any]:
 def load_if_there(name: str) -> dict[str, Any]:
     """A result file; empty where it is missing."""
     return load(name) if (RESULTS / name).exists() else {}
+
+
+def short(commit: str) -> str:
+    """A commit as tables have it: seven characters, and whether there were changes that it does not have."""
+    name, plus, changes = commit.partition("+")
+    return name[:7] + plus + changes
 
 
 def markdown(headers: list[str], rows: Iterable[list[str]]) -> str:
@@ -171,17 +180,17 @@ def gpu_claim() -> str:
 
 
 def gpu_losses() -> str:
-    """Where the table shows less than cuBLAS."""
+    """Where the table's ratios are losses."""
     result = load_if_there(GPU_FILE)
     cells = _gpu_cells(result) if result else {}
-    losses = [row for row in cells.values() if round(row["vs_fp16"], 2) < 1]
+    losses = [row for row in cells.values() if row["vs_fp16"] < LOSS]
     if not losses:
         return ""
     worst = min(losses, key=lambda row: row["vs_fp16"])
     return (
-        f" On an {gpu_name(result)} {len(losses)} of the table's {len(cells)} cells lose to float16 cuBLAS, "
-        f"from M={min(row['rows'] for row in losses)} on; the worst is {_layer(worst)} at M={worst['rows']}, "
-        f"{worst['vs_fp16']:.2f} times as fast."
+        f" On an {gpu_name(result)} {len(losses)} of the table's {len(cells)} cells lose to float16 cuBLAS "
+        f"{BY_MORE} (runs differ by about 2%), from M={min(row['rows'] for row in losses)} on; the worst is "
+        f"{_layer(worst)} at M={worst['rows']}, {worst['vs_fp16']:.2f} times as fast."
     )
 
 
@@ -199,16 +208,18 @@ def peer_ratios() -> dict[str, list[tuple[dict[str, Any], float]]]:
 
 
 def gpu_peers() -> str:
-    """In how many problems of a run each of other people's kernels is slower, and the worst for kbit."""
+    """In how many problems of a run each of other people's kernels is slower, or faster; kbit's worst."""
     sentences, run = [], load_if_there(PEERS_FILE)
     for peer, ratios in peer_ratios().items():
-        slower = sum(ratio > 1 for _, ratio in ratios)
+        slower = sum(1 / ratio < LOSS for _, ratio in ratios)
+        faster = sum(ratio < LOSS for _, ratio in ratios)
         worst, least = min(ratios, key=lambda pair: pair[1])
         sentences.append(
             f" Another library's kernels of {GPU_BITS} bits, [{peer.capitalize()}]"
             f"(docs/benchmarks.md#other-kernels-same-run)'s, are slower than kbit's (of commit "
-            f"{run['machine']['commit']}) in {slower} of {len(ratios)} problems of one run; the worst for "
-            f"kbit is {_layer(worst)} at M={worst['rows']}, {least:.2f} times as fast."
+            f"{short(run['machine']['commit'])}) {BY_MORE} in {slower} of {len(ratios)} problems of one run, "
+            f"and faster by as much in {faster or 'none'}; the worst for kbit is {_layer(worst)} at "
+            f"M={worst['rows']}, {least:.2f} times as fast."
         )
     return "".join(sentences)
 
@@ -217,7 +228,7 @@ def losses() -> str:
     """How many problems of every width lose to cuBLAS, from how many tokens on, and the worst."""
     result = load_if_there(WIDTHS_FILE)
     rows = [row for row in result.get("rows", []) if (row["kernel"], row["dtype"]) == ("kbit", "fp16")]
-    lost = [row for row in rows if row["vs_fp16"] < 1]
+    lost = [row for row in rows if row["vs_fp16"] < LOSS]
     if not lost:
         return ""
     layers, tokens = (sorted({row[key] for row in rows}) for key in ("shape", "rows"))
@@ -225,30 +236,40 @@ def losses() -> str:
     for bits in sorted({row["bits"] for row in lost}):
         here = [row["rows"] for row in lost if row["bits"] == bits]
         counts.append(f"{len(here)} at {bits} bits (from M={min(here)} on)")
+    listed = [", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts
     worst = min(lost, key=lambda row: row["vs_fp16"])
     return (
         f" On an {gpu_name(result)}, of the {len(layers) * len(tokens)} problems of each width "
-        f"({len(layers)} layers, {len(tokens)} values of M from {tokens[0]} to {tokens[-1]}), float16 cuBLAS "
-        f"is faster in {', '.join(counts[:-1])} and {counts[-1]}.{_first_losses(lost)} The worst is "
-        f"{_layer(worst)} at {worst['bits']} bits, M={worst['rows']}: {worst['vs_fp16']:.2f} times as fast."
+        f"({len(layers)} layers, {len(tokens)} values of M from {tokens[0]} to {tokens[-1]}), kbit loses to "
+        f"float16 cuBLAS {BY_MORE} (runs differ by about 2%) in {' and '.join(listed)}."
+        f"{_first_losses(lost, len(layers))} The worst is {_layer(worst)} at {worst['bits']} bits, "
+        f"M={worst['rows']}: {worst['vs_fp16']:.2f} times as fast."
     )
 
 
-def _first_losses(lost: list[dict[str, Any]]) -> str:
-    """The layers that lose at the fewest tokens, and at the most."""
+def _first_losses(lost: list[dict[str, Any]], layers: int) -> str:
+    """How many layers never lose; of the others, which do at the fewest tokens, and which at the most."""
     first: dict[str, dict[str, Any]] = {}
     for row in sorted(lost, key=lambda row: -row["rows"]):
         if row["bits"] == GPU_BITS:
             first[row["shape"]] = row
-    order = sorted(first.values(), key=lambda row: (row["rows"], row["in_features"] * row["out_features"]))
-    if len(order) < 2:
+    if not first:
         return ""
-    soon = [_layer(row) for row in order if row["rows"] == order[0]["rows"]]
-    first_ones = f"{', '.join(soon[:-1])} and {soon[-1]} are" if len(soon) > 1 else f"{soon[0]} is"
-    return (
-        f" At {GPU_BITS} bits {first_ones} the first to lose, at M={order[0]['rows']}, "
-        f"{_layer(order[-1])} the last, at M={order[-1]['rows']}."
-    )
+    never = layers - len(first)
+    some = f"{never} of the {layers} layers never lose{'s' if never == 1 else ''}"
+    text = f" At {GPU_BITS} bits {some if never else f'each of the {layers} layers loses somewhere'}; of "
+    tokens = [row["rows"] for row in first.values()]
+    text += f"those that do, {_layers_at(first, min(tokens))} the first, at M={min(tokens)}"
+    last = f", {_layers_at(first, max(tokens))} the last, at M={max(tokens)}"
+    return f"{text}{last if max(tokens) > min(tokens) else ''}."
+
+
+def _layers_at(first: dict[str, dict[str, Any]], tokens: int) -> str:
+    """The layers that first lose at so many tokens, the smallest first, and their verb."""
+    rows = [row for row in first.values() if row["rows"] == tokens]
+    rows.sort(key=lambda row: row["in_features"] * row["out_features"])
+    *others, last = map(_layer, rows)
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"
 
 
 def models(files: Sequence[str] = MODEL_FILES) -> str:
@@ -275,12 +296,47 @@ def models(files: Sequence[str] = MODEL_FILES) -> str:
             body.append([f"{_run_name(result)}, {arm['name'].removeprefix('kbit ')}", *sizes, *cells])
     headers = ["model", "weights GB", "peak GB", *(f"batch {batch}" for batch in batches), "prefill"]
     text = (
-        "`kbit bench model`: tokens a second of greedy decoding and of a prefill of 2048 tokens, all layers, "
-        "random weights, CUDA graphs for both arms. In brackets: times as fast as the fastest bfloat16 row "
-        "of the same model, with the faster of transformers' two implementations of experts. "
-        f"NVIDIA {gpu_name(results[0])}."
+        f"`kbit bench model`: tokens a second of greedy decoding {after_prompts(results)}, and of a prefill "
+        f"of {_tokens(results, 'prefill')} tokens, all layers, random weights, CUDA graphs for both arms. "
+        "In brackets: times as fast as the fastest bfloat16 of the same model that was measured at this "
+        f"batch size{_of_compiled(best)}, with the faster of transformers' two implementations of experts. "
+        f"{_peaks_of_all_ways(results)}NVIDIA {gpu_name(results[0])}."
     )
     return f"{text}\n\n{markdown(headers, body)}\n\n{_runs(results)}"
+
+
+def _peaks_of_all_ways(results: list[dict[str, Any]]) -> str:
+    """Where the peak of memory may be that of a slower way of running experts, whose speed is not shown."""
+    names = [
+        f"{_run_name(result)}, {arm['name']}"
+        for result in results
+        for arm in result["arms"]
+        if len({row["arm"] for row in arm["decode"]}) > 1
+        and not all("peak_bytes" in row for row in arm["decode"])
+    ]
+    listed = "; ".join(names)
+    return f"Peak memory is of all ways of running experts that were tried ({listed}). " if names else ""
+
+
+def after_prompts(results: Iterable[dict[str, Any]]) -> str:
+    """What decoding followed in results of `kbit bench model`."""
+    return f"after a prompt of {_tokens(results, 'prompt')} tokens"
+
+
+def _tokens(results: Iterable[dict[str, Any]], key: str) -> str:
+    """A number of tokens of the results' plans, or each that there is; 0 is what was not measured."""
+    counts = sorted({result["plan"][key] for result in results} - {0})
+    return " or ".join(map(str, counts))
+
+
+def _of_compiled(best: dict[tuple[str, int | str], tuple[float, bool]]) -> str:
+    """Where the fastest bfloat16 ran with torch.compile, which was not measured everywhere."""
+    places: dict[str, list[str]] = {}
+    for (model, what), (_, compiled) in best.items():
+        if compiled:
+            places.setdefault(model, []).append(what if isinstance(what, str) else f"batch {what}")
+    where = "; ".join(f"at {' and '.join(columns)} of {model}" for model, columns in places.items())
+    return f" (torch.compile's {where} only)" if where else ""
 
 
 def too_large() -> str:
@@ -316,7 +372,7 @@ def generating() -> str:
     if not body:
         return "Not measured yet: `kbit bench generate` does."
     ways = [row["way"] for row in results[0]["rows"] if row["arm"] == results[0]["rows"][0]["arm"]]
-    plan, commits = results[0]["plan"], dict.fromkeys(one["machine"]["commit"][:7] for one in results)
+    plan, commits = results[0]["plan"], dict.fromkeys(short(one["machine"]["commit"]) for one in results)
     text = (
         "`kbit bench generate`: tokens a second of `model.generate`, milliseconds until the first one comes, "
         f"one sequence, {plan['prompt']} tokens of prompt and {plan['new_tokens']} of answer, random "
@@ -353,7 +409,7 @@ def _runs(results: list[dict[str, Any]]) -> str:
             left_out = (
                 f"With torch.compile: batch {batches} only{'' if plan['prefill'] else ', no prefill'}. "
             )
-        commits.setdefault(result["machine"]["commit"][:7], []).append(name)
+        commits.setdefault(short(result["machine"]["commit"]), []).append(name)
     ran = "; ".join(f"at {commit}: {', '.join(names)}" for commit, names in commits.items())
     return f"{left_out}An empty cell was not measured. kbit {ran}."
 
@@ -370,22 +426,23 @@ def _speeds(arm: dict[str, Any], batches: Sequence[int]) -> dict[int | str, floa
     return {**decoded, "prefill": arm["prefill_tokens_s"]}
 
 
-def _best_16_bit(results: list[dict[str, Any]]) -> dict[tuple[str, int | str], float]:
-    """Most tokens a second of any arm in bfloat16, by model and what it does."""
-    best: dict[tuple[str, int | str], float] = {}
+def _best_16_bit(results: list[dict[str, Any]]) -> dict[tuple[str, int | str], tuple[float, bool]]:
+    """By model and what it does: most tokens a second of any bfloat16 arm, and whether it was compiled."""
+    best: dict[tuple[str, int | str], tuple[float, bool]] = {}
     for result in results:
         for arm in result["arms"]:
             batches = {row["batch"] for row in arm["decode"]}
             if arm["absent"] or arm["name"].startswith("kbit"):
                 continue
             for what, speed in _speeds(arm, sorted(batches)).items():
-                key = (result["model"], what)
-                best[key] = max(best.get(key, 0.0), speed or 0.0)
+                if speed:
+                    key, here = (result["model"], what), (speed, result["plan"]["compiled"])
+                    best[key] = max(best.get(key, here), here)
     return best
 
 
-def _times(speed: float, best: float | None, arm: dict[str, Any]) -> str:
-    return f" ({speed / best:.2f})" if best and arm["name"].startswith("kbit") else ""
+def _times(speed: float, best: tuple[float, bool] | None, arm: dict[str, Any]) -> str:
+    return f" ({speed / best[0]:.2f})" if best and arm["name"].startswith("kbit") else ""
 
 
 def gpu_name(result: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """`kbit bench chat`: how long turns of a chat wait for their first token, with and without prefix caching.
 
 Models of random weights, greedy, one chat: every prompt is the one before, its answer and a message. On a GPU
-from CUDA graphs. A chat is held three times, with other tokens each time, and the last one counts: kernels
-are compiled, steps and prompts recorded by then.
+steps come from CUDA graphs, and so do prompts, or what no cache holds of them, of up to 2048 tokens. A chat
+is held three times, with other tokens each time, and the last one counts: kernels are compiled, steps and
+prompts recorded by then.
 """
 
 from __future__ import annotations

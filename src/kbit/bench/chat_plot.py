@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kbit.bench.chat import KEPT
 from kbit.bench.generate_plot import rows_in
-from kbit.bench.plots import color_of, figure_of
+from kbit.bench.plots import color_of, figure_of, save
 
 
 def is_chat(result: Mapping[str, Any]) -> bool:
@@ -24,8 +24,10 @@ def lines(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, float]]:
     return found
 
 
-def write(result: Mapping[str, Any], folder: Path) -> Path:
+def write(result: Mapping[str, Any], folder: Path, sources: Sequence[Path] = ()) -> Path:
     """Write chat-MODEL.png: a line for each arm and way.
+
+    `sources`: as `plots.save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -42,5 +44,5 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     axes.set_title(f"chat, {result['model']}, {result['machine'].get('gpu') or 'CPU'}")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"chat-{Path(result['model']).stem}.png"
-    figure.savefig(file)
+    save(figure, file, sources)
     return file

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kbit.bench.plots import color_of, figure_of
+from kbit.bench.plots import color_of, figure_of, save
 
 _SHARE = 0.8  # of a way's place on the axis, taken by the bars of all arms
 
@@ -30,8 +30,10 @@ def bars(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: item[0].startswith("kbit")))
 
 
-def write(result: Mapping[str, Any], folder: Path) -> Path:
+def write(result: Mapping[str, Any], folder: Path, sources: Sequence[Path] = ()) -> Path:
     """Write generate-MODEL.png: a group of bars for each way, a bar for each arm.
+
+    `sources`: as `plots.save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -53,5 +55,5 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     axes.set_title(f"generate, {result['model']}, {result['machine'].get('gpu') or 'CPU'}")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"generate-{Path(result['model']).stem}.png"
-    figure.savefig(file)
+    save(figure, file, sources)
     return file

@@ -66,6 +66,17 @@ def peak_resident_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def reset_gpu_peak(device: torch.device) -> None:
+    """Count the most memory that is allocated on a GPU from now on; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def gpu_peak_bytes(device: torch.device) -> int | None:
+    """Most memory that was allocated on a GPU since; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def _commit() -> str | None:
     """Commit of the source tree this runs from, "+changes" where it differs; None outside a checkout.
 

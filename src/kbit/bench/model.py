@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbit.bench import model_build, model_decode, model_profile
+from kbit.bench import machine, model_build, model_decode, model_profile
 from kbit.bench.moe_layer import recordable
 from kbit.format.policy import QuantizationPolicy
 from kbit.integrations.transformers.compiled_layers import compiled_layers
@@ -57,7 +57,8 @@ class Plan:
 class DecodeRow:
     """One arm at one batch size on so many GPUs.
 
-    `ms` is a step of all sequences; `reason`, why it was not a CUDA graph.
+    `ms` is a step of all sequences; `reason`, why it was not a CUDA graph; `peak_bytes`, most memory
+    allocated meanwhile, None on a CPU.
     """
 
     arm: str
@@ -67,6 +68,7 @@ class DecodeRow:
     reason: str | None
     profile: dict[str, Any] | None = None
     gpus: int = 1
+    peak_bytes: int | None = None
 
     @property
     def tokens_s(self) -> float:
@@ -81,8 +83,8 @@ class ArmResult:
     Attributes:
         gpus: over so many the model is split; bytes are those of one of them.
         weight_bytes: of all parameters and buffers.
-        build_peak_bytes, run_peak_bytes: most memory allocated while building and while running; None on a
-            CPU.
+        build_peak_bytes, prefill_peak_bytes, run_peak_bytes: most memory allocated while building, in the
+            prefill, and in all that ran, without the slower ways of a batch; None on a CPU.
         prefill_reason: why the prompt was read without a CUDA graph; None if it was read with one.
         absent: why the arm was left out; None if it was not.
         no_memory: what of it did not fit in the GPU's memory, such as "bf16 batched_mm, batch 4".
@@ -99,6 +101,7 @@ class ArmResult:
     prefill_reason: str | None = None
     decode: list[DecodeRow] = field(default_factory=list)
     gpus: int = 1
+    prefill_peak_bytes: int | None = None
 
     @property
     def prefill_tokens_s(self) -> float | None:
@@ -157,25 +160,33 @@ def _run(
     progress: Callable[[str], None],
 ) -> ArmResult:
     model, result = built.model, ArmResult(name, built.weight_bytes, built.peak_bytes, gpus=gpus)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     if plan.prefill:
         progress(f"{name}: prefill")
         result.prefill_tokens = plan.prefill
+        machine.reset_gpu_peak(device)
         timing = model_decode.prefill(model, plan.prefill, plan.repeats)
         result.prefill_ms, result.prefill_reason = timing.ms, timing.reason
+        result.prefill_peak_bytes = machine.gpu_peak_bytes(device)
     for batch in plan.batches:
         for arm in ways(model, name, batch):
             progress(f"{arm}: {batch} sequences")
+            machine.reset_gpu_peak(device)
             row = _decode_if_it_fits(model, arm, batch, plan, gpus)
             if row is not None:
+                row.peak_bytes = machine.gpu_peak_bytes(device)
                 result.decode.append(row)
             else:
                 result.no_memory.append(f"{arm}, batch {batch}")
                 torch.cuda.empty_cache()
-    if device.type == "cuda":
-        result.run_peak_bytes = torch.cuda.max_memory_allocated(device)
+    result.run_peak_bytes = kept_peak(result)
     return result
+
+
+def kept_peak(result: ArmResult) -> int | None:
+    """Most memory of an arm's prefill and, at each batch, of the fastest way, whose speed tables show."""
+    fastest = {row.batch: row for row in sorted(result.decode, key=lambda row: -row.ms)}
+    peaks = [result.prefill_peak_bytes, *(row.peak_bytes for row in fastest.values())]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def ways(model: Any, name: str, batch: int) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 COLORS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
 BASELINE_COLOR = "#666666"
+# Key of a PNG's metadata: JSON, {name of a result file: SHA-256 of its bytes}.
+DRAWN_FROM = "Drawn from"
 _LEAST_RATIO = 1.3  # of labelled numbers of tokens
 
 
@@ -31,6 +35,29 @@ def figure_of(rows: int = 1, columns: int = 1, common: bool = True) -> tuple[Fig
         raise ImportError(f"plots need matplotlib ({error}). pip install matplotlib") from None
     figure = Figure(figsize=(7, 4.5 if rows == 1 else 3 * rows), dpi=120, layout="constrained")
     return figure, list(figure.subplots(rows, columns, sharex=common, sharey=common, squeeze=False).flat)
+
+
+def save(figure: Figure, file: Path, sources: Sequence[Path] = ()) -> None:
+    """Write a picture. A PNG tells which result files it shows, so that a newer file is noticed.
+
+    Args:
+        figure: what was drawn.
+        file: its suffix is the format.
+        sources: the result files; those that can be read once alone, such as a pipe, are not told.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    hashes = {path.name: sha256(path) for path in sources if path.is_file()}
+    if hashes and file.suffix.lower() == ".png":  # other formats have other keys
+        figure.savefig(file, metadata={DRAWN_FROM: json.dumps(hashes)})
+    else:
+        figure.savefig(file)
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def color_of(arm: str) -> str:
@@ -50,25 +77,23 @@ def speedups(rows: Sequence[KernelRow], model: str, dtype: str) -> dict[int, dic
     return result
 
 
-def plot_speedup(rows: Sequence[KernelRow], model: str, dtype: str, gpu: str, file: Path) -> None:
-    """Write a PNG of one model's speed-up over 16-bit cuBLAS against M, a line per width."""
+def draw_speedup(rows: Sequence[KernelRow], model: str, dtype: str, gpu: str) -> Figure:
+    """One model's speed-up over 16-bit cuBLAS against M, a line per width."""
     found = sorted(speedups(rows, model, dtype).items())
     lines = [(f"k={bits}", COLORS[bits], line) for bits, line in found]
-    _plot_lines(lines, dtype, f"{model}: linear layers of a block, {gpu}", file)
+    return _draw_lines(lines, dtype, f"{model}: linear layers of a block, {gpu}")
 
 
-def plot_models(rows: Sequence[KernelRow], bits: int, dtype: str, gpu: str, file: Path) -> None:
-    """Write a PNG of every model's speed-up at one width."""
+def draw_models(rows: Sequence[KernelRow], bits: int, dtype: str, gpu: str) -> Figure:
+    """Every model's speed-up at one width."""
     models = dict.fromkeys(row.model for row in rows if row.dtype == dtype)
     found = {model: speedups(rows, model, dtype).get(bits) for model in models}
     drawn = [(model, line) for model, line in found.items() if line]
     lines = [(model, color, line) for (model, line), color in zip(drawn, itertools.cycle(COLORS.values()))]
-    _plot_lines(lines, dtype, f"linear layers of a block in {bits} bits, {gpu}", file)
+    return _draw_lines(lines, dtype, f"linear layers of a block in {bits} bits, {gpu}")
 
 
-def _plot_lines(
-    lines: Sequence[tuple[str, str, dict[int, float]]], dtype: str, title: str, file: Path
-) -> None:
+def _draw_lines(lines: Sequence[tuple[str, str, dict[int, float]]], dtype: str, title: str) -> Figure:
     """Label, colour and {M: speed-up} of each."""
     figure, [axes] = figure_of()
     for label, color, line in lines:
@@ -83,7 +108,7 @@ def _plot_lines(
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file)
+    return figure
 
 
 def apart(tick: int, ticks: Sequence[int]) -> bool:
@@ -117,8 +142,8 @@ def under_roofs(rows: Sequence[KernelRow]) -> dict[int | None, list[tuple[float,
     return found
 
 
-def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str, file: Path) -> None:
-    """Write a PNG of TFLOP/s over operations per weight byte, under the roofs of `roofline`."""
+def draw_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: str) -> Figure:
+    """TFLOP/s over operations per weight byte, under the roofs of `roofline`."""
     figure, [axes] = figure_of()
     rows = [row for row in rows if row.dtype == dtype]
     roofs = roofline(rows, bandwidth)
@@ -134,11 +159,13 @@ def plot_roofline(rows: Sequence[KernelRow], dtype: str, bandwidth: float, gpu: 
     axes.set_title(f"{gpu}: {bandwidth:.0f} GB/s read, {roofs[-1][1]:.0f} TFLOP/s {dtype} at most")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file)
+    return figure
 
 
-def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> list[Path]:
-    """Write every picture of a result file; returns their paths.
+def write(
+    result: dict[str, Any], rows: Sequence[KernelRow], folder: Path, sources: Sequence[Path] = ()
+) -> list[Path]:
+    """Write every picture of a result file; returns their paths. `sources`: as `save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -155,14 +182,17 @@ def write(result: dict[str, Any], rows: Sequence[KernelRow], folder: Path) -> li
     folder.mkdir(parents=True, exist_ok=True)
     gpu = str(result.get("machine", {}).get("gpu", "unknown GPU"))
     written = []
+    for name, figure in _pictures(rows, bandwidth, gpu):
+        written.append(folder / f"{name}.png")
+        save(figure, written[-1], sources)
+    return written
+
+
+def _pictures(rows: Sequence[KernelRow], bandwidth: float, gpu: str) -> Iterator[tuple[str, Figure]]:
+    """Every picture of the rows by its name, drawn when its turn comes."""
     for dtype in dict.fromkeys(row.dtype for row in rows):
         for model in dict.fromkeys(row.model for row in rows if row.dtype == dtype):
-            file = folder / f"speedup-{model}-{dtype}.png"
-            plot_speedup(rows, model, dtype, gpu, file)
-            written.append(file)
+            yield f"speedup-{model}-{dtype}", draw_speedup(rows, model, dtype, gpu)
         for bits in sorted({row.bits for row in rows if row.dtype == dtype and row.bits is not None}):
-            written.append(folder / f"speedup-models-k{bits}-{dtype}.png")
-            plot_models(rows, bits, dtype, gpu, written[-1])
-        written.append(folder / f"roofline-{dtype}.png")
-        plot_roofline(rows, dtype, bandwidth, gpu, written[-1])
-    return written
+            yield f"speedup-models-k{bits}-{dtype}", draw_models(rows, bits, dtype, gpu)
+        yield f"roofline-{dtype}", draw_roofline(rows, dtype, bandwidth, gpu)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kbit.bench.plots import figure_of
+from kbit.bench.plots import figure_of, save
 
 IDLE = "nothing runs"
 REST = "other"
@@ -47,8 +47,10 @@ def parts(profiles: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def write(result: Mapping[str, Any], folder: Path) -> Path:
+def write(result: Mapping[str, Any], folder: Path, sources: Sequence[Path] = ()) -> Path:
     """Write profile-MODEL.png: a stacked bar for each profile, by purpose.
+
+    `sources`: as `plots.save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -77,5 +79,5 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"profile-{Path(first['model']).stem}.png"
-    figure.savefig(file)
+    save(figure, file, sources)
     return file

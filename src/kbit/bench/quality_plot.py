@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of, save
 
 # Key of a row -> label of its panel, and whether its axis is logarithmic.
 _PANELS = {"perplexity": ("perplexity", False), "kl_divergence": ("KL divergence, nats", True)}
@@ -45,8 +45,10 @@ def _points(rows: Iterable[Mapping[str, Any]], group: str, key: str) -> dict[str
     return {name: sorted(points) for name, points in found.items()}
 
 
-def write(result: Mapping[str, Any], folder: Path) -> Path:
+def write(result: Mapping[str, Any], folder: Path, sources: Sequence[Path] = ()) -> Path:
     """Write quality.png: perplexity and KL divergence against stored bits per weight.
+
+    `sources`: as `plots.save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -79,5 +81,5 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
         figure.suptitle(f"{model}, {result['rows'][0]['tokens']} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "quality.png"
-    figure.savefig(file)
+    save(figure, file, sources)
     return file

@@ -40,6 +40,8 @@ class Plan:
         requests: of each client at each level.
         prompt_words, new_tokens: of each request.
         timeout: seconds that one request may take before it counts as an error.
+        warm_up: requests of each client before those at each level, untimed. At a new number of clients the
+            first ones record CUDA graphs, and took up to three times as long as the later ones.
     """
 
     clients: Sequence[int] = (1, 8, 32)
@@ -47,11 +49,15 @@ class Plan:
     prompt_words: int = 64
     new_tokens: int = 64
     timeout: float = 300.0
+    warm_up: int = 1
 
 
 @dataclass
 class Level:
-    """What one level of load gave. Latencies are of whole answers, in seconds; memory is after the level."""
+    """What one level of load gave. Latencies are of whole answers, in seconds; memory is after the level.
+
+    `errors` are those of the untimed requests, too.
+    """
 
     clients: int
     requests: int
@@ -169,18 +175,23 @@ def chat(port: int, model: str, prompt: str, new_tokens: int, timeout: float = 3
 
 
 def load(port: int, pid: int, model: str, plan: Plan) -> Iterator[Level]:
-    """Put every level of load on a server, after one request that warms it up; yields each as it is done."""
-    chat(port, model, "warm up", plan.new_tokens, plan.timeout)
+    """Put every level of load on a server, warmed up before it; yields each as it is done."""
+    chat(port, model, "warm up", plan.new_tokens, plan.timeout)  # raises where the server cannot answer
     for clients in plan.clients:
-        yield _level(port, pid, model, plan, clients)
+        untimed = Level(clients, clients * plan.warm_up)
+        _send(untimed, port, model, plan, range(plan.requests, plan.requests + plan.warm_up))
+        level = Level(clients, clients * plan.requests, errors=untimed.errors)
+        _send(level, port, model, plan, range(plan.requests))
+        level.resident_bytes, level.device_bytes = _memory(pid)
+        yield level
 
 
-def _level(port: int, pid: int, model: str, plan: Plan, clients: int) -> Level:
-    level = Level(clients, clients * plan.requests)
-    lock = threading.Lock()
+def _send(level: Level, port: int, model: str, plan: Plan, requests: Sequence[int]) -> None:
+    """Have every client of a level send these requests, by their numbers, and note what came of it."""
+    clients, lock = level.clients, threading.Lock()
 
     def client(number: int) -> None:
-        for request in range(plan.requests):
+        for request in requests:
             words = " ".join(f"{clients} {number} {request} {word}" for word in range(plan.prompt_words // 4))
             start = time.perf_counter()
             try:
@@ -201,8 +212,6 @@ def _level(port: int, pid: int, model: str, plan: Plan, clients: int) -> Level:
     for thread in threads:
         thread.join()
     level.seconds = time.perf_counter() - start
-    level.resident_bytes, level.device_bytes = _memory(pid)
-    return level
 
 
 def _memory(pid: int) -> tuple[int | None, int | None]:

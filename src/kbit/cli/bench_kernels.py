@@ -285,7 +285,7 @@ def plot(
     for command, (is_one, write) in kinds.items():
         if is_one(found):
             try:
-                written = [write(found, out)]
+                written = [write(found, out, [file])]
             except (LookupError, TypeError, AttributeError) as error:
                 raise no_result(file, command, error) from error
             break
@@ -295,6 +295,6 @@ def plot(
         except ValueError as error:
             others = "`kbit bench generate`, `kbit bench chat`, `kbit profile` and `kbit eval --bits`"
             raise ValueError(f"{error}. Results of {others} can be drawn, too.") from None
-        written = plots.write(found, rows, out)
+        written = plots.write(found, rows, out, [file])
     for path in written:
         console.print(str(path), markup=False, soft_wrap=True)

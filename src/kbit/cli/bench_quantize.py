@@ -24,13 +24,15 @@ console = Console()
 
 
 def _table(runs: Sequence[Run]) -> Table:
-    headers = ("jobs", "devices", "weights", "in GB", "out GB", "s", "M weights/s", "80 B weights, min")
+    sizes = ("quantized", "copied", "in GB", "out GB")
+    headers = ("jobs", "devices", *sizes, "s", "M weights/s", "80 B weights, min")
     table = text_table("quantizing a checkpoint, from disk to disk", headers, left=("devices",))
     for run in runs:
         table.add_row(
             str(run.jobs),
             ", ".join(run.devices),
-            f"{run.weights / 1e9:.2f} B",
+            f"{run.quantized_weights / 1e9:.2f} B",
+            f"{run.copied / 1e9:.2f} B",
             f"{run.bytes_in / 1e9:.2f}",
             f"{run.bytes_out / 1e9:.2f}",
             f"{run.seconds:.1f}",

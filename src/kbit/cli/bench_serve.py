@@ -76,7 +76,9 @@ def serve(
     layers: Annotated[int | None, typer.Option(min=1, help="With --random: only the first layers.")] = None,
     bits: Annotated[int, typer.Option(help="With --random: bits per weight.")] = 4,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,8,32",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each client at each level.")] = 4,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests of each client at each level, after an untimed one.")
+    ] = 4,
     prompt_words: Annotated[int, typer.Option(min=4, help="Words of a prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     continuous_batching: Annotated[

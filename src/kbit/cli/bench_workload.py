@@ -69,7 +69,7 @@ def workload(
     result = tables.as_json(header, traffic, limits, {"turns": turns, "seed": seed}, found)
     write_json(json_file, result)  # before anything is printed, to a reader that may be gone
     if plot is not None:
-        plots.write(result, plot)
+        plots.write(result, plot, [table] if experts is None else [table, experts])
     for analysis in found:
         show(tables.table(analysis))
         for line in (*tables.verdicts(analysis), *analysis.notes):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of
+from kbit.bench.plots import BASELINE_COLOR, COLORS, figure_of, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,8 +54,10 @@ def _mark(axes: Axes, earlier: Mapping[str, Any], dtype: str, most: int) -> None
     )
 
 
-def write(result: Mapping[str, Any], file: Path) -> None:
+def write(result: Mapping[str, Any], file: Path, sources: Sequence[Path] = ()) -> None:
     """Write a PNG or SVG of a result of `kbit bench workload`: a panel per width.
+
+    `sources`: as `plots.save` takes them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -74,4 +76,4 @@ def write(result: Mapping[str, Any], file: Path) -> None:
     figure.supylabel(f"times as fast as {dtype} cuBLAS", fontsize=10)
     gpu = (result.get("machine") or {}).get("gpu", "unknown GPU")
     figure.suptitle(f"Linear layers under continuous batching, {gpu}")
-    figure.savefig(file)
+    save(figure, file, sources)
