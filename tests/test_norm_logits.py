@@ -249,12 +249,8 @@ def test_models_on_a_gpu(family, monkeypatch):
 @gpu
 def test_weights_of_routers_in_float32(monkeypatch):
     """As transformers keeps DeepSeek's and GLM's from 5.24 on."""
-    model, ids, runs, run = (
-        build("glm4_moe_lite", hidden=1024).cuda(),
-        IDS.cuda(),
-        [],
-        router_logits.moe_logits,
-    )
+    model, ids = build("glm4_moe_lite", hidden=1024).cuda(), IDS.cuda()
+    runs, run = [], router_logits.moe_logits
     with torch.no_grad():
         for one in routers_of(model):
             one.weight = torch.nn.Parameter(torch.randn_like(one.weight, dtype=torch.float32))

@@ -206,7 +206,7 @@ JOBS = (
     Job("plots", "bench plot {results}/{gpu}-kernels.json --out {plots}", gpus=0, after=("kernels",)),
     Job(
         "30b-profile-plot",
-        f"bench plot {{results}}/{{gpu}}-profile-{MODELS['30b']}.json --out {{plots}}",
+        "bench plot {results}/{gpu}-profile-qwen3-30b-a3b.json --out {plots}",
         gpus=0,
         after=("30b-profile",),
     ),

@@ -522,9 +522,9 @@ def codebooks() -> str:
     body = []
     for name, bits in itertools.product(CODEBOOKS, SUPPORTED_BITS):
         upper = CODEBOOKS[name](bits)[2 ** (bits - 1) :]
-        short = [f"{level:.4f}" for level in upper.tolist()]
-        exact = torch.equal(torch.tensor(list(map(float, short))), upper)
-        levels = short if exact else [level.hex() for level in upper.tolist()]
+        decimal = [f"{level:.4f}" for level in upper.tolist()]
+        exact = torch.equal(torch.tensor(list(map(float, decimal))), upper)
+        levels = decimal if exact else [level.hex() for level in upper.tolist()]
         body.append([name, str(bits), ", ".join(f"`{level}`" for level in levels)])
     return markdown(["name", "bits", "positive levels as float32, ascending"], body)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kbit.bench import machine
 from kbit.bench.result_files import read_text
 from kbit.format.policy import QuantizationPolicy
 from kbit.format.strict_json import parse_json
@@ -154,8 +155,7 @@ def build(
 
 def start(device: torch.device) -> None:
     """Begin a model: the same random numbers each time, and the peak of memory counted from here."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    machine.reset_gpu_peak(device)
     torch.manual_seed(0)
 
 
@@ -164,8 +164,7 @@ def finished(model: Any, device: torch.device) -> Built:
     fuse_residuals(model)  # which blocks, quantized one by one, could not have
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     sizes = [getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors.values()]  # of DTensors
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Built(model, sum(sizes), peak)
+    return Built(model, sum(sizes), machine.gpu_peak_bytes(device))
 
 
 def blocks(

@@ -171,17 +171,16 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> None:
+    machine.reset_gpu_peak(device)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux counts the peak from now on
 
 
 def _peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return machine.peak_resident_bytes()
+    peak = machine.gpu_peak_bytes(device)
+    return machine.peak_resident_bytes() if peak is None else peak
 
 
 def as_json(results: Sequence[ArmResult]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ _FORMAT = "QQQQQQQQiifii"
 _SOURCE = "norm_logits.cu"
 # Pieces of 16 bytes of a row: from those on of which rms_norm.cu keeps as many in a thread.
 _LEAST_PIECES = norm.PIECES[router_logits.KEPT - 1] + 1
-_MOST_PIECES = router_logits.KEPT * router_logits.MOST_THREADS
+_MOST_PIECES = router_logits.KEPT * router_logits.BLOCK_THREADS
 # Experts of a block, from how many logits on, by whether the weight is float32. With fewer, which made logits
 # take less time, a model's step took more.
 _EACH = {False: {1: 1, 33: 5, 193: 4}, True: {1: 1, 33: 4}}

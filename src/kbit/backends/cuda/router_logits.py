@@ -17,7 +17,8 @@ from kbit.backends.reference import moe as reference
 
 _FORMAT = "QQQQiii"
 _SOURCE = "moe_logits.cu"
-KEPT, MOST_THREADS = 2, 512  # kPieces and kLogitsThreads in logits_block.cuh
+# Pieces of a row that a thread of moe_logits.cu or norm_logits.cu has in flight, and most threads of a block.
+KEPT, BLOCK_THREADS = 2, 512
 # Experts of a block of moe_logits.cu, from how many logits on.
 _EACH = {1: 1, 1601: 4}
 # Tokens and experts of a block where those of a token each would read so many bytes of weights.
@@ -40,8 +41,10 @@ def few_spec(source: str, kind: tuple[torch.dtype, bool, bool], tokens: int, exp
     """moe_logits.cu, or norm_logits.cu: x of a 16-bit dtype, logits and weight in float32 or not."""
     dtype, wide, wide_weight = kind
     kinds = {"bf16": dtype == torch.bfloat16, "wide": wide, "wide_weight": wide_weight}
-    block = {"tokens": tokens} if source == _SOURCE else {}  # norm_logits.cu has one
-    return KernelSpec.make(source, **kinds, **block, experts=experts)
+    block = {"pieces": KEPT, "threads": BLOCK_THREADS, "experts": experts}
+    if source == _SOURCE:  # norm_logits.cu has one
+        block["tokens"] = tokens
+    return KernelSpec.make(source, **kinds, **block)
 
 
 @functools.cache
@@ -103,7 +106,7 @@ def few_launch(
         block: tokens and experts of a block.
     """
     tokens, experts, pieces = sizes
-    threads = min(MOST_THREADS, -(-pieces // (KEPT * driver.WARP)) * driver.WARP)
+    threads = min(BLOCK_THREADS, -(-pieces // (KEPT * driver.WARP)) * driver.WARP)
     grid = (-(-experts // block[1]), -(-tokens // block[0]), 1)
     return Launch(few_spec(source, kind, *block), grid, threads)
 

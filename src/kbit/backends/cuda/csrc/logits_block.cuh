@@ -6,8 +6,8 @@
 #include "moe_logits.cuh"
 
 constexpr int kExperts = Config::experts;
-constexpr int kPieces = 2;  // pieces of x, and of each expert's weight, that a thread has in flight
-constexpr int kLogitsThreads = 512;
+constexpr int kPieces = Config::pieces;  // of x, and of each expert's weight, that a thread has in flight
+constexpr int kLogitsThreads = Config::threads;  // at most
 
 // The weights that kPieces pieces of x meet, every blockDim.x-th from `first` on.
 struct WeightPieces {
